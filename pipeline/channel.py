@@ -1,0 +1,127 @@
+"""The two ends of a channel, as protocols: what every carrier gives, and all that a stage may know about it.
+
+The synchronous `…_nowait` method holds the logic of each end, the async one waits around it. Three carriers implement
+this pair (memory, shm, tcp); one conformance suite, `penstock.testing.check_channel`, holds them to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import msgspec
+
+__all__ = ["ChannelStatistics", "ReceiveChannel", "SendChannel"]
+
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a channel holds and what it waits for, at one moment, as seen from one end."""
+
+    carrier: str
+    """memory, shm or tcp."""
+    capacity: int
+    """Records that may be in flight: sent and not yet received (memory) or released (shm, tcp)."""
+    items: int
+    """Records in flight now."""
+    capacity_bytes: int | None
+    """Bytes that may be in flight; None where only records are counted."""
+    nbytes: int
+    """Bytes in flight now."""
+    sent: int
+    """Records sent so far, by all senders that this end knows."""
+    received: int
+    """Records received so far."""
+    senders: int
+    """Open sending ends."""
+    waiting_for: str
+    """What this end waits for right now: "", "credit" (a sender, for the receiver) or "record" (the reverse)."""
+    waited_s: float
+    """Seconds that this end has waited in all, the present wait included."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the capacity in use, by items or by bytes, whichever is tighter; 0 to 1."""
+        by_items = self.items / self.capacity if self.capacity else 0.0
+        by_bytes = self.nbytes / self.capacity_bytes if self.capacity_bytes else 0.0
+        return max(by_items, by_bytes)
+
+
+class SendChannel(Protocol[T_contra]):
+    """The end that a stage writes to."""
+
+    async def send(self, record: T_contra, /) -> None:
+        """Hand over `record`, waiting for credit if need be. Cancelled, it has sent nothing.
+
+        Raises:
+            RecordTooLarge: the record would not fit an empty channel.
+            PeerClosed: the receiving end is closed.
+            PeerLost: the receiving process died.
+            anyio.ClosedResourceError: this end is closed.
+        """
+        ...
+
+    def send_nowait(self, record: T_contra, /) -> None:
+        """Hand over `record` if there is credit for it now.
+
+        Raises:
+            ChannelFull: there is none; besides what `send` raises.
+        """
+        ...
+
+    def clone(self) -> SendChannel[T_contra]:
+        """Another sending end of the same channel. The stream ends when all of them are closed."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close this end; everything that was sent arrives. Closing twice is fine."""
+        ...
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class ReceiveChannel(Protocol[T_co]):
+    """The end that a stage reads from. Iterating it ends when every sender has closed."""
+
+    async def receive(self) -> T_co:
+        """The next record, waiting for one if need be. Cancelled, it has taken nothing.
+
+        Raises:
+            anyio.EndOfStream: every sender closed and everything was received.
+            PeerLost: a sending process died; raised once for each, after all it had published. Receiving may go on.
+            anyio.ClosedResourceError: this end is closed.
+        """
+        ...
+
+    def receive_nowait(self) -> T_co:
+        """The next record if there is one now.
+
+        Raises:
+            anyio.WouldBlock: there is none; besides what `receive` raises.
+        """
+        ...
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    async def aclose(self) -> None:
+        """Close this end; senders get PeerClosed. Closing twice is fine."""
+        ...
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...

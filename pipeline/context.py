@@ -1,0 +1,77 @@
+"""What surrounds a running stage: the ledger, the metrics, and which of several workers it is.
+
+A context variable, set by the pipeline for each stage's task, so that a stage's signature stays inbox and outbox.
+Where no pipeline runs (a stage driven by hand, a script of one's own) there is a detached context: everything works,
+nobody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from ..schemas import TrajectoryGroup, TrajectoryId
+from .ledger import EndState, Ledger
+from .telemetry import Metrics
+
+__all__ = ["Context", "Worker", "current", "drop", "entered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Which of several equal workers runs this stage. Seeds and instance ids are made from it."""
+
+    index: int = 0
+    """0 to count − 1."""
+    count: int = 1
+    """How many workers share the work."""
+    incarnation: int = 0
+    """How often the worker was restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a stage can reach besides its channels."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    metrics: Metrics = field(default_factory=Metrics)
+    worker: Worker = Worker()
+
+
+_context: ContextVar[Context] = ContextVar("penstock")
+
+
+def current() -> Context:
+    """The context of the running stage; a detached one, kept from then on, where there is none."""
+    try:
+        return _context.get()
+    except LookupError:
+        context = Context(ledger=Ledger(admits_on_end=True))
+        _context.set(context)
+        return context
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[Context]:
+    """Make `context` current within the body and in every task started there."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str) -> None:
+    """Say what became of records that a stage does not send on: the ledger counts them, the metrics too.
+
+    >>> drop([], "filtered", "zero_variance")
+
+    Raises:
+        LedgerImbalance: one of them is not in flight.
+    """
+    ids = what if isinstance(what, TrajectoryGroup) else list(what)
+    context = current()
+    context.ledger.end(ids, state, reason)
+    context.metrics.total(f"dropped/{state}", len(ids))

@@ -1,0 +1,79 @@
+"""Every error that a caller of penstock may want to catch, one class a situation."""
+
+from __future__ import annotations
+
+import anyio
+
+from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch
+
+__all__ = [
+    "ChannelFull",
+    "IllegalTransition",
+    "InvalidConfig",
+    "InvalidPipeline",
+    "InvalidRecord",
+    "LedgerImbalance",
+    "MissingExtra",
+    "PeerClosed",
+    "PeerLost",
+    "PenstockError",
+    "ProtocolMismatch",
+    "RecordTooLarge",
+    "StageFailed",
+    "StaleDescriptor",
+    "TooManySenders",
+    "WeightsMismatch",
+    "WorkerFailed",
+]
+
+
+class RecordTooLarge(PenstockError):
+    """A record needs more bytes than its channel will ever have."""
+
+
+class ChannelFull(PenstockError, anyio.WouldBlock):
+    """`send_nowait` found no credit: the receiver has not released enough of what it was sent."""
+
+
+class PeerLost(PenstockError, anyio.BrokenResourceError):
+    """The process at the other end died without saying goodbye; the message names it."""
+
+
+class PeerClosed(PenstockError, anyio.BrokenResourceError):
+    """The other end closed the channel: nothing that is sent now would be received."""
+
+
+class TooManySenders(PenstockError):
+    """The receiver's budget of bytes is divided among a fixed number of senders, and all have joined."""
+
+
+class IllegalTransition(PenstockError):
+    """A slot was asked to do what its state does not allow; the message tells the slot's story."""
+
+
+class StaleDescriptor(PenstockError):
+    """A descriptor or a release speaks of a slot that was reused, or of bytes outside the segment."""
+
+
+class InvalidPipeline(PenstockError):
+    """`Pipeline.check()` found joints that cannot work; the message lists them all."""
+
+
+class StageFailed(PenstockError):
+    """A stage raised; `__cause__` holds the exception, the message the stage's name."""
+
+
+class WorkerFailed(StageFailed):
+    """A stage raised in a child process; the message carries the child's traceback."""
+
+
+class LedgerImbalance(PenstockError):
+    """A trajectory ended twice, or ended without having been admitted."""
+
+
+class WeightsMismatch(PenstockError):
+    """Published weights do not fit the model; the message lists every tensor with expected and found."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """An optional dependency is absent; the message gives the `pip install` that brings it."""

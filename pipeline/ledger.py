@@ -1,0 +1,396 @@
+"""The ledger: every admitted trajectory ends in exactly one state, with a reason, and the sums balance at any moment.
+
+    admitted = in flight + trained + filtered + stale + rejected + failed + lost
+
+One ledger a process. The trainer's process holds the books of the run: a worker's ledger keeps its own counters in a
+page of shared memory (`Account`), which the trainer's ledger adds up, also after the worker was killed. A trajectory
+that crosses from a worker is taken over by the trainer's ledger; when it ends there, the worker's ledger is told
+(`settle`), which frees its sampling allowance. Sans-I/O: knows no socket and no process. One event loop uses it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+
+from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from .errors import LedgerImbalance
+from .waiting import Waiters
+
+__all__ = ["ACCOUNT_BYTES", "Account", "Balance", "EndState", "Ledger", "Origin"]
+
+EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
+"""How a trajectory can end.
+
+trained: the optimizer step that used it is done · filtered: dropped by choice (zero variance, a length limit) ·
+stale: older than the lag bound · rejected: refused as invalid · failed: its environment or reward raised or ran out of
+time · lost: the process that held it died or was told to stop.
+"""
+
+END_STATES: tuple[EndState, ...] = get_args(EndState)
+
+Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
+"""How a trajectory's sampling process is told of its end: (group, repetitions as a bit mask, state, optimizer step)."""
+
+PACE_WINDOW = 8
+"""Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
+
+
+class Balance(msgspec.Struct, frozen=True):
+    """The books at one moment."""
+
+    admitted: int
+    """Trajectories whose sampling was begun."""
+    in_flight: int
+    """Those that have not ended."""
+    ended: dict[str, int]
+    """Those that ended, by state; every state is listed."""
+    reasons: dict[str, dict[str, int]]
+    """The same by state and reason."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether admitted = in flight + ended."""
+        return self.admitted == self.in_flight + sum(self.ended.values())
+
+
+ACCOUNT_BYTES = 8 * (1 + len(END_STATES))
+
+
+class Account:
+    """A worker's counters in a page of shared memory: one writer, the worker; readable after it was killed.
+
+    Words, each a signed 64-bit integer: admitted, then one for each end state that the worker itself established.
+    """
+
+    __slots__ = ("_words", "name", "taken_over")
+
+    def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
+        self._words = memoryview(page)[:ACCOUNT_BYTES].cast("q")
+        self.name = name
+        """Who keeps it, for reasons and messages."""
+        self.taken_over = 0
+        """Trajectories that the reader's ledger has taken over; kept by the reader."""
+
+    @property
+    def admitted(self) -> int:
+        """Trajectories that the worker admitted."""
+        return self._words[0]
+
+    def ended(self, state: EndState) -> int:
+        """Trajectories that ended so within the worker."""
+        return self._words[1 + END_STATES.index(state)]
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories that are still with the worker, or on their way to the reader.
+
+        The ends are read before the admissions, so that a worker that is counting meanwhile never shows too few.
+        """
+        ended = sum(self.ended(state) for state in END_STATES)
+        return self.admitted - ended - self.taken_over
+
+    def admit(self, count: int) -> None:
+        """Count `count` admissions."""
+        self._words[0] += count
+
+    def end(self, state: EndState, count: int) -> None:
+        """Count `count` ends."""
+        self._words[1 + END_STATES.index(state)] += count
+
+    def close(self) -> None:
+        """Let go of the page, so that it can be unmapped."""
+        self._words.release()
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How many of this process' trajectories one optimizer step trains, on average over the last few steps."""
+
+    steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
+
+    def trained(self, step: int, count: int) -> None:
+        if self.steps and self.steps[-1][0] == step:
+            count += self.steps.pop()[1]
+        self.steps.append((step, count))
+
+    @property
+    def per_step(self) -> float | None:
+        if not self.steps:
+            return None
+        span = self.steps[-1][0] - self.steps[0][0] + 1
+        return sum(count for _, count in self.steps) / max(1, span)
+
+
+class Ledger:
+    """The books of one process."""
+
+    __slots__ = (
+        "_account",
+        "_accounts",
+        "_admits_on_end",
+        "_admitted",
+        "_committed",
+        "_ended",
+        "_in_flight",
+        "_open",
+        "_origins",
+    )
+    __slots__ += ("_pace", "_reasons", "_room", "step")
+
+    def __init__(self, account: Account | None = None, *, admits_on_end: bool = False) -> None:
+        self._account = account
+        """Where a worker's counters are mirrored for its parent."""
+        self._admits_on_end = admits_on_end
+        """Whether trajectories may end that nobody admitted: where stages run without a pipeline around them."""
+        self._accounts: list[Account] = []
+        """The workers' counters, in the trainer's process."""
+        self._open: dict[GroupId, int] = {}
+        """Repetitions in flight of each group, as a bit mask."""
+        self._origins: dict[GroupId, Origin] = {}
+        self._committed: dict[GroupId, int] = {}
+        self._admitted = 0
+        self._in_flight = 0
+        self._ended: Counter[EndState] = Counter()
+        self._reasons: Counter[tuple[EndState, str]] = Counter()
+        self._pace = _Pace()
+        self._room = Waiters()
+        self.step = 0
+        """The last optimizer step that was committed, or that this process was told of."""
+
+    def __repr__(self) -> str:
+        balance = self.balance()
+        ended = ", ".join(f"{count} {state}" for state, count in balance.ended.items() if count)
+        return f"<Ledger: {balance.admitted} admitted, {balance.in_flight} in flight, {ended or 'none ended'}>"
+
+    # -- a trajectory's life -----------------------------------------------------------------------------------------
+
+    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
+        """Count trajectories in whose sampling begins. One that is in flight already is not counted again.
+
+        Returns:
+            How many were new.
+
+        Raises:
+            LedgerImbalance: one of them was trained before: ids are never reused within a run.
+        """
+        mask = _mask(repetitions)
+        if again := self._committed.get(group, 0) & mask:
+            raise LedgerImbalance(
+                f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
+            )
+        new = self._enter(group, mask)
+        self._admitted += new
+        if self._account is not None:
+            self._account.admit(new)
+        return new
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        """Count trajectories out.
+
+        Raises:
+            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before.
+        """
+        for group, mask in _masks(what).items():
+            self._leave(group, mask, state, reason)
+            if self._account is not None:
+                self._account.end(state, mask.bit_count())
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
+
+        Raises:
+            LedgerImbalance: one of them was trained before, or is not in flight.
+        """
+        self.step = max(self.step, step)
+        repetitions = batch.repetition_ids.tolist()
+        first = 0
+        for packed in batch.groups:
+            group, mask = packed.id, _mask(repetitions[first : first + packed.sequences])
+            first += packed.sequences
+            done = self._committed.get(group, 0)
+            if done & mask:
+                raise LedgerImbalance(f"{_name(group, done & mask)} was trained before and is committed again")
+            self._leave(group, mask, "trained", "")
+            self._committed[group] = done | mask
+            if self._account is not None:
+                self._account.end("trained", mask.bit_count())
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        """In a worker: the trainer's ledger says how trajectories ended that it had taken over.
+
+        One that this ledger does not know is passed over: a restarted worker hears of its predecessor's trajectories.
+        """
+        self.step = max(self.step, step)
+        known = self._open.get(group, 0) & mask
+        if known:
+            self._remove(group, known)
+            if state == "trained":
+                self._pace.trained(step, known.bit_count())
+            self._room.wake_all()
+
+    # -- between processes -------------------------------------------------------------------------------------------
+
+    def open_account(self, account: Account) -> None:
+        """In the trainer's process: add a worker's counters to the books."""
+        self._accounts.append(account)
+
+    def take_over(self, group: TrajectoryGroup, origin: Origin | None = None, account: Account | None = None) -> None:
+        """Take a group into these books that came from another process.
+
+        Args:
+            group: what came.
+            origin: is told when the group's trajectories end here.
+            account: the worker's counters, where it keeps any; without one the group is admitted here.
+        """
+        group_id, mask = group.id, _mask(group.repetition_ids.tolist())
+        new = self._enter(group_id, mask)
+        if account is None:
+            self._admitted += new
+        else:
+            account.taken_over += new
+        if origin is not None:
+            self._origins[group_id] = origin
+
+    def close_account(self, account: Account, reason: str) -> int:
+        """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
+        if account not in self._accounts:
+            return 0
+        self._accounts.remove(account)
+        lost = account.in_flight
+        self._admitted += account.admitted
+        for state in END_STATES:
+            self._ended[state] += account.ended(state)
+            if count := account.ended(state):
+                self._reasons[state, f"in {account.name}"] += count
+        self._count("lost", reason, lost)
+        account.close()
+        return lost
+
+    def lose(self, reason: str) -> int:
+        """The run is over: whatever is in flight is lost, with `reason`. Returns how many trajectories that were."""
+        lost = sum(self.close_account(account, reason) for account in list(self._accounts))
+        for group, mask in list(self._open.items()):
+            lost += mask.bit_count()
+            self._leave(group, mask, "lost", reason)
+            if self._account is not None:
+                self._account.end("lost", mask.bit_count())
+        return lost
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories in flight in these books: admitted here or taken over, and not ended anywhere."""
+        return self._in_flight
+
+    @property
+    def trained_per_step(self) -> float | None:
+        """Trajectories of these books that one optimizer step trains, averaged over the last steps; None before any."""
+        return self._pace.per_step
+
+    @property
+    def committed(self) -> dict[GroupId, int]:
+        """Repetitions of each group that were trained, as a bit mask: what a checkpoint keeps."""
+        return dict(self._committed)
+
+    def restore(self, committed: dict[GroupId, int], step: int) -> None:
+        """Continue from a checkpoint: these were trained by a run that this one resumes."""
+        self._committed = dict(committed)
+        self.step = step
+
+    def is_committed(self, trajectory: TrajectoryId) -> bool:
+        """Whether the trajectory was trained."""
+        return bool(self._committed.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
+
+    async def room(self, limit: float) -> None:
+        """Wait until fewer than `limit` trajectories of these books are in flight."""
+        while self._in_flight >= limit:
+            await self._room.wait()
+
+    def balance(self) -> Balance:
+        """The books now, with those of all workers that keep an account."""
+        ended = {state: self._ended[state] for state in END_STATES}
+        reasons: dict[str, dict[str, int]] = {state: {} for state in END_STATES}
+        for (state, reason), count in self._reasons.items():
+            reasons[state][reason] = count
+        admitted, in_flight = self._admitted, self._in_flight
+        for account in self._accounts:
+            in_account = {state: account.ended(state) for state in END_STATES}
+            entered = account.admitted
+            for state, count in in_account.items():
+                ended[state] += count
+                if count:
+                    reasons[state][f"in {account.name}"] = count
+            admitted += entered
+            in_flight += entered - sum(in_account.values()) - account.taken_over
+        return Balance(admitted, in_flight, dict(ended), reasons)
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, group: GroupId, mask: int) -> int:
+        present = self._open.get(group, 0)
+        self._open[group] = present | mask
+        new = (mask & ~present).bit_count()
+        self._in_flight += new
+        return new
+
+    def _remove(self, group: GroupId, mask: int) -> None:
+        left = self._open[group] & ~mask
+        if left:
+            self._open[group] = left
+        else:
+            del self._open[group]
+        self._in_flight -= mask.bit_count()
+
+    def _leave(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        if self._admits_on_end:
+            self._admitted += self._enter(group, mask)
+        if absent := mask & ~self._open.get(group, 0):
+            raise LedgerImbalance(
+                f"{_name(group, absent)} ended as {state} but is not in flight: "
+                f"expected every trajectory to be admitted once and to end once"
+            )
+        self._remove(group, mask)
+        self._count(state, reason, mask.bit_count())
+        origin = self._origins.get(group)
+        if origin is not None:
+            origin(group, mask, state, self.step)
+            if group not in self._open:
+                del self._origins[group]
+        elif state == "trained":
+            self._pace.trained(self.step, mask.bit_count())
+        if self._room:
+            self._room.wake_all()
+
+    def _count(self, state: EndState, reason: str, count: int) -> None:
+        if count:
+            self._ended[state] += count
+            self._reasons[state, reason] += count
+
+
+def _masks(what: TrajectoryGroup | Iterable[TrajectoryId]) -> dict[GroupId, int]:
+    if isinstance(what, TrajectoryGroup):
+        return {what.id: _mask(what.repetition_ids.tolist())}
+    masks: dict[GroupId, int] = {}
+    for trajectory in what:
+        group = trajectory.group
+        masks[group] = masks.get(group, 0) | 1 << trajectory.repetition_id
+    return masks
+
+
+def _mask(repetitions: Iterable[int]) -> int:
+    mask = 0
+    for repetition in repetitions:
+        mask |= 1 << repetition
+    return mask
+
+
+def _name(group: GroupId, mask: int) -> str:
+    repetitions = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+    return f"{group.env}/{group.instance_id} repetitions {repetitions}"

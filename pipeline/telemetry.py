@@ -1,0 +1,146 @@
+"""What a run says of itself: flat metrics, step by step, and structured log events.
+
+Metrics gather between optimizer steps and leave together: means as Σ/Σ (never a mean of means), totals as sums,
+extremes as extremes, gauges as they stand. A sink is anything that takes (metrics, step). A sink that raises is
+reported once and left out from then on: watching a run must never end it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import ArrayLike
+
+__all__ = ["JsonlSink", "MetricSink", "Metrics", "get_logger"]
+
+MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
+"""Takes the metrics of one optimizer step, and the step."""
+
+
+def get_logger(name: str) -> Any:
+    """A structlog logger: `log.info("worker_started", worker=0, pid=…)`. Events, not prose."""
+    return structlog.get_logger(name)
+
+
+log = get_logger("penstock.telemetry")
+
+
+class Observations(msgspec.Struct, frozen=True, array_like=True):
+    """What one process has observed and not yet emitted: what a worker sends to the trainer's process."""
+
+    means: dict[str, tuple[float, float]]
+    totals: dict[str, float]
+    maxima: dict[str, float]
+    minima: dict[str, float]
+    gauges: dict[str, float]
+
+
+class Metrics:
+    """Gathers observations; `emit` hands them to the sinks. One event loop uses it."""
+
+    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "sinks")
+
+    def __init__(self, *sinks: MetricSink) -> None:
+        self.sinks: list[MetricSink] = list(sinks)
+        """Where each step's metrics go."""
+        self._means: dict[str, list[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def mean(self, name: str, values: ArrayLike, weight: ArrayLike | None = None) -> None:
+        """Observe `values`; what is emitted is Σ value · weight / Σ weight."""
+        array = np.asarray(values, np.float64)
+        weights = (
+            np.ones_like(array) if weight is None else np.broadcast_to(np.asarray(weight, np.float64), array.shape)
+        )
+        sums = self._means.setdefault(name, [0.0, 0.0])
+        sums[0] += float((array * weights).sum())
+        sums[1] += float(weights.sum())
+
+    def total(self, name: str, amount: float = 1) -> None:
+        """Add `amount`; what is emitted is the sum since the last step."""
+        self._totals[name] = self._totals.get(name, 0.0) + amount
+
+    def maximum(self, name: str, values: ArrayLike) -> None:
+        """Observe `values`; what is emitted is the largest."""
+        if np.size(values):
+            self._maxima[name] = max(self._maxima.get(name, -np.inf), float(np.max(values)))
+
+    def minimum(self, name: str, values: ArrayLike) -> None:
+        """Observe `values`; what is emitted is the smallest."""
+        if np.size(values):
+            self._minima[name] = min(self._minima.get(name, np.inf), float(np.min(values)))
+
+    def gauge(self, name: str, value: float) -> None:
+        """Note how something stands; what is emitted is the last value, at every step from now on."""
+        self._gauges[name] = float(value)
+
+    def take(self) -> Observations:
+        """Everything observed since the last `take` or `emit`, for the `absorb` of another process."""
+        means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
+        taken = Observations(means, self._totals, self._maxima, self._minima, dict(self._gauges))
+        self._means, self._totals, self._maxima, self._minima = {}, {}, {}, {}
+        return taken
+
+    def absorb(self, observed: Observations) -> None:
+        """Add what another process observed."""
+        for name, (weighted, weight) in observed.means.items():
+            sums = self._means.setdefault(name, [0.0, 0.0])
+            sums[0] += weighted
+            sums[1] += weight
+        for name, amount in observed.totals.items():
+            self.total(name, amount)
+        for name, value in observed.maxima.items():
+            self.maximum(name, value)
+        for name, value in observed.minima.items():
+            self.minimum(name, value)
+        self._gauges |= observed.gauges
+
+    def __bool__(self) -> bool:
+        """Whether anything was observed since the last `take` or `emit`."""
+        return bool(self._means or self._totals or self._maxima or self._minima)
+
+    def emit(self, step: int, extra: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Hand everything observed since the last step, and `extra`, to the sinks; returns it too."""
+        now = time.monotonic()
+        observed = self.take()
+        metrics = {name: weighted / weight for name, (weighted, weight) in observed.means.items() if weight}
+        metrics |= observed.totals | observed.maxima | observed.minima | observed.gauges
+        metrics["perf/time_per_step"] = now - self._since
+        metrics |= {name: float(value) for name, value in (extra or {}).items()}
+        self._since = now
+        for sink in list(self.sinks):
+            self._deliver(sink, metrics, step)
+        return metrics
+
+    def _deliver(self, sink: MetricSink, metrics: dict[str, float], step: int) -> None:
+        try:
+            sink(dict(metrics), step)
+        except Exception:
+            self.sinks.remove(sink)
+            log.exception("metric_sink_failed", sink=repr(sink), step=step)
+
+
+class JsonlSink:
+    """Writes one JSON object a step: {"step": 3, "reward": 0.5, …}. The file is whole after every line."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"JsonlSink({str(self._path)!r})"
+
+    def __call__(self, metrics: dict[str, float], step: int) -> None:
+        """Append one line."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode({"step": step} | metrics) + b"\n")

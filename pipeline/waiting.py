@@ -1,0 +1,85 @@
+"""How a task waits for another one: in order, without polling, and with a name for what it waits for.
+
+`Waiters` never loses a wake-up: one that reaches a task in the moment it is cancelled is passed on to the next.
+penstock runs on asyncio; futures are used where an anyio.Event would cost several times as much on the record path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["WaitClock", "Waiters"]
+
+
+class Waiters:
+    """Tasks that wait for one condition, woken in the order they came. Each must check the condition again."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether anyone waits."""
+        return bool(self._queue)
+
+    async def wait(self, *, first: bool = False) -> None:
+        """Wait for a wake-up; `first` keeps the place of a task that was woken in vain."""
+        future = asyncio.get_running_loop().create_future()
+        if first:
+            self._queue.appendleft(future)
+        else:
+            self._queue.append(future)
+        try:
+            await future
+        except BaseException:
+            if future.done() and not future.cancelled():
+                self.wake_one()
+            elif future in self._queue:
+                self._queue.remove(future)
+            raise
+
+    def wake_one(self) -> None:
+        """Wake the task that has waited longest."""
+        while self._queue:
+            future = self._queue.popleft()
+            if not future.done():
+                future.set_result(None)
+                return
+
+    def wake_all(self) -> None:
+        """Wake everyone: the condition will not come, or came for all."""
+        while self._queue:
+            self.wake_one()
+
+
+class WaitClock:
+    """What one end of a channel waits for, and how long it has waited in all."""
+
+    __slots__ = ("_since", "_total_s", "waiting_for")
+
+    def __init__(self) -> None:
+        self.waiting_for = ""
+        """Empty while nothing is waited for."""
+        self._since = 0.0
+        self._total_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds waited in all, the present wait included."""
+        present = time.monotonic() - self._since if self.waiting_for else 0.0
+        return self._total_s + present
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Time the body under the name `what`."""
+        self.waiting_for, self._since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._total_s += time.monotonic() - self._since
+            self.waiting_for = ""

@@ -1,0 +1,396 @@
+"""`TrainBatch`: what an optimizer step consumes. Groups packed end to end, never padded, with the ids it will commit.
+
+Axes: B sequences, N tokens, G groups, K teacher candidates. `Packer` copies each group once, straight into the batch's
+own memory, so that the slot a group came from is free again as soon as `add` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .columns import Array, ColumnRule, check_axes, freeze
+from .errors import InvalidRecord
+from .group import GROUP_RULES, PART_PREFIX, JsonObject, TrajectoryGroup
+from .ids import GroupId, TrajectoryId
+
+__all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
+
+TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
+SEQUENCE_COLUMNS = ("rewards", "stop_reasons", "repetition_ids")
+
+BATCH_RULES: dict[str, ColumnRule] = {
+    "cu_seqlens": ColumnRule(np.dtype(np.int64), ("F",), required=True),
+    "position_ids": ColumnRule(np.dtype(np.int64), ("N",), required=True),
+} | {name: rule for name, rule in GROUP_RULES.items() if name != "offsets"}
+
+
+class PackedGroup(NamedTuple):
+    """Which sequences of a batch came from one group."""
+
+    env: str
+    instance_id: str
+    sequences: int
+    meta: JsonObject
+
+    @property
+    def id(self) -> GroupId:
+        """The prompt that the sequences answer."""
+        return GroupId(self.env, self.instance_id)
+
+
+class PaddedBatch(NamedTuple):
+    """A batch as rectangles [B, L], right-padded, for models that want no packing."""
+
+    columns: dict[str, Array]
+    """Every token column of the batch as [B, L] (or [B, L, K])."""
+    attention_mask: NDArray[np.bool_]
+    """[B, L] true on real tokens."""
+
+
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Groups packed for one optimizer step (or for one rank's share of it)."""
+
+    kind: ClassVar[str] = "batch"
+
+    groups: tuple[PackedGroup, ...]
+    """The groups, in order; their sequences lie one after another."""
+    tokens: NDArray[np.int32]
+    """[N] token ids, sequence after sequence."""
+    cu_seqlens: NDArray[np.int64]
+    """[B + 1] where each sequence begins; the last entry is N."""
+    position_ids: NDArray[np.int64]
+    """[N] position of each token within its sequence."""
+    loss_mask: NDArray[np.bool_]
+    """[N] true on the tokens the policy sampled and that train."""
+    rewards: NDArray[np.float32]
+    """[B]."""
+    policy_versions: NDArray[np.int64]
+    """[B], or [N] where weights changed mid-rollout in any of the groups."""
+    stop_reasons: NDArray[np.uint8]
+    """[B] values of StopReason."""
+    repetition_ids: NDArray[np.int64]
+    """[B] which completion of its prompt each sequence is."""
+    loss_tokens: int
+    """Tokens that train in the *global* batch: what a token-mean loss divides by, also in a micro-batch or on a rank."""
+    loss_sequences: int
+    """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
+    behavior_logprobs: NDArray[np.float32] | None = None
+    """[N] log-probability under the sampling policy."""
+    token_rewards: NDArray[np.float32] | None = None
+    """[N]."""
+    advantages: NDArray[np.float32] | None = None
+    """[N]."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """[N] log-probability under the reference policy."""
+    teacher_ids: NDArray[np.int32] | None = None
+    """[N, K], −1 where a row has fewer than K."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[N, K]."""
+    reward_parts: dict[str, NDArray[np.float32]] = {}
+    """[B] each."""
+
+    @classmethod
+    def pack(cls, groups: Iterable[TrajectoryGroup]) -> TrainBatch:
+        """One batch of `groups`, copied.
+
+        Raises:
+            InvalidRecord: there are no groups, or they do not have the same columns.
+        """
+        listed = list(groups)
+        packer = Packer(max_tokens=sum(len(group.tokens) for group in listed))
+        for group in listed:
+            packer.add(group)
+        return packer.pack()
+
+    def __len__(self) -> int:
+        """How many trajectories the batch holds."""
+        return len(self.cu_seqlens) - 1
+
+    def __repr__(self) -> str:
+        return f"<TrainBatch: {len(self.groups)} groups, {len(self)} sequences, {len(self.tokens)} tokens>"
+
+    @property
+    def ids(self) -> list[TrajectoryId]:
+        """The trajectories that the batch will commit."""
+        names = [group.id for group in self.groups for _ in range(group.sequences)]
+        return [TrajectoryId(*name, rep) for name, rep in zip(names, self.repetition_ids.tolist(), strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns occupy."""
+        return sum(column.nbytes for column in self.columns().values())
+
+    def lengths(self) -> NDArray[np.int64]:
+        """[B] tokens of each sequence."""
+        return np.diff(self.cu_seqlens)
+
+    def completion_lengths(self) -> NDArray[np.int64]:
+        """[B] tokens of each sequence that train."""
+        sums = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
+        return np.diff(sums[self.cu_seqlens])
+
+    def sequence_of_token(self) -> NDArray[np.int64]:
+        """[N] which sequence each token belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths())
+
+    def group_of_sequence(self) -> NDArray[np.int64]:
+        """[B] which group each sequence belongs to."""
+        return np.repeat(np.arange(len(self.groups)), [group.sequences for group in self.groups])
+
+    def lags(self, current_version: int) -> NDArray[np.int64]:
+        """[B] optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
+        return current_version - oldest_versions(self.policy_versions, self.cu_seqlens)
+
+    def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
+        """The batch with only the groups for which `keep` [G] is true, its token totals taken anew.
+
+        Raises:
+            InvalidRecord: nothing would be left.
+        """
+        if not keep.any():
+            raise InvalidRecord("select: expected to keep at least one group, got none")
+        rows = keep[self.group_of_sequence()]
+        tokens = np.repeat(rows, self.lengths())
+        taken = {
+            name: column[tokens if _over_tokens(name, column, self.tokens) else rows]
+            for name, column in self.columns().items()
+            if name != "cu_seqlens"
+        }
+        groups = tuple(group for group, kept in zip(self.groups, keep.tolist(), strict=True) if kept)
+        return _finish(groups, taken, self.lengths()[rows])
+
+    def split(self, max_tokens: int) -> list[TrainBatch]:
+        """Micro-batches of at most `max_tokens` tokens (a longer sequence stands alone), cut between sequences.
+
+        Every part keeps the global `loss_tokens` and `loss_sequences`, so that losses of the parts add up to the loss
+        of the whole.
+        """
+        parts: list[TrainBatch] = []
+        first, bounds = 0, self.cu_seqlens.tolist()
+        for last in range(1, len(self) + 1):
+            if last == len(self) or bounds[last + 1] - bounds[first] > max_tokens:
+                parts.append(self._slice(first, last))
+                first = last
+        return parts
+
+    def _slice(self, first: int, last: int) -> TrainBatch:
+        a, b = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
+        taken = {
+            name: column[a:b] if _over_tokens(name, column, self.tokens) else column[first:last]
+            for name, column in self.columns().items()
+            if name != "cu_seqlens"
+        }
+        owners = self.group_of_sequence()[first:last]
+        counts = np.bincount(owners, minlength=len(self.groups))
+        groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
+        part = _finish(groups, taken, self.lengths()[first:last])
+        return msgspec.structs.replace(part, loss_tokens=self.loss_tokens, loss_sequences=self.loss_sequences)
+
+    def padded(self, *, pad_token: int = 0, length: int | None = None) -> PaddedBatch:
+        """The token columns as [B, L] rectangles, right-padded: tokens with `pad_token`, the rest with 0 or false.
+
+        `length` fixes L; by default it is the longest sequence.
+
+        Raises:
+            InvalidRecord: a sequence is longer than `length`.
+        """
+        lengths = self.lengths()
+        longest = int(lengths.max(initial=0))
+        width = longest if length is None else length
+        if longest > width:
+            raise InvalidRecord(f"padded: expected sequences of at most {width} tokens, got one of {longest}")
+        mask = np.arange(width) < lengths[:, None]
+        padded: dict[str, Array] = {}
+        for name in (*TOKEN_COLUMNS, "position_ids"):
+            column = getattr(self, name)
+            if column is not None:
+                fill = pad_token if name == "tokens" else -1 if name == "teacher_ids" else 0
+                padded[name] = np.full((*mask.shape, *column.shape[1:]), fill, column.dtype)
+                padded[name][mask] = column
+        return PaddedBatch(padded, mask)
+
+    # -- travelling --------------------------------------------------------------------------------------------------
+
+    def columns(self) -> dict[str, Array]:
+        """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
+        present = {name: column for name in BATCH_RULES if (column := getattr(self, name)) is not None}
+        return present | {PART_PREFIX + name: column for name, column in self.reward_parts.items()}
+
+    def header(self) -> bytes:
+        """What is not a column, as msgpack."""
+        return _encode_header((self.groups, self.loss_tokens, self.loss_sequences))
+
+    @classmethod
+    def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
+        """The inverse of `header` and `columns`; checks structure, not contents.
+
+        Raises:
+            InvalidRecord: a column is missing, unknown, or has the wrong dtype or shape.
+        """
+        try:
+            groups, loss_tokens, loss_sequences = _decode_header(header)
+        except msgspec.DecodeError as error:
+            raise InvalidRecord(f"header: expected (groups, loss_tokens, loss_sequences), got {error}") from None
+        fields = {name: column for name, column in columns.items() if name in BATCH_RULES}
+        parts = {n.removeprefix(PART_PREFIX): c for n, c in columns.items() if n.startswith(PART_PREFIX)}
+        if len(fields) + len(parts) != len(columns):
+            raise InvalidRecord(f"columns: expected some of {sorted(BATCH_RULES)}, got {sorted(columns)}")
+        lengths = {"S": sum(group.sequences for group in groups)}
+        lengths["F"] = lengths["S"] + 1
+        check_axes(fields, _STRUCTURE, lengths)
+        check_axes(parts, dict.fromkeys(parts, _STRUCTURE["rewards"]), lengths)
+        return cls(groups=groups, loss_tokens=loss_tokens, loss_sequences=loss_sequences, reward_parts=parts, **fields)
+
+
+_STRUCTURE = {name: rule._replace(finite=False) for name, rule in BATCH_RULES.items()}
+_encode_header = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int]).decode
+
+
+class Packer:
+    """Copies groups one behind the other into preallocated columns, and cuts batches from them.
+
+    Which optional columns a batch has is fixed by the first group that enters it. Not thread-safe.
+    """
+
+    __slots__ = ("_columns", "_groups", "_lengths", "_parts", "_tokens", "max_tokens")
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        """Tokens that one batch holds at most."""
+        self._columns: dict[str, Array] = {}
+        """Buffers over tokens, allocated with the first group of each batch."""
+        self._parts: dict[str, list[Array]] = {}
+        """Columns over sequences: small, kept as copies and joined in `pack`."""
+        self._groups: list[PackedGroup] = []
+        self._lengths: list[NDArray[np.int64]] = []
+        self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens packed so far."""
+        return self._tokens
+
+    @property
+    def groups(self) -> int:
+        """Groups packed so far."""
+        return len(self._groups)
+
+    @property
+    def sequences(self) -> int:
+        """Trajectories packed so far."""
+        return sum(group.sequences for group in self._groups)
+
+    def fits(self, group: TrajectoryGroup) -> bool:
+        """Whether `group` has room in the batch that is being filled."""
+        return self._tokens + len(group.tokens) <= self.max_tokens
+
+    def add(self, group: TrajectoryGroup) -> None:
+        """Copy `group` in.
+
+        Raises:
+            InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
+        """
+        if not self.fits(group):
+            raise InvalidRecord(
+                f"tokens: expected at most {self.max_tokens - self._tokens} more (of {self.max_tokens}), "
+                f"got a group of {len(group.tokens)}"
+            )
+        columns = group.columns()
+        if not self._groups:
+            self._open(columns)
+        self._check_same(group, columns)
+        first, last = self._tokens, self._tokens + len(group.tokens)
+        for name, buffer in self._columns.items():
+            buffer[first:last] = columns[name]
+        for name, kept in self._parts.items():
+            kept.append(columns[name].copy())
+        self._lengths.append(group.lengths())
+        self._groups.append(PackedGroup(group.env, group.instance_id, len(group), group.meta))
+        self._tokens = last
+
+    def pack(self) -> TrainBatch:
+        """The batch that was filled; the packer is empty again.
+
+        Raises:
+            InvalidRecord: nothing was added.
+        """
+        if not self._groups:
+            raise InvalidRecord("pack: expected at least one group, got none")
+        columns = {name: buffer[: self._tokens] for name, buffer in self._columns.items()}
+        lengths = np.concatenate(self._lengths)
+        versions = self._parts.pop("policy_versions")
+        columns |= {name: np.concatenate(kept) for name, kept in self._parts.items()}
+        columns["policy_versions"] = _join_versions(versions, self._lengths)
+        batch = _finish(tuple(self._groups), columns, lengths)
+        self._columns, self._parts, self._groups, self._lengths, self._tokens = {}, {}, [], [], 0
+        return batch
+
+    def _open(self, columns: Mapping[str, Array]) -> None:
+        self._columns = {
+            name: np.empty((self.max_tokens, *column.shape[1:]), column.dtype)
+            for name, column in columns.items()
+            if name in TOKEN_COLUMNS
+        }
+        self._parts = {name: [] for name in columns if name not in TOKEN_COLUMNS and name != "offsets"}
+
+    def _check_same(self, group: TrajectoryGroup, columns: Mapping[str, Array]) -> None:
+        expected = self._columns.keys() | self._parts.keys() | {"offsets"}
+        if columns.keys() != expected:
+            raise InvalidRecord(
+                f"{group.env}/{group.instance_id}: expected the columns of the groups before it, "
+                f"missing {sorted(expected - columns.keys())}, extra {sorted(columns.keys() - expected)}"
+            )
+
+
+def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[S] the oldest policy version of each sequence, from a column over sequences or over tokens.
+
+    A sequence without tokens counts as version 0 where versions are kept by token.
+    """
+    count = len(offsets) - 1
+    if len(versions) == count:
+        return versions
+    oldest = np.zeros(count, np.int64)
+    filled = np.diff(offsets) > 0
+    if filled.any():
+        oldest[filled] = np.minimum.reduceat(versions, offsets[:-1][filled])
+    return oldest
+
+
+def _join_versions(versions: Sequence[NDArray[np.int64]], lengths: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """One column over sequences where all groups have it so, else one over tokens."""
+    if all(len(v) == len(n) for v, n in zip(versions, lengths, strict=True)):
+        return np.concatenate(versions)
+    spread = [np.repeat(v, n) if len(v) == len(n) else v for v, n in zip(versions, lengths, strict=True)]
+    return np.concatenate(spread)
+
+
+def _over_tokens(name: str, column: Array, tokens: Array) -> bool:
+    if name == "policy_versions":
+        return len(column) == len(tokens)
+    return name in TOKEN_COLUMNS or name == "position_ids"
+
+
+def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], lengths: NDArray[np.int64]) -> TrainBatch:
+    """A batch from its columns, with what follows from them: bounds, positions, totals."""
+    cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    columns = dict(columns)
+    columns["cu_seqlens"] = cu_seqlens
+    columns["position_ids"] = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
+    parts = {n.removeprefix(PART_PREFIX): columns.pop(n) for n in list(columns) if n.startswith(PART_PREFIX)}
+    freeze([*columns.values(), *parts.values()])
+    sums = np.concatenate([[0], np.cumsum(columns["loss_mask"], dtype=np.int64)])
+    fields: dict[str, Any] = columns
+    return TrainBatch(
+        groups=groups,
+        loss_tokens=int(sums[-1]),
+        loss_sequences=int((np.diff(sums[cu_seqlens]) > 0).sum()),
+        reward_parts=parts,
+        **fields,
+    )

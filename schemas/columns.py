@@ -1,0 +1,132 @@
+"""The columns a record may have, and the one place where their dtype, shape and contents are checked.
+
+Knows nothing about records as a whole: it is given arrays and a table of rules. A rule names the axes of a column by
+letter; the first column that uses a letter fixes its length, and every later one is held to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .errors import InvalidRecord
+
+__all__ = ["Array", "ColumnRule", "ColumnSpec", "as_column", "check_axes", "freeze"]
+
+Array: TypeAlias = NDArray[Any]
+
+CARRIED_KINDS = frozenset("biuf")
+"""numpy dtype kinds that may cross a process boundary: booleans, integers, floats. Never objects."""
+
+
+class ColumnRule(NamedTuple):
+    """What a column must be."""
+
+    dtype: np.dtype[Any]
+    axes: tuple[str, ...]
+    """Letters for the shapes that fit, e.g. ("N",) or ("S", "N") for "one a sequence or one a token"; "NK" is 2-D."""
+    required: bool = False
+    finite: bool = False
+
+
+class ColumnSpec(NamedTuple):
+    """What a column is, as told to another process: enough to map it, nothing to execute."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the column occupies."""
+        return self.numpy_dtype().itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype, refused where it could hold anything but plain numbers.
+
+        Raises:
+            InvalidRecord: the dtype is unknown, an object, a string or a structure.
+        """
+        try:
+            dtype = np.dtype(self.dtype)
+        except TypeError:
+            raise InvalidRecord(f"{self.name}: expected a numeric dtype, got {self.dtype!r}") from None
+        if dtype.kind not in CARRIED_KINDS:
+            raise InvalidRecord(f"{self.name}: expected a numeric dtype, got {self.dtype!r}")
+        return dtype
+
+
+def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
+    """`values` as a C-contiguous array of exactly `dtype`.
+
+    Lists are converted once, here. An array is taken as it is when its dtype fits, and converted only where nothing
+    can be lost (int64 token ids that fit int32, float64 rewards): a float where integers belong is refused.
+
+    Raises:
+        InvalidRecord: the values cannot be had as `dtype` without changing what they mean.
+    """
+    want = np.dtype(dtype)
+    try:
+        given = np.asarray(values) if isinstance(values, np.ndarray) else np.array(values)
+    except ValueError as error:
+        raise InvalidRecord(f"{name}: expected {want} values, got rows of uneven length ({error})") from None
+    if given.dtype == want:
+        return np.ascontiguousarray(given)
+    if given.size == 0:
+        return np.zeros(given.shape, want)
+    if not _converts(given, want):
+        raise InvalidRecord(f"{name}: expected dtype {want}, got {given.dtype}")
+    return np.ascontiguousarray(given.astype(want))
+
+
+def _converts(given: Array, want: np.dtype[Any]) -> bool:
+    if want.kind == "f":
+        return given.dtype.kind in "biuf"
+    if want.kind == "b":
+        return given.dtype.kind in "iu" and bool(np.isin(given, (0, 1)).all())
+    limits = np.iinfo(want)
+    return given.dtype.kind in "iu" and bool(given.min() >= limits.min and given.max() <= limits.max)
+
+
+def check_axes(columns: Mapping[str, Array | None], rules: Mapping[str, ColumnRule], lengths: dict[str, int]) -> None:
+    """Hold every column to its rule: dtype, shape, finiteness. `lengths` gives axes already known and learns the rest.
+
+    Raises:
+        InvalidRecord: naming the first column that breaks its rule.
+    """
+    for name, rule in rules.items():
+        column = columns.get(name)
+        if column is None:
+            if rule.required:
+                raise InvalidRecord(f"{name}: expected a column of {rule.dtype}, got none")
+            continue
+        if not isinstance(column, np.ndarray):
+            raise InvalidRecord(f"{name}: expected a numpy array of {rule.dtype}, got {type(column).__name__}")
+        if column.dtype != rule.dtype:
+            raise InvalidRecord(f"{name}: expected dtype {rule.dtype}, got {column.dtype}")
+        _check_shape(name, column, rule, lengths)
+        if rule.finite and not np.isfinite(column).all():
+            where = int(np.flatnonzero(~np.isfinite(column))[0])
+            raise InvalidRecord(f"{name}: expected finite values, got {column.flat[where]} at index {where}")
+
+
+def _check_shape(name: str, column: Array, rule: ColumnRule, lengths: dict[str, int]) -> None:
+    for axes in rule.axes:
+        if len(axes) == column.ndim and all(
+            lengths.get(axis, size) == size for axis, size in zip(axes, column.shape, strict=True)
+        ):
+            for axis, size in zip(axes, column.shape, strict=True):
+                lengths.setdefault(axis, size)
+            return
+    expected = " or ".join("[" + ", ".join(f"{a}={lengths.get(a, '?')}" for a in axes) + "]" for axes in rule.axes)
+    raise InvalidRecord(f"{name}: expected shape {expected}, got {list(column.shape)}")
+
+
+def freeze(columns: Iterable[Array | None]) -> None:
+    """Make arrays read-only, so that a record that is shared cannot be changed behind its reader's back."""
+    for column in columns:
+        if column is not None:
+            column.flags.writeable = False

@@ -1,0 +1,379 @@
+"""`TrajectoryGroup`: the unit that travels. All completions of one prompt, as numpy columns.
+
+Axes, used in every docstring below: S sequences, N tokens in all, K teacher candidates a token. Sequence s owns
+`tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then what followed, with `loss_mask` true on the tokens that the
+policy sampled and that train.
+
+`TrajectoryGroup.build` checks everything, once, where data enters; the plain constructor trusts its caller and is for
+code that already holds checked columns. A group is immutable: `with_…` methods return a new one that shares columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .columns import Array, ColumnRule, as_column, check_axes, freeze
+from .errors import InvalidRecord
+from .ids import GroupId, StopReason, TrajectoryId
+
+__all__ = ["Trajectory", "TrajectoryGroup"]
+
+JsonObject: TypeAlias = dict[str, Any]
+
+PART_PREFIX = "reward_parts."
+
+GROUP_RULES: dict[str, ColumnRule] = {
+    "offsets": ColumnRule(np.dtype(np.int64), ("F",), required=True),
+    "tokens": ColumnRule(np.dtype(np.int32), ("N",), required=True),
+    "loss_mask": ColumnRule(np.dtype(np.bool_), ("N",), required=True),
+    "rewards": ColumnRule(np.dtype(np.float32), ("S",), required=True, finite=True),
+    "policy_versions": ColumnRule(np.dtype(np.int64), ("S", "N"), required=True),
+    "stop_reasons": ColumnRule(np.dtype(np.uint8), ("S",), required=True),
+    "repetition_ids": ColumnRule(np.dtype(np.int64), ("S",), required=True),
+    "behavior_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
+    "token_rewards": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
+    "advantages": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
+    "ref_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
+    "teacher_ids": ColumnRule(np.dtype(np.int32), ("NK",)),
+    "teacher_logprobs": ColumnRule(np.dtype(np.float32), ("NK",)),
+}
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One sampled completion: row `s` of a group. Every array is a view into the group's columns; T is its length."""
+
+    id: TrajectoryId
+    tokens: NDArray[np.int32]
+    """[T] prompt and completion token ids."""
+    loss_mask: NDArray[np.bool_]
+    """[T] true on the tokens the policy sampled and that train."""
+    reward: float
+    stop_reason: StopReason
+    policy_versions: NDArray[np.int64]
+    """[1] or [T] optimizer step of the weights that sampled."""
+    behavior_logprobs: NDArray[np.float32] | None = None
+    """[T] log-probability under the sampling policy."""
+    token_rewards: NDArray[np.float32] | None = None
+    """[T] where the environment scores tokens."""
+    advantages: NDArray[np.float32] | None = None
+    """[T]."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """[T] log-probability under the reference policy."""
+    teacher_ids: NDArray[np.int32] | None = None
+    """[T, K] top-K token ids of the teacher, −1 where a row has fewer."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[T, K]."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one that the policy sampled."""
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.tokens)
+
+
+class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """All completions of one prompt.
+
+    >>> group = TrajectoryGroup.build(
+    ...     env="chain_sum", instance_id="17", sequences=[[5, 6, 7], [5, 6, 8, 9]],
+    ...     loss_mask=[[0, 0, 1], [0, 0, 1, 1]], rewards=[1.0, 0.0],
+    ... )
+    >>> group.completion_lengths().tolist()
+    [1, 2]
+    """
+
+    kind: ClassVar[str] = "group"
+
+    env: str
+    """Name of the environment."""
+    instance_id: str
+    """Name of the prompt, never reused within a run."""
+    tokens: NDArray[np.int32]
+    """[N] prompt and completion token ids, sequence after sequence."""
+    offsets: NDArray[np.int64]
+    """[S + 1] where each sequence begins; the last entry is N."""
+    loss_mask: NDArray[np.bool_]
+    """[N] true on the tokens the policy sampled and that train."""
+    rewards: NDArray[np.float32]
+    """[S] reward of each sequence."""
+    policy_versions: NDArray[np.int64]
+    """[S] optimizer step of the weights that sampled, or [N] where weights changed mid-rollout."""
+    stop_reasons: NDArray[np.uint8]
+    """[S] values of StopReason."""
+    repetition_ids: NDArray[np.int64]
+    """[S] which completion of the prompt each sequence is; unique within the group."""
+    behavior_logprobs: NDArray[np.float32] | None = None
+    """[N] log-probability under the sampling policy; 0 where loss_mask is false."""
+    token_rewards: NDArray[np.float32] | None = None
+    """[N] where the environment scores tokens."""
+    advantages: NDArray[np.float32] | None = None
+    """[N] filled by AdvantageNormalizer, or by the environment."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """[N] log-probability under the reference policy."""
+    teacher_ids: NDArray[np.int32] | None = None
+    """[N, K] top-K token ids of the teacher; ragged rows are padded with −1."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[N, K]."""
+    reward_parts: dict[str, NDArray[np.float32]] = {}
+    """[S] each: what every component of the reward bridge added, and the raw score."""
+    meta: JsonObject = {}
+    """JSON-able: messages, overrides, generation parameters, images by reference."""
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        env: str,
+        instance_id: str,
+        sequences: Sequence[ArrayLike] | None = None,
+        tokens: ArrayLike | None = None,
+        offsets: ArrayLike | None = None,
+        loss_mask: ArrayLike | Sequence[ArrayLike],
+        rewards: ArrayLike,
+        policy_versions: ArrayLike | None = None,
+        stop_reasons: ArrayLike | None = None,
+        repetition_ids: ArrayLike | None = None,
+        reward_parts: Mapping[str, ArrayLike] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        **optional: ArrayLike | Sequence[ArrayLike] | None,
+    ) -> Self:
+        """A checked group, from one list of `sequences` or from flat `tokens` with `offsets`.
+
+        Columns over tokens may be given flat ([N]) or as one row a sequence. Lists are converted once, here; hand over
+        arrays where speed matters. `policy_versions` defaults to 0, `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
+
+        Raises:
+            InvalidRecord: a column has the wrong dtype, shape or contents.
+            TypeError: an unknown column.
+        """
+        unknown = optional.keys() - GROUP_RULES.keys()
+        if unknown:
+            raise TypeError(f"unknown columns {sorted(unknown)}; a group has {sorted(GROUP_RULES)}")
+        columns = {"loss_mask": loss_mask, "rewards": rewards, **optional}
+        flat: dict[str, Any] = {name: _flat(name, values) for name, values in columns.items() if values is not None}
+        if sequences is not None:
+            flat["tokens"] = _flat("tokens", sequences)
+            flat["offsets"] = np.concatenate([[0], np.cumsum([len(np.atleast_1d(s)) for s in sequences])])
+        else:
+            flat |= {"tokens": tokens, "offsets": offsets}
+        count = len(np.atleast_1d(np.asarray(rewards)))
+        flat["policy_versions"] = np.zeros(count, np.int64) if policy_versions is None else policy_versions
+        flat["stop_reasons"] = np.zeros(count, np.uint8) if stop_reasons is None else stop_reasons
+        flat["repetition_ids"] = np.arange(count) if repetition_ids is None else repetition_ids
+        group = cls(
+            env=env,
+            instance_id=instance_id,
+            reward_parts={k: as_column(PART_PREFIX + k, v, np.float32) for k, v in (reward_parts or {}).items()},
+            meta=dict(meta or {}),
+            **{name: as_column(name, values, GROUP_RULES[name].dtype) for name, values in flat.items()},
+        )
+        group.validate()
+        freeze(group.columns().values())
+        return group
+
+    def validate(self) -> None:
+        """Check every rule of the schema.
+
+        Raises:
+            InvalidRecord: naming the column, what was expected and what came.
+        """
+        columns = self.columns()
+        lengths: dict[str, int] = {}
+        if isinstance(self.offsets, np.ndarray) and self.offsets.ndim == 1 and len(self.offsets):
+            lengths = {"S": len(self.offsets) - 1, "F": len(self.offsets)}
+        check_axes(columns, GROUP_RULES, lengths)
+        parts = {PART_PREFIX + name: GROUP_RULES["rewards"] for name in self.reward_parts}
+        check_axes(columns, parts, lengths)
+        self._check_contents()
+
+    def _check_contents(self) -> None:
+        offsets, count = self.offsets, len(self.tokens)
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != count:
+            span = offsets[[0, -1]].tolist() if len(offsets) else []
+            raise InvalidRecord(f"offsets: expected to run from 0 to {count} (the number of tokens), got {span}")
+        if (np.diff(offsets) < 0).any():
+            where = int(np.flatnonzero(np.diff(offsets) < 0)[0])
+            raise InvalidRecord(
+                f"offsets: expected no decrease, got {offsets[where : where + 2].tolist()} at index {where}"
+            )
+        if len(self.stop_reasons) and self.stop_reasons.max() > max(StopReason):
+            raise InvalidRecord(f"stop_reasons: expected 0 to {max(StopReason):d}, got {self.stop_reasons.max()}")
+        if len(np.unique(self.repetition_ids)) != len(self.repetition_ids):
+            raise InvalidRecord(f"repetition_ids: expected unique values, got {self.repetition_ids.tolist()}")
+        if count and self.tokens.min() < 0:
+            raise InvalidRecord(f"tokens: expected ids of 0 or more, got {self.tokens.min()}")
+        starts = offsets[:-1][np.diff(offsets) > 0]
+        if self.loss_mask[starts].any():
+            where = int(np.flatnonzero(self.loss_mask[starts])[0])
+            raise InvalidRecord(
+                f"loss_mask: expected false on the first token of every sequence (nothing precedes it, so nothing "
+                f"predicts it), got true at token {int(starts[where])}"
+            )
+        if (self.teacher_ids is None) != (self.teacher_logprobs is None):
+            raise InvalidRecord("teacher_ids, teacher_logprobs: expected both columns or neither, got one")
+
+    # -- size and identity -------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many trajectories the group holds."""
+        return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        present = [name for name in GROUP_RULES if getattr(self, name, None) is not None]
+        return (
+            f"<TrajectoryGroup {self.env}/{self.instance_id}: {len(self)} sequences, {len(self.tokens)} tokens, "
+            f"columns {', '.join(present)}>"
+        )
+
+    @property
+    def id(self) -> GroupId:
+        """The prompt that the group answers."""
+        return GroupId(self.env, self.instance_id)
+
+    @property
+    def ids(self) -> list[TrajectoryId]:
+        """Who each sequence is."""
+        return [TrajectoryId(self.env, self.instance_id, r) for r in self.repetition_ids.tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns occupy."""
+        return sum(column.nbytes for column in self.columns().values())
+
+    def lengths(self) -> NDArray[np.int64]:
+        """[S] tokens of each sequence, prompt included."""
+        return np.diff(self.offsets)
+
+    def completion_lengths(self) -> NDArray[np.int64]:
+        """[S] tokens of each sequence that the policy sampled and that train."""
+        sums = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
+        return np.diff(sums[self.offsets])
+
+    def sequence_of_token(self) -> NDArray[np.int64]:
+        """[N] which sequence each token belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths())
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: int) -> Trajectory:
+        """Row `index`, as views into this group."""
+        s = range(len(self))[index]
+        span = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
+        versions = self.policy_versions
+        per_token = len(versions) == len(self.tokens) and len(self.tokens) != len(self)
+        rows: dict[str, Any] = {
+            name: None if (column := getattr(self, name)) is None else column[span]
+            for name, rule in GROUP_RULES.items()
+            if rule.axes in {("N",), ("NK",)}
+        }
+        return Trajectory(
+            id=TrajectoryId(self.env, self.instance_id, int(self.repetition_ids[s])),
+            reward=float(self.rewards[s]),
+            stop_reason=StopReason(int(self.stop_reasons[s])),
+            policy_versions=versions[span] if per_token else versions[s : s + 1],
+            **rows,
+        )
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        """The rows, in order."""
+        return (self[s] for s in range(len(self)))
+
+    # -- derived groups ----------------------------------------------------------------------------------------------
+
+    def with_rewards(self, rewards: ArrayLike, *, parts: Mapping[str, ArrayLike] | None = None) -> Self:
+        """The same group with other `rewards` [S], and `parts` ([S] each) added to `reward_parts`.
+
+        Raises:
+            InvalidRecord: a column is not finite or has not one value a sequence.
+        """
+        columns = {"rewards": as_column("rewards", rewards, np.float32)}
+        columns |= {PART_PREFIX + k: as_column(PART_PREFIX + k, v, np.float32) for k, v in (parts or {}).items()}
+        check_axes(columns, dict.fromkeys(columns, GROUP_RULES["rewards"]), {"S": len(self)})
+        freeze(columns.values())
+        checked = columns.pop("rewards")
+        added = {name.removeprefix(PART_PREFIX): column for name, column in columns.items()}
+        return msgspec.structs.replace(self, rewards=checked, reward_parts=self.reward_parts | added)
+
+    def with_advantages(self, advantages: ArrayLike) -> Self:
+        """The same group with `advantages`, one a token ([N]) or one a sequence ([S], spread over the loss mask).
+
+        Raises:
+            InvalidRecord: the advantages are not finite or fit neither axis.
+        """
+        column = as_column("advantages", advantages, np.float32)
+        if column.shape == (len(self),) != self.tokens.shape:
+            column = np.where(self.loss_mask, column[self.sequence_of_token()], np.float32(0))
+        check_axes({"advantages": column}, {"advantages": GROUP_RULES["advantages"]}, {"N": len(self.tokens)})
+        freeze([column])
+        return msgspec.structs.replace(self, advantages=column)
+
+    def owned(self) -> Self:
+        """A copy in private memory.
+
+        A stage that keeps a group while it waits for more keeps this, not the original: the original may lie in a
+        producer's slots, and holding those starves the producer.
+        """
+        copies = {name: column.copy() for name, column in self.columns().items()}
+        freeze(copies.values())
+        return self.assemble(self.header(), copies)
+
+    # -- travelling --------------------------------------------------------------------------------------------------
+
+    def columns(self) -> dict[str, Array]:
+        """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
+        present = {name: column for name in GROUP_RULES if (column := getattr(self, name)) is not None}
+        if self.reward_parts:
+            present |= {PART_PREFIX + name: column for name, column in self.reward_parts.items()}
+        return present
+
+    def header(self) -> bytes:
+        """What is not a column, as msgpack."""
+        return _encode_header((self.env, self.instance_id, self.meta))
+
+    @classmethod
+    def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
+        """The inverse of `header` and `columns`; checks structure, not contents (those were checked where built).
+
+        Raises:
+            InvalidRecord: a column is missing, unknown, or has the wrong dtype or shape.
+        """
+        try:
+            env, instance_id, meta = _decode_header(header)
+        except msgspec.DecodeError as error:
+            raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
+        fields: dict[str, Array] = {}
+        parts: dict[str, Array] = {}
+        for name, column in columns.items():
+            if name in GROUP_RULES:
+                fields[name] = column
+            elif name.startswith(PART_PREFIX):
+                parts[name.removeprefix(PART_PREFIX)] = column
+            else:
+                raise InvalidRecord(f"{name}: expected one of the columns {sorted(GROUP_RULES)}")
+        lengths = {"S": len(fields["offsets"]) - 1, "F": len(fields["offsets"])} if "offsets" in fields else {}
+        check_axes(fields, _STRUCTURE, lengths)
+        check_axes(parts, dict.fromkeys(parts, _PART_STRUCTURE), lengths)
+        return cls(env=env, instance_id=instance_id, meta=meta, reward_parts=parts, **fields)
+
+
+_STRUCTURE = {name: rule._replace(finite=False) for name, rule in GROUP_RULES.items()}
+_PART_STRUCTURE = _STRUCTURE["rewards"]
+_encode_header = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
+
+
+def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
+    """One array of what was given flat or as one row a sequence."""
+    if isinstance(values, np.ndarray):
+        return values
+    rows = list(values) if isinstance(values, Sequence) else [values]
+    if not rows or np.ndim(rows[0]) == 0:
+        return np.array(rows)
+    two_dimensional = GROUP_RULES[name].axes == ("NK",)
+    if two_dimensional and np.ndim(rows[0]) == 1:
+        return np.array(rows)
+    return np.concatenate([np.asarray(row) for row in rows])

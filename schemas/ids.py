@@ -1,0 +1,50 @@
+"""Who a trajectory is, and why it stopped: the two small values that every record carries."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["GroupId", "StopReason", "TrajectoryId"]
+
+
+class GroupId(NamedTuple):
+    """The prompt that a group answers: hashable, comparable, never glued into a string."""
+
+    env: str
+    """Name of the environment."""
+    instance_id: str
+    """Name of the prompt within the environment, never reused within a run."""
+
+
+class TrajectoryId(NamedTuple):
+    """One completion of one prompt.
+
+    >>> TrajectoryId("chain_sum", "17", 3).group
+    GroupId(env='chain_sum', instance_id='17')
+    """
+
+    env: str
+    instance_id: str
+    repetition_id: int
+    """Which completion of the prompt, counted from 0."""
+
+    @property
+    def group(self) -> GroupId:
+        """The prompt that this trajectory answers."""
+        return GroupId(self.env, self.instance_id)
+
+
+class StopReason(IntEnum):
+    """Why sampling ended; the value is what the `stop_reasons` column holds."""
+
+    STOP = 0
+    """The policy ended its answer, or the environment its episode."""
+    LENGTH = 1
+    """The token allowance ran out."""
+    ABORT = 2
+    """Sampling was interrupted from outside."""
+    TOOL = 3
+    """A tool call was left open."""
+    ERROR = 4
+    """The environment failed after some tokens were sampled."""
