@@ -130,19 +130,6 @@ class _Pace:
 class Ledger:
     """The books of one process."""
 
-    __slots__ = (
-        "_account",
-        "_accounts",
-        "_admits_on_end",
-        "_admitted",
-        "_committed",
-        "_ended",
-        "_in_flight",
-        "_open",
-        "_origins",
-    )
-    __slots__ += ("_pace", "_reasons", "_room", "step")
-
     def __init__(self, account: Account | None = None, *, admits_on_end: bool = False) -> None:
         self._account = account
         """Where a worker's counters are mirrored for its parent."""

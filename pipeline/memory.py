@@ -25,7 +25,7 @@ __all__ = ["MemoryReceiver", "MemorySender", "memory_channel"]
 T = TypeVar("T")
 
 CHECKPOINT_EVERY = 32
-"""Records between two yields to the event loop where nothing has to be waited for: a yield costs as much as 15 sends."""
+"""Records between two yields to the event loop where nothing has to be waited for: a yield costs 15 sends."""
 
 DEFAULT_CAPACITY = 2
 """One record being written and one being read: more only ages the records in the queue."""
@@ -63,24 +63,6 @@ class _Queue(Generic[T]):
             waiting_for=clock.waiting_for,
             waited_s=clock.waited_s,
         )
-
-
-def memory_channel(
-    capacity: int = DEFAULT_CAPACITY, capacity_bytes: int | None = None
-) -> tuple[MemorySender[T], MemoryReceiver[T]]:
-    """A channel within this event loop: `outbox, inbox = memory_channel(2)`. Data flows left to right.
-
-    Args:
-        capacity: records that may wait in it, at least 1.
-        capacity_bytes: bytes that may wait in it, counted by each record's `nbytes` (0 where it has none).
-
-    Raises:
-        ValueError: a capacity below 1.
-    """
-    if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
-        raise ValueError(f"expected capacities of at least 1, got {capacity} records and {capacity_bytes} bytes")
-    queue: _Queue[T] = _Queue(capacity, capacity_bytes)
-    return MemorySender(queue), MemoryReceiver(queue)
 
 
 class _End(Generic[T]):
@@ -259,3 +241,26 @@ class MemoryReceiver(_End[T]):
         self._queue.receivers -= 1
         if not self._queue.receivers:
             self._queue.waiting_senders.wake_all()
+
+
+class memory_channel(tuple[MemorySender[T], MemoryReceiver[T]]):  # noqa: N801 (it is called like a function)
+    """Both ends of a channel within this event loop: `outbox, inbox = memory_channel[TrajectoryGroup](2)`.
+
+    Data flows left to right. A class only so that the type of record can be given in brackets.
+
+    Args:
+        capacity: records that may wait in it, at least 1.
+        capacity_bytes: bytes that may wait in it, counted by each record's `nbytes` (0 where it has none).
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, capacity: int = DEFAULT_CAPACITY, capacity_bytes: int | None = None) -> Self:
+        """Both ends, sender first."""
+        if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
+            raise ValueError(f"expected capacities of at least 1, got {capacity} records and {capacity_bytes} bytes")
+        queue: _Queue[T] = _Queue(capacity, capacity_bytes)
+        return super().__new__(cls, (MemorySender(queue), MemoryReceiver(queue)))

@@ -76,7 +76,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     repetition_ids: NDArray[np.int64]
     """[B] which completion of its prompt each sequence is."""
     loss_tokens: int
-    """Tokens that train in the *global* batch: what a token-mean loss divides by, also in a micro-batch or on a rank."""
+    """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
     behavior_logprobs: NDArray[np.float32] | None = None
