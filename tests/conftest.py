@@ -1,0 +1,56 @@
+"""What holds for every test: nothing blocks the event loop, and real processes leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_blocks_the_event_loop() -> Iterator[None]:
+    """Any blocking call (sleep, file, socket, lock) from penstock's code under a running loop raises BlockingError."""
+    with blockbuster_ctx("penstock"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test under tests/processes ends with the children, descriptors and /dev/shm files it began with."""
+    if "processes" not in request.path.parts:
+        yield
+        return
+    before = _holdings()
+    yield
+    gc.collect()
+    left = _holdings() - before
+    assert not left, f"expected the test to leave nothing behind, it left {sorted(left)}"
+
+
+def _holdings() -> set[str]:
+    """What this process holds of the machine, in words."""
+    return _children() | _descriptors() | _named_memory()
+
+
+def _children() -> set[str]:
+    """Processes whose parent this is, zombies included."""
+    listed = [task.joinpath("children").read_text().split() for task in Path("/proc/self/task").iterdir()]
+    return {f"child process {pid}" for pids in listed for pid in pids}
+
+
+def _descriptors() -> set[str]:
+    """Open descriptors, except the one that lists them."""
+    found: set[str] = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"descriptor {link.name} of {link.readlink()}")
+    return found
+
+
+def _named_memory() -> set[str]:
+    """Files in /dev/shm that bear our name; others on this machine may come and go."""
+    return {str(path) for path in Path("/dev/shm").glob("*penstock*")}  # noqa: S108 (looked at, not written)

@@ -1,0 +1,44 @@
+"""The nets under all tests catch what they are there to catch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockingError
+
+import penstock
+
+CONFTEST = Path(__file__).parent / "conftest.py"
+"""Copied into a suite of its own, that leaks on purpose."""
+
+
+async def test_a_blocking_call_from_penstock_code_on_the_event_loop_raises() -> None:
+    inside_penstock = str(Path(penstock.__path__[0]) / "pipeline" / "imagined.py")
+    blocking = compile("import time; time.sleep(0)", inside_penstock, "exec")
+
+    with pytest.raises(BlockingError, match="sleep"):
+        exec(blocking)  # noqa: S102 (code that claims to stand in penstock's folder)
+
+
+LEAKS = {
+    "child process": "import subprocess, sys; kept = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1)",
+    "descriptor": "import os; kept = os.memfd_create('left')",
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_test_with_real_processes_that_leaves_something_behind_fails(leak: str, tmp_path: Path) -> None:
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    body = f"def test_leaks():\n    global kept\n    {LEAKS[leak]}\n"
+    (folder / "test_leaks.py").write_text(body)
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 1
+    assert f"it left ['{leak}" in ran.stdout

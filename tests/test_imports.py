@@ -1,0 +1,183 @@
+"""Who may import whom: schemas ← pipeline ← stages ← stages.integrations ← src/penstock, examples, benchmarks.
+
+Read from the source, so that an import inside a function counts as well: a direction is a direction at any depth.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock", "benchmarks", "examples"]
+"""Each may import what stands before it, and itself. Benchmarks and examples do not know each other."""
+
+OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
+"""Import names that exist in a checkout only: nobody who installed penstock has them."""
+
+FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
+"""Packages that records and configuration may use."""
+
+TORCH_AT_MODULE_LEVEL = {f"stages/{name}.py" for name in ("torch_policy", "torch_trainer", "losses", "causal_model")}
+"""Files that are nothing without tensors. Everything else imports torch in the function that needs it, if at all."""
+
+
+class Import(NamedTuple):
+    """One imported module, by its full name."""
+
+    module: str
+    line: int
+    at_module_level: bool
+    """Runs when the file is imported."""
+
+
+def imports(source: str, package: str) -> Iterator[Import]:
+    """Every module that `source`, a module of `package`, imports; `from a import b` counts as `a.b`."""
+    tree = ast.parse(source)
+    deferred = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(outer)
+        for node in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        for module in _modules(node, package):
+            yield Import(module, node.lineno, id(node) not in deferred)  # type: ignore[attr-defined]
+
+
+def _modules(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parents = package.split(".")
+        base = parents[: len(parents) - node.level + 1] if node.level else []
+        return [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+    return []
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def layer_of_file(path: Path) -> str:
+    """The layer that a file stands in."""
+    relative = path.relative_to(ROOT).as_posix()
+    return max((layer for layer in LAYERS if relative.startswith(layer + "/")), key=len)
+
+
+def layer_of_module(module: str) -> str | None:
+    """The layer that an imported module stands in; None if it is not ours."""
+    top, _, rest = module.partition(".")
+    if top in {"examples", "benchmarks"}:
+        return top
+    if top != "penstock":
+        return None
+    folder = rest.replace(".", "/")
+    below = [layer for layer in LAYERS[:4] if f"{folder}/".startswith(layer + "/")]
+    return max(below, key=len) if below else "src/penstock"
+
+
+def package_of(path: Path) -> str:
+    """The package that a file's relative imports start from."""
+    parts = path.relative_to(ROOT).parent.parts
+    return ".".join(("penstock", *parts) if parts[0] in OURS_AT_TOP_LEVEL else parts).removeprefix("src.")
+
+
+def sources() -> list[Path]:
+    """Every file that has a layer, none of them twice by way of a link."""
+    found = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+    return [path for path in dict.fromkeys(found) if path.resolve() == path]
+
+
+EVERY_SOURCE = pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def upward(layer: str, found: Import) -> bool:
+    """Whether an import runs against the arrows."""
+    target = layer_of_module(found.module)
+    if target is None:
+        return False
+    if target in {"examples", "benchmarks"}:
+        return target != layer
+    return LAYERS.index(target) > LAYERS.index(layer)
+
+
+@EVERY_SOURCE
+def test_imports_run_along_the_arrows(path: Path) -> None:
+    found = imports(path.read_text(), package_of(path))
+
+    wrong = [f"line {each.line}: {each.module}" for each in found if upward(layer_of_file(path), each)]
+
+    assert not wrong
+
+
+@EVERY_SOURCE
+def test_nobody_imports_a_name_that_only_a_checkout_has(path: Path) -> None:
+    found = imports(path.read_text(), package_of(path))
+
+    assert not [each for each in found if each.module.partition(".")[0] in OURS_AT_TOP_LEVEL]
+
+
+@EVERY_SOURCE
+def test_torch_is_imported_where_tensors_live(path: Path) -> None:
+    if path.relative_to(ROOT).as_posix() in TORCH_AT_MODULE_LEVEL or layer_of_file(path) == "examples":
+        return
+
+    found = imports(path.read_text(), package_of(path))
+
+    assert not [each for each in found if each.at_module_level and each.module.partition(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "schemas").glob("*.py")), ids=lambda path: path.name)
+def test_records_know_numpy_and_msgspec_and_nobody_else(path: Path) -> None:
+    tops = {each.module.partition(".")[0] for each in imports(path.read_text(), "penstock.schemas")}
+
+    assert tops <= sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "statement"),
+    [
+        ("schemas", "from ..pipeline import errors"),
+        ("schemas", "from .. import stages"),
+        ("pipeline", "import penstock.stages.batcher"),
+        ("stages", "def run():\n    from .integrations import gem"),
+        ("stages/integrations", "from penstock import source"),
+        ("src/penstock", "import examples.hello"),
+        ("benchmarks", "from examples.arithmetic import task"),
+        ("examples", "from benchmarks import transport"),
+    ],
+)
+def test_an_arrow_that_runs_the_other_way_is_seen(layer: str, statement: str) -> None:
+    package = package_of(ROOT / layer / "file.py")
+
+    assert any(upward(layer, each) for each in imports(statement, package))
+
+
+@pytest.mark.parametrize(
+    ("layer", "statement"),
+    [
+        ("pipeline", "from ..schemas import TrajectoryGroup"),
+        ("stages", "from ..pipeline.errors import MissingExtra"),
+        ("stages/integrations", "from ..batcher import Batcher"),
+        ("src/penstock", "from .stages import batcher"),
+        ("examples", "from penstock import source"),
+        ("examples", "import numpy"),
+    ],
+)
+def test_an_arrow_that_runs_the_right_way_is_fine(layer: str, statement: str) -> None:
+    package = package_of(ROOT / layer / "file.py")
+
+    assert not any(upward(layer, each) for each in imports(statement, package))
+
+
+def test_torch_inside_a_function_or_for_types_alone_does_not_count_as_module_level() -> None:
+    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
+
+    assert [each.at_module_level for each in imports(source, "penstock.stages")] == [False, False]
