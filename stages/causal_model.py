@@ -1,0 +1,150 @@
+"""What a language model must be able to do to sample and to train here: one call, and a cache of keys and values.
+
+The caller says who sees whom (`attend`), so that left padding while sampling, packing while training and a plain
+causal pass are the same code in the model, and packed sequences never attend across each other. Knows no policy, no
+weights' versions, no stage.
+
+Axes: B rows, T tokens of this call, C keys visible (T, and whatever a cache held before), V vocabulary, H heads,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["CausalModel", "KVCache", "causal_attend", "packed_attend", "positions_of"]
+
+
+class KVCache:
+    """Keys and values of the tokens a model has seen, preallocated; every row is filled to the same `length`."""
+
+    __slots__ = ("_keys", "_values", "length")
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        batch: int,
+        heads: int,
+        capacity: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, batch, heads, capacity, width)
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+        """Tokens a row holds; a call of the model over T tokens adds T."""
+
+    def __repr__(self) -> str:
+        return f"<KVCache: {self.batch} rows, {self.length} of {self.capacity} tokens>"
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self._keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row has room for."""
+        return self._keys.shape[3]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this call's `keys` and `values` [B, H, T, D] of one layer; returns all that the layer may see.
+
+        The model calls it once for each layer, in order; `length` grows with the last.
+
+        Returns:
+            Keys and values, [B, H, length before + T, D], as views.
+
+        Raises:
+            ValueError: the cache has no room for T more tokens.
+        """
+        end = self.length + keys.shape[2]
+        if end > self.capacity:
+            room = self.capacity - self.length
+            raise ValueError(f"expected keys of at most {room} more tokens of {self!r}, got {tuple(keys.shape)}")
+        self._keys[layer, :, :, self.length : end] = keys
+        self._values[layer, :, :, self.length : end] = values
+        if layer == len(self._keys) - 1:
+            self.length = end
+        return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with only `rows` [B'] (int64), in that order: finished ones cost nothing any more."""
+        self._keys = self._keys.index_select(1, rows)
+        self._values = self._values.index_select(1, rows)
+
+
+class CausalModel(Protocol):
+    """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`."""
+
+    def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, T, V] float32 of the token that follows each of `tokens`.
+
+        Args:
+            tokens: [B, T] int64.
+            positions: [B, T] int64, position of each token within its own sequence.
+            attend: [B, T, C] bool, true where token t may see key c. Every token sees at least itself.
+            cache: holds the keys before these tokens and takes theirs; then C = cache.length + T. Without one, C = T.
+        """
+        ...
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the model's own shape, for `batch` rows of at most `capacity` tokens."""
+        ...
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 (torch's own signature)
+        """As `torch.nn.Module.train`."""
+        ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """As `torch.nn.Module.parameters`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.nn.Module.state_dict`."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """As `torch.nn.Module.load_state_dict`."""
+        ...
+
+
+def causal_attend(mask: Tensor) -> Tensor:
+    """Who sees whom in padded rows: [B, L, L] for `mask` [B, L], true on real tokens; padding may be on either side.
+
+    A padding token sees itself: a token that sees nothing has no softmax, and its NaN would reach the others.
+
+    >>> causal_attend(torch.tensor([[False, True, True]]))[0].int().tolist()
+    [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    """
+    length = mask.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=mask.device)
+    return (earlier & mask[:, None, :]) | itself
+
+
+def packed_attend(sequences: Tensor) -> Tensor:
+    """Who sees whom in rows of several sequences: [B, L, L] for `sequences` [B, L], which sequence each token is of.
+
+    >>> packed_attend(torch.tensor([[0, 0, 1]]))[0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    length = sequences.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
+    return earlier & (sequences[:, :, None] == sequences[:, None, :])
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """[B, L] int64 position of each real token within its row, for `mask` [B, L] true on real tokens; 0 on padding.
+
+    >>> positions_of(torch.tensor([[False, True, True]])).tolist()
+    [[0, 0, 1]]
+    """
+    return (mask.cumsum(dim=1) - 1).clamp_(min=0)
