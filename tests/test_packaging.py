@@ -1,0 +1,120 @@
+"""What is built is what stands here: every folder, every file that a user or a packager needs, nothing twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("pipeline", "schemas", "stages")
+
+
+def _setuptools() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return table
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it, of a copy of this checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    unwanted = shutil.ignore_patterns(".venv", ".git", ".*_cache", "runs", "__pycache__", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=unwanted)
+    _build("sdist", folder / "checkout", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    _build("wheel", next(folder.glob("penstock-*/")), folder)
+    return folder
+
+
+def _build(kind: str, source: Path, out: Path) -> None:
+    command = f"from setuptools import build_meta; build_meta.build_{kind}({os.fspath(out)!r})"
+    ran = subprocess.run([sys.executable, "-c", command], cwd=source, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_packages_listed_are_the_folders_on_disk() -> None:
+    folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
+    on_disk = {f"penstock.{folder.relative_to(ROOT).as_posix().replace('/', '.')}" for folder in folders}
+
+    assert set(_setuptools()["packages"]) == on_disk | {"penstock"}
+
+
+def test_every_package_has_an_init_file() -> None:
+    folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
+
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_link_and_the_mapping_lead_to_the_same_folder(name: str) -> None:
+    mapped = _setuptools()["package-dir"][f"penstock.{name}"]
+
+    assert (ROOT / "src/penstock" / name).resolve() == (ROOT / mapped).resolve() == ROOT / name
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    names = {_normal(line) for line in wanted} - {"penstock"}
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+
+    assert names <= {_normal(line) for line in pins}
+    assert not [line for line in pins if "==" not in line or "+" in line]
+
+
+def _normal(requirement: str) -> str:
+    """The name in a requirement, as the package index spells it."""
+    name = re.match(r"[\w.-]+", requirement)
+    assert name
+    return name[0].lower().replace("_", "-")
+
+
+def test_the_wheel_holds_every_module_under_the_import_name(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+
+    assert {f"penstock/{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
+    assert {"penstock/__init__.py", "penstock/py.typed"} <= names
+    assert {name.split("/")[0] for name in names} == {"penstock", "penstock-0.1.0.dist-info"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def _in(folder: Path) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in folder.rglob("*.py")]
+
+
+def test_the_sdist_holds_each_module_once_and_all_that_the_tests_need(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+
+    wanted = {"Makefile", "LICENSE", "CHANGELOG.md", "README.md", "constraints.txt", "scripts/fetch_pip.py"}
+    assert wanted | {"tests/conftest.py", ".ci/run"} | {module for name in FOLDERS for module in _in(ROOT / name)} <= {
+        *names
+    }
+    assert not [name for name in names if name.startswith(tuple(f"src/penstock/{folder}" for folder in FOLDERS))]
+
+
+def test_what_is_in_the_wheel_imports_without_the_checkout(built: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)  # noqa: S202 (built by this test)
+    command = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import penstock.schemas; print(penstock.__file__)"
+
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert ran.stdout.strip() == str(tmp_path / "penstock/__init__.py"), ran.stderr
