@@ -1,1 +1,91 @@
-"""penstock."""
+"""penstock: brings trajectories from reinforcement-learning environments to a trainer.
+
+Every public name stands here or in `penstock.errors` and `penstock.testing`. A name is imported when it is first asked
+for, so that `import penstock` costs nothing and torch is imported only by those who ask for what needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .pipeline.channel import ChannelStatistics, ReceiveChannel, SendChannel
+    from .pipeline.context import Context, Worker, current, drop
+    from .pipeline.ledger import Balance, Ledger
+    from .pipeline.memory import memory_channel
+    from .pipeline.stage import Sink, Source, Stage
+    from .pipeline.telemetry import JsonlSink, Metrics, get_logger
+    from .schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
+
+__all__ = [
+    "Balance",
+    "ChannelStatistics",
+    "Context",
+    "GroupId",
+    "JsonlSink",
+    "Ledger",
+    "Metrics",
+    "ReceiveChannel",
+    "SendChannel",
+    "Sink",
+    "Source",
+    "Stage",
+    "StopReason",
+    "TrainBatch",
+    "Trajectory",
+    "TrajectoryGroup",
+    "TrajectoryId",
+    "Worker",
+    "current",
+    "drop",
+    "get_logger",
+    "memory_channel",
+]
+
+_HOMES = {
+    "pipeline.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
+    "pipeline.context": ("Context", "Worker", "current", "drop"),
+    "pipeline.ledger": ("Balance", "Ledger"),
+    "pipeline.memory": ("memory_channel",),
+    "pipeline.stage": ("Sink", "Source", "Stage"),
+    "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
+    "schemas": ("GroupId", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
+}
+"""Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""
+
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+_EXTRAS = {"torch": "torch", "safetensors": "torch"}
+"""The extra that brings each optional dependency."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for (PEP 562).
+
+    Raises:
+        MissingExtra: what it needs is not installed; the message gives the command that installs it.
+    """
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    try:
+        value: object = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise _translated(name, error) from error
+    globals()[name] = value
+    return value
+
+
+def _translated(name: str, error: ModuleNotFoundError) -> ImportError:
+    """What to tell somebody who asked for `name` and lacks a module for it."""
+    from .pipeline.errors import MissingExtra  # noqa: PLC0415 (`import penstock` imports nothing)
+
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    if extra is None:
+        return error
+    return MissingExtra(f"penstock.{name} needs {error.name}, which is not installed: pip install 'penstock[{extra}]'")
+
+
+def __dir__() -> list[str]:
+    """Every public name, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,84 @@
+"""The public names: what `import penstock` costs, and that every name is where it says it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+import penstock.errors
+import penstock.testing
+from penstock.errors import MissingExtra
+
+IMPORT_S = 0.3
+"""What importing penstock may take."""
+
+
+def python(*arguments: str) -> str:
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout + ran.stderr
+
+
+def test_importing_penstock_takes_less_than_a_third_of_a_second() -> None:
+    lines = python("-X", "importtime", "-c", "import penstock").splitlines()
+
+    cumulative_us = [int(line.split("|")[1]) for line in lines if line.endswith(("| penstock", "|   penstock"))]
+    assert cumulative_us
+    assert cumulative_us[-1] < IMPORT_S * 1e6
+
+
+def test_no_name_that_works_without_tensors_imports_torch() -> None:
+    tensors = {name for module, names in penstock._HOMES.items() for name in names if "torch" in module}
+    plain = sorted(set(penstock.__all__) - tensors)
+
+    loaded = python("-c", f"import sys\nfrom penstock import {', '.join(plain)}\nprint('torch' in sys.modules)")
+
+    assert loaded.strip() == "False"
+
+
+@pytest.mark.parametrize("module", [penstock, penstock.errors, penstock.testing])
+def test_public_names_are_sorted_and_real(module: object) -> None:
+    names = module.__all__  # type: ignore[attr-defined]
+
+    assert names == sorted(names)
+    assert [name for name in names if getattr(module, name) is None] == []
+
+
+def test_type_checkers_are_told_the_same_as_the_interpreter() -> None:
+    tree = ast.parse(Path(penstock.__file__).read_text())
+    for_checkers = {
+        (node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    at_run_time = {(module, name) for module, names in penstock._HOMES.items() for name in names}
+
+    assert at_run_time <= for_checkers
+    assert {name for _, name in at_run_time} == set(penstock.__all__)
+
+
+@pytest.mark.parametrize("name", ["errors", "testing"])
+def test_what_is_public_in_the_pipeline_folder_is_public_at_the_top(name: str) -> None:
+    inner = importlib.import_module(f"penstock.pipeline.{name}")
+
+    assert sorted(inner.__all__) == importlib.import_module(f"penstock.{name}").__all__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trajectori'"):
+        penstock.Trajectori  # noqa: B018 (asking is the test)
+
+
+def test_a_name_whose_dependency_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str, __: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(penstock, "import_module", absent)
+    monkeypatch.delitem(vars(penstock), "Ledger", raising=False)
+
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[torch\]'"):
+        penstock.Ledger  # noqa: B018 (asking is the test)
