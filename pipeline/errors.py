@@ -14,6 +14,8 @@ __all__ = [
     "InvalidRecord",
     "LedgerImbalance",
     "MissingExtra",
+    "NobodyListens",
+    "OutOfSharedMemory",
     "PeerClosed",
     "PeerLost",
     "PenstockError",
@@ -41,6 +43,14 @@ class PeerLost(PenstockError, anyio.BrokenResourceError):
 
 class PeerClosed(PenstockError, anyio.BrokenResourceError):
     """The other end closed the channel: nothing that is sent now would be received."""
+
+
+class NobodyListens(PenstockError, ConnectionError):
+    """No receiver answers at the URL of a channel."""
+
+
+class OutOfSharedMemory(PenstockError, MemoryError):
+    """The machine cannot give the shared memory that a channel is configured to use."""
 
 
 class TooManySenders(PenstockError):

@@ -1,0 +1,81 @@
+"""Opening a channel to another process by its URL: `serve` on the receiving side, `connect` on the sending one.
+
+async with serve("shm://", TrajectoryGroup) as inbox:            # inbox.url: give it to the senders
+async with connect(url, TrajectoryGroup) as outbox:              # in another process
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractAsyncContextManager
+
+from .remote import PeerListener, R, RemoteReceiver, RemoteSender
+from .shm import connect_shm, serve_shm
+
+__all__ = ["connect", "serve"]
+
+DEFAULT_CAPACITY = 64
+"""Records in flight a sender: enough that a sender rarely waits for a round trip, few enough to stay fresh."""
+
+DEFAULT_CAPACITY_BYTES = 64 * 2**20
+"""Bytes in flight a sender."""
+
+DEFAULT_MAX_SENDERS = 64
+"""Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
+
+
+def serve(
+    url: str,
+    record_type: type[R],
+    *,
+    capacity: int = DEFAULT_CAPACITY,
+    capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+    senders: int = 1,
+    max_senders: int = DEFAULT_MAX_SENDERS,
+    listener: PeerListener | None = None,
+    name: str | None = None,
+) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
+    """The receiving end of a channel, open within the `async with`.
+
+    Args:
+        url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port.
+        record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
+        capacity: records that each sender may have in flight.
+        capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
+        senders: how many senders must have come and gone before the stream ends.
+        max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
+            `max_senders × capacity_bytes`.
+        listener: is told of senders' losses instead of `receive` raising PeerLost.
+        name: who this is, for messages.
+
+    Raises:
+        ValueError: a capacity below 1, or an unknown scheme.
+    """
+    if min(capacity, capacity_bytes, max_senders) < 1:
+        raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
+    if url.startswith("shm://"):
+        return serve_shm(
+            record_type,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
+            senders=senders,
+            max_senders=max_senders,
+            listener=listener,
+            name=name or f"process {os.getpid()}",
+        )
+    raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+
+
+def connect(url: str, record_type: type[R], *, name: str | None = None) -> AbstractAsyncContextManager[RemoteSender[R]]:
+    """The sending end of a channel, open within the `async with`; leaving waits until the receiver has everything.
+
+    Raises:
+        NobodyListens: no receiver answers at `url`.
+        ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
+        TooManySenders: the receiver's budget is given out.
+        OutOfSharedMemory: the machine has no room for the segment.
+        ValueError: an unknown scheme.
+    """
+    if url.startswith("shm://"):
+        return connect_shm(url, record_type, name=name or f"process {os.getpid()}")
+    raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")

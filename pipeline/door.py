@@ -1,0 +1,118 @@
+"""A door: the stream socket at which a peer introduces itself, may hand over a file descriptor, and stays for life.
+
+One frame is a 4-byte length and a message. When a process dies, however it dies, the kernel closes its end, and the
+other side knows within a millisecond: the end of the stream is the notice of death, no timeout has to run out.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream, UNIXSocketStream
+
+from ..schemas.control import Message, decode, encode
+from .errors import ProtocolMismatch
+
+__all__ = ["Door"]
+
+_LENGTH = struct.Struct("<I")
+
+LARGEST_FRAME = 64 * 1024
+"""Bytes: what is said at a door is short. A longer frame is nonsense, and is refused before it is read."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Door:
+    """One side of a connection. Knows frames and file descriptors, not what is said."""
+
+    def __init__(self, stream: SocketStream) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close this side, and the file descriptors that nobody took."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        with anyio.CancelScope(shield=True):
+            await anyio.aclose_forcefully(self._stream)
+
+    @property
+    def same_user(self) -> bool:
+        """Whether the other side runs under this process' user; over TCP nobody can tell, and it counts as such."""
+        raw: socket.socket = self._stream.extra(SocketAttribute.raw_socket)  # noqa: S610 (of anyio, not of Django)
+        if raw.family != socket.AF_UNIX:
+            return True
+        credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        return bool(uid == os.getuid())
+
+    async def say(self, message: Message, fd: int | None = None) -> None:
+        """Send `message`, and `fd` with it.
+
+        Raises:
+            anyio.BrokenResourceError: the other side is gone.
+        """
+        body = encode(message)
+        frame = _LENGTH.pack(len(body)) + body
+        if fd is None:
+            await self._stream.send(frame)
+        elif isinstance(self._stream, UNIXSocketStream):
+            await self._stream.send_fds(frame, [fd])
+        else:
+            raise TypeError("a file descriptor travels over a Unix socket only")
+
+    async def hear(self) -> Message:
+        """The next message.
+
+        Raises:
+            anyio.EndOfStream: the other side closed, or died.
+            ProtocolMismatch: what came is no message.
+        """
+        while (frame := self._next_frame()) is None:
+            self._buffer += await self._receive()
+        return decode(frame)
+
+    def _next_frame(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > LARGEST_FRAME:
+            raise ProtocolMismatch(f"expected a frame of at most {LARGEST_FRAME} bytes at the door, got {length}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame
+
+    async def _receive(self) -> bytes:
+        try:
+            if not isinstance(self._stream, UNIXSocketStream):
+                return await self._stream.receive(LARGEST_FRAME)
+            received, fds = await self._stream.receive_fds(LARGEST_FRAME, 1)
+        except anyio.BrokenResourceError:  # a reset is an end like any other
+            raise anyio.EndOfStream from None
+        self._fds += fds
+        if not received:
+            raise anyio.EndOfStream
+        return received
+
+    def take_fd(self) -> int | None:
+        """The file descriptor that came with the last messages; the caller closes it."""
+        return self._fds.pop(0) if self._fds else None

@@ -1,0 +1,865 @@
+"""What the shm and the tcp carrier have in common: doors, ZeroMQ sockets, credit, and the lives of peers.
+
+A carrier adds how a payload leaves (`Outlet`) and how it is taken in (`Inlet`). Everything here runs on one event loop,
+except that a lease may die in any thread. Four rules hold it together:
+
+1. Credit is given back by release messages, never by a socket buffer: high-water marks are off and drop nothing.
+2. Descriptors leave by tick: when the sending task yields, at a full batch, and before it waits for credit.
+3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
+   own, because the descriptor is edge-triggered and a send may swallow the edge.
+4. The door's end of stream is the notice of death. What a dead sender had published is taken in first, also the part
+   whose descriptors never left its process; then its loss is told, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
+
+import anyio
+import anyio.lowlevel
+import zmq
+from anyio.abc import Listener, SocketStream
+
+from ..schemas import Array, GroupId, InvalidRecord, ProtocolMismatch
+from ..schemas.control import (
+    PROTOCOL_VERSION,
+    Closed,
+    Ended,
+    Farewell,
+    Goodbye,
+    Hello,
+    Message,
+    Observed,
+    Publish,
+    Ready,
+    Refused,
+    Release,
+    Welcome,
+    decode,
+    encode,
+)
+from ..schemas.descriptor import Descriptor, aligned, write_contents
+from .channel import ChannelStatistics
+from .door import Door
+from .errors import ChannelFull, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
+from .ledger import EndState
+from .memory import CHECKPOINT_EVERY
+from .telemetry import get_logger
+from .waiting import WaitClock, Waiters
+
+__all__ = ["Inlet", "Outlet", "Peer", "PeerListener", "Record", "RemoteReceiver", "RemoteSender", "SenderLine"]
+
+log = get_logger("penstock.channel")
+
+FLUSH_AT = 64
+"""Descriptors in one message: beyond this a message a batch costs nothing measurable."""
+
+RELEASE_AT = 32
+"""Releases after which credit goes back within the tick, so that a sender is not kept waiting by a long batch."""
+
+HANDSHAKE_S = 10.0
+"""A peer that was let in must introduce itself within this time."""
+
+PARTING_S = 10.0
+"""How long a closing sender waits for a receiver that lives but does not answer."""
+
+Frames: TypeAlias = Sequence[Any]
+"""Payload frames of a ZeroMQ message: none for shm."""
+
+
+class Record(Protocol):
+    """What a remote channel can carry: columns, and a header for all that is not a column."""
+
+    kind: ClassVar[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns occupy."""
+        ...
+
+    def columns(self) -> dict[str, Array]:
+        """The arrays, by name."""
+        ...
+
+    def header(self) -> bytes:
+        """All else, encoded."""
+        ...
+
+    @classmethod
+    def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
+        """The record again."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Outlet(Protocol):
+    """How a carrier's payload leaves, and what of it is still in flight."""
+
+    items: int
+    nbytes: int
+
+    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+        """Take a record in, or None while there is no credit for it.
+
+        Raises:
+            RecordTooLarge: there never will be.
+        """
+        ...
+
+    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+        """Send what was placed."""
+        ...
+
+    def free(self, slot: int, generation: int) -> None:
+        """The receiver released a record.
+
+        Raises:
+            StaleDescriptor: it is not in flight.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of memory."""
+        ...
+
+
+Parcel: TypeAlias = tuple[Descriptor, Frames]
+"""A record on its way: where it lies, and the frames that carry it where it does not lie in shared memory."""
+
+
+class Inlet(Protocol):
+    """How a carrier's payload is taken in, from one sender."""
+
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes | memoryview, Any]:
+        """The contents of a record, and a function from its column specs to its columns.
+
+        Raises:
+            StaleDescriptor: the descriptor does not fit what lies there.
+        """
+        ...
+
+    def salvage(self, sequence: int) -> list[Parcel]:
+        """Records beyond `sequence` that a dead sender had published."""
+        ...
+
+
+# -- sending -------------------------------------------------------------------------------------------------------
+
+
+class SenderLine:
+    """The connection that all clones of a sender share."""
+
+    def __init__(self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes]) -> None:
+        self.outlet = outlet
+        self.welcome = welcome
+        """What the receiver granted."""
+        self.ends = 0
+        """Open clones."""
+        self.sent = 0
+        """Sequence number of the last record."""
+        self.failure: PeerClosed | PeerLost | None = None
+        """Why nothing can be sent any more."""
+        self.on_ended: Callable[[GroupId, int, EndState, int], None] | None = None
+        """Is told how trajectories ended."""
+        self.waiting = Waiters()
+        self._door = door
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: list[Parcel] = []
+        self._flush_scheduled = False
+        self._parted = anyio.Event()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self.drain)
+        self._watch = self._loop.create_task(self._watch_door(), name="penstock sender door")
+
+    async def _watch_door(self) -> None:
+        """Until the receiver closes the channel, or dies: then nothing can be sent any more."""
+        failure: PeerClosed | PeerLost = PeerLost(f"{self.welcome.name}, the receiver, died: its door is closed")
+        with suppress(anyio.EndOfStream, ProtocolMismatch):
+            if isinstance(await self._door.hear(), Closed):
+                failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
+        self.drain()
+        self._fail(failure)
+
+    def _fail(self, failure: PeerClosed | PeerLost) -> None:
+        if self.failure is None:
+            self.failure = failure
+        self._parted.set()
+        self.waiting.wake_all()
+
+    def place(self, record: Record) -> None:
+        """Take `record` in if there is credit for it.
+
+        Raises:
+            ChannelFull: there is none.
+        """
+        if self.failure is not None:
+            raise self.failure
+        columns = record.columns()
+        contents = write_contents(record.kind, columns, record.header())
+        nbytes = aligned(len(contents)) + sum(-(-column.nbytes // 64) * 64 for column in columns.values())
+        parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+        if parcel is None:
+            self.drain()
+            parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+        if parcel is None:
+            raise ChannelFull(
+                f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
+                f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
+            )
+        self.sent += 1
+        self._outgoing.append(parcel)
+        if len(self._outgoing) >= FLUSH_AT:
+            self.flush()
+        elif not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Let the descriptors go."""
+        self._flush_scheduled = False
+        if self._outgoing and self.failure is None:
+            parcels, self._outgoing = self._outgoing, []
+            self.outlet.post(self._socket, parcels)
+            self.drain()
+
+    def tell(self, message: Message) -> None:
+        """Send a message of control, after the descriptors that precede it."""
+        self.flush()
+        if self.failure is None:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+            self.drain()
+
+    def drain(self) -> None:
+        """Hear all that the receiver has said."""
+        while not self._socket.closed:
+            try:
+                self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
+            except (ProtocolMismatch, StaleDescriptor) as error:
+                log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
+
+    def _heed(self, message: Message) -> None:
+        match message:
+            case Release(spans):
+                for slot, generation in spans:
+                    self.outlet.free(slot, generation)
+                self.waiting.wake_one()
+            case Ended(entries):
+                if self.on_ended is not None:
+                    for group, repetitions, state, step in entries:
+                        self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+            case Closed():
+                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, cut this sender off"))
+            case Farewell():
+                self._parted.set()
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
+
+    async def part(self) -> None:
+        """Say goodbye, wait until the receiver has everything, and let go."""
+        self.tell(Goodbye(self.sent))
+        with anyio.move_on_after(PARTING_S, shield=True) as bound:
+            await self._parted.wait()
+        if bound.cancelled_caught:
+            log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+        self._watch.cancel()
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=0)
+        with anyio.CancelScope(shield=True):
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            await self._door.aclose()
+        self.outlet.close()
+
+
+class RemoteSender(Generic[R]):
+    """The sending end of a channel to another process; see `SendChannel`."""
+
+    def __init__(self, line: SenderLine, carrier: str) -> None:
+        self._line = line
+        self._carrier = carrier
+        self._clock = WaitClock()
+        self._closed = False
+        self._until_checkpoint = CHECKPOINT_EVERY
+        line.ends += 1
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<RemoteSender {self._carrier} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
+
+    def send_nowait(self, record: R, /) -> None:
+        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._line.place(record)
+
+    async def send(self, record: R, /) -> None:
+        """Hand over `record`, waiting for credit if need be; see `SendChannel.send`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        try:
+            self.send_nowait(record)
+        except ChannelFull:
+            with self._clock.waiting("credit"):
+                await self._send_after_waiting(record)
+
+    async def _send_after_waiting(self, record: R) -> None:
+        line, first = self._line, False
+        while True:
+            line.flush()
+            await line.waiting.wait(first=first)
+            first = True
+            try:
+                self.send_nowait(record)
+            except ChannelFull:
+                continue
+            line.waiting.wake_one()  # one release may have made room for several
+            return
+
+    def tell(self, observed: bytes) -> None:
+        """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
+        if not self._closed:
+            self._line.tell(Observed(observed))
+
+    def clone(self) -> RemoteSender[R]:
+        """Another sending end of the same connection.
+
+        Raises:
+            anyio.ClosedResourceError: this end is closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return RemoteSender(self._line, self._carrier)
+
+    async def aclose(self) -> None:
+        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._line.ends -= 1
+            if not self._line.ends:
+                await self._line.part()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        line = self._line
+        return ChannelStatistics(
+            carrier=self._carrier,
+            capacity=line.welcome.capacity,
+            items=line.outlet.items,
+            capacity_bytes=line.welcome.capacity_bytes,
+            nbytes=line.outlet.nbytes,
+            sent=line.sent,
+            received=line.sent - line.outlet.items,
+            senders=line.ends,
+            waiting_for=self._clock.waiting_for,
+            waited_s=self._clock.waited_s,
+        )
+
+
+REFUSALS: dict[str, type[PenstockError]] = {
+    error.__name__: error for error in (PeerClosed, ProtocolMismatch, TooManySenders)
+}
+"""What a refusal at the door raises at the sender, by the name that travels."""
+
+
+async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Welcome, bytes]:
+    """Ask to be let in; returns what was granted, and the identity to use.
+
+    Raises:
+        ProtocolMismatch: the receiver carries something else, or speaks another version.
+        TooManySenders: its budget of memory is given out.
+        PeerClosed: it refused for another reason, or went away.
+    """
+    identity = b"p" + secrets.token_bytes(15)
+    await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
+    try:
+        answer = await door.hear()
+    except anyio.EndOfStream:
+        raise PeerClosed("the receiver closed the door without an answer") from None
+    if isinstance(answer, Refused):
+        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
+    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
+    return answer, identity
+
+
+def dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.connect(endpoint)
+    return socket
+
+
+def router() -> zmq.Socket[bytes]:
+    """A receiver's socket, not yet bound."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket
+
+
+# -- receiving -----------------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """A sender, as its receiver knows it."""
+
+    def __init__(self, hello: Hello, schedule: Callable[[Peer], None]) -> None:
+        self.identity = hello.identity
+        self.name = hello.name
+        self.pid = hello.pid
+        self.inlet: Inlet
+        """Set when the introduction is complete."""
+        self.door: Door
+        """Open for as long as both live."""
+        self.open = True
+        """Until it says goodbye, or is lost."""
+        self.sequence = 0
+        """Its last record that arrived."""
+        self.returned = 0
+        """Records whose credit went back."""
+        self.returned_bytes = 0
+        self.nbytes = 0
+        """Bytes of all its records that arrived."""
+        self.releases: deque[tuple[int, int]] = deque()
+        """Credit that has not been sent yet; appended to by any thread."""
+        self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
+        """Endings that have not been sent yet."""
+        self._schedule = schedule
+
+    def __repr__(self) -> str:
+        state = "open" if self.open else "gone"
+        return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
+
+    def release(self, descriptor: Descriptor) -> None:
+        """A lease ended. Safe from any thread, and from within garbage collection."""
+        self.releases.append((descriptor.slot, descriptor.generation))
+        self.returned += 1
+        self.returned_bytes += descriptor.nbytes
+        self._schedule(self)
+
+    def ended(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        """Tell the sender how some of its trajectories ended: an `Origin` for the ledger."""
+        repetitions = tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+        self.endings.append((group, repetitions, state, step))
+        self._schedule(self)
+
+
+class PeerListener(Protocol):
+    """Who is told what happens to senders, in the order in which it happened; a pipeline, mostly."""
+
+    def received(self, peer: Peer, record: Any) -> None:
+        """`record` is about to be returned by `receive`."""
+        ...
+
+    def observed(self, peer: Peer, payload: bytes) -> None:
+        """The sender passed on what its process observed."""
+        ...
+
+    def lost(self, peer: Peer, error: PeerLost) -> None:
+        """The sender died; all that it had published was received before."""
+        ...
+
+
+Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost]
+"""A record, or the notice that no more will come from its sender."""
+
+Enter: TypeAlias = Callable[[Door], Awaitable[Inlet]]
+"""The part of an introduction that differs by carrier."""
+
+_FAILED_INTRODUCTIONS = (
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.EndOfStream,
+    OSError,
+    ProtocolMismatch,
+    StaleDescriptor,
+    TimeoutError,
+)
+
+
+class RemoteReceiver(Generic[R]):
+    """The receiving end of a channel from other processes; see `ReceiveChannel`."""
+
+    def __init__(
+        self,
+        record_type: type[R],
+        *,
+        carrier: str,
+        url: str,
+        socket: zmq.Socket[bytes],
+        capacity: int,
+        capacity_bytes: int,
+        senders: int,
+        max_senders: int,
+        listener: PeerListener | None,
+        name: str,
+    ) -> None:
+        self.url = url
+        """Where senders connect."""
+        self.name = name
+        self.rejected = 0
+        """Connections and messages that were refused: strangers, other versions, nonsense."""
+        self._record_type = record_type
+        self._carrier = carrier
+        self._socket = socket
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._expected = senders
+        self._max_senders = max_senders
+        self._entering = 0
+        self._joined = 0
+        self._peers: dict[bytes, Peer] = {}
+        self._listener = listener
+        self._arrivals: deque[Arrival] = deque()
+        self._received = 0
+        self._waiting = Waiters()
+        self._clock = WaitClock()
+        self._until_checkpoint = CHECKPOINT_EVERY
+        self._dirty: dict[bytes, Peer] = {}
+        """Peers that are owed a message."""
+        self._flush_scheduled = False
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._resources = AsyncExitStack()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<RemoteReceiver {self.url}: {state}, {len(self._peers)} senders, {self._received} received>"
+
+    # -- letting senders in ------------------------------------------------------------------------------------------
+
+    def attend(self, listener: Listener[Any], enter: Enter, resources: AsyncExitStack) -> None:
+        """Serve the door from now on; `enter` completes a carrier's introduction. Owns `resources` until closed."""
+        self._resources = resources
+        doorman = self._loop.create_task(self._serve(listener, enter), name="penstock receiver door")
+        resources.push_async_callback(_cancelled, doorman)
+
+    async def _serve(self, listener: Listener[Any], enter: Enter) -> None:
+        async def handle(stream: SocketStream) -> None:
+            async with Door(stream) as door:
+                await self._attend_one(door, enter)
+
+        async with listener:
+            await listener.serve(handle)
+
+    async def _attend_one(self, door: Door, enter: Enter) -> None:
+        self._entering += 1
+        peer: Peer | None = None
+        try:
+            with anyio.fail_after(HANDSHAKE_S):
+                peer = await self._let_in(door, enter)
+        except _FAILED_INTRODUCTIONS as error:
+            self._reject(f"introduction failed: {type(error).__name__}: {error}")
+        finally:
+            self._entering -= 1
+        if peer is not None:
+            self._joined += 1
+            await self._until_gone(door)
+            self._gone(peer, "closed its door")
+
+    async def _until_gone(self, door: Door) -> None:
+        with suppress(anyio.EndOfStream, ProtocolMismatch):
+            await door.hear()
+
+    async def _let_in(self, door: Door, enter: Enter) -> Peer | None:
+        hello = await door.hear()
+        if not isinstance(hello, Hello):
+            raise ProtocolMismatch(f"expected a Hello, got {type(hello).__name__}")
+        refusal = self._refusal(door, hello)
+        if refusal is not None:
+            self._reject(f"{hello.name} (pid {hello.pid}): {refusal.reason}")
+            await door.say(refusal)
+            return None
+        peer = Peer(hello, self._schedule)
+        peer.door = door
+        peer.inlet = await enter(door)
+        self._peers[peer.identity] = peer
+        await door.say(Ready())
+        return peer
+
+    def _refusal(self, door: Door, hello: Hello) -> Refused | None:
+        if not door.same_user:
+            return Refused("PeerClosed", "expected a process of the same user")
+        if hello.version != PROTOCOL_VERSION:
+            versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
+            return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
+        if (hello.carrier, hello.kind) != (self._carrier, self._record_type.kind):
+            expected = f"{self._record_type.kind} over {self._carrier}"
+            return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
+        if len(self._peers) + self._entering > self._max_senders:
+            return Refused("TooManySenders", f"expected at most {self._max_senders} senders: raise max_senders")
+        if hello.identity in self._peers:
+            return Refused("PeerClosed", "the identity is taken")
+        return None
+
+    def _reject(self, reason: str) -> None:
+        self.rejected += 1
+        log.warning("peer_rejected", url=self.url, reason=reason)
+
+    def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
+        """What a sender is granted."""
+        return Welcome(PROTOCOL_VERSION, endpoint, self.name, self._capacity, self._capacity_bytes, slot_bytes)
+
+    def expect(self, more: int) -> None:
+        """The stream shall not end before `more` further senders have come and gone (fewer where negative)."""
+        self._expected += more
+        self._wake()
+
+    # -- hearing them ------------------------------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        self._drain()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrivals or self._ended():
+            self._waiting.wake_all()
+
+    def _drain(self) -> None:
+        while not self._socket.closed:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
+            except zmq.Again:
+                return
+            self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
+
+    def _heed(self, identity: bytes, frames: Frames) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or not peer.open:
+            self._reject("a message from a stranger")
+            return
+        try:
+            match decode(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
+                case Publish(descriptors):
+                    self._arrive(peer, descriptors, frames[1:])
+                case Observed(payload):
+                    if self._listener is not None:
+                        self._listener.observed(peer, payload)
+                case Goodbye(sequence):
+                    self._part(peer, sequence)
+                case message:
+                    raise ProtocolMismatch(f"expected what a sender says, got {type(message).__name__}")
+        except (ProtocolMismatch, StaleDescriptor) as error:
+            self._expel(peer, error)
+
+    def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
+        for descriptor in descriptors:
+            if descriptor.sequence != peer.sequence + 1:
+                raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
+            peer.sequence += 1
+            peer.nbytes += descriptor.nbytes
+            self._arrivals.append((peer, (descriptor, frames)))
+        if peer.sequence - peer.returned > self._capacity:
+            raise ProtocolMismatch(
+                f"expected at most {self._capacity} records in flight, got {peer.sequence - peer.returned}"
+            )
+
+    def _part(self, peer: Peer, sequence: int) -> None:
+        if sequence != peer.sequence:
+            raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
+        peer.open = False
+        self._flush_peer(peer)
+        self._say(peer, Farewell())
+
+    def _expel(self, peer: Peer, error: Exception) -> None:
+        """A peer that breaks the protocol is treated as dead; the others go on."""
+        self._reject(f"{peer.name} (pid {peer.pid}): {error}")
+        peer.open = False
+        lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {error}")
+        lost.__cause__ = error
+        self._arrivals.append((peer, lost))
+        self._say(peer, Closed())
+
+    def _gone(self, peer: Peer, how: str) -> None:
+        """Its door is closed. If it had not said goodbye it died: take in what it left, then tell."""
+        self._drain()
+        if peer.open:
+            peer.open = False
+            for descriptor, frames in peer.inlet.salvage(peer.sequence):
+                peer.sequence = descriptor.sequence
+                peer.nbytes += descriptor.nbytes
+                self._arrivals.append((peer, (descriptor, frames)))
+            error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} without saying goodbye after record {peer.sequence}")
+            self._arrivals.append((peer, error))
+            log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
+        self._peers.pop(peer.identity, None)
+        self._waiting.wake_all()
+
+    # -- answering them ----------------------------------------------------------------------------------------------
+
+    def _schedule(self, peer: Peer) -> None:
+        """Answer `peer` with this tick. Leases die in any thread; the socket belongs to the loop's."""
+        self._dirty[peer.identity] = peer
+        if self._flush_scheduled:
+            return
+        self._flush_scheduled = True
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be answered
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._flush)
+            else:
+                self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        while self._dirty:
+            self._flush_peer(self._dirty.popitem()[1])
+        self._on_readable()
+
+    def _flush_peer(self, peer: Peer) -> None:
+        spans: list[tuple[int, int]] = []
+        while peer.releases:
+            spans.append(peer.releases.popleft())
+        if spans:
+            self._say(peer, Release(tuple(spans)))
+        if peer.endings:
+            endings, peer.endings = peer.endings, []
+            self._say(peer, Ended(tuple(endings)))
+
+    def _say(self, peer: Peer, message: Message) -> None:
+        if self._socket.closed:
+            return
+        with suppress(zmq.ZMQError):  # a peer that is gone needs no answer
+            self._socket.send_multipart([peer.identity, encode(message)], zmq.NOBLOCK)
+
+    # -- the receiving end -------------------------------------------------------------------------------------------
+
+    def _ended(self) -> bool:
+        alive = any(peer.open for peer in self._peers.values())
+        return not alive and not self._entering and self._joined >= self._expected
+
+    def receive_nowait(self) -> R:
+        """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        while True:
+            if not self._arrivals:
+                self._drain()
+            if not self._arrivals:
+                raise anyio.EndOfStream if self._ended() else anyio.WouldBlock
+            peer, arrival = self._arrivals.popleft()
+            if isinstance(arrival, PeerLost):
+                if self._listener is None:
+                    raise arrival
+                self._listener.lost(peer, arrival)
+            elif (record := self._take(peer, arrival)) is not None:
+                return record
+
+    def _take(self, peer: Peer, parcel: Parcel) -> R | None:
+        try:
+            contents, columns = peer.inlet.fetch(parcel, peer.release)
+            kind, specs, header = contents
+            if kind != self._record_type.kind:
+                raise InvalidRecord(f"expected a {self._record_type.kind}, got a {kind}")
+            record = self._record_type.assemble(header, columns(specs))
+        except (StaleDescriptor, InvalidRecord) as error:
+            self._expel(peer, error)
+            return None
+        self._received += 1
+        if len(peer.releases) >= RELEASE_AT:
+            self._flush_peer(peer)
+        if self._listener is not None:
+            self._listener.received(peer, record)
+        return record
+
+    async def receive(self) -> R:
+        """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        while True:
+            try:
+                return self.receive_nowait()
+            except anyio.WouldBlock:
+                with self._clock.waiting("record"):
+                    self._flush()
+                    if not self._arrivals and not self._ended():
+                        await self._waiting.wait()
+
+    def __aiter__(self) -> AsyncIterator[R]:
+        return self
+
+    async def __anext__(self) -> R:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        peers = [peer for peer in self._peers.values() if peer.open]
+        return ChannelStatistics(
+            carrier=self._carrier,
+            capacity=self._capacity * max(1, len(peers)),
+            items=sum(peer.sequence - peer.returned for peer in peers),
+            capacity_bytes=self._capacity_bytes * max(1, len(peers)),
+            nbytes=sum(peer.nbytes - peer.returned_bytes for peer in peers),
+            sent=self._received + len(self._arrivals),
+            received=self._received,
+            senders=len(peers),
+            waiting_for=self._clock.waiting_for,
+            waited_s=self._clock.waited_s,
+        )
+
+    async def aclose(self) -> None:
+        """Close this end; senders get PeerClosed. Closing twice is fine."""
+        if self._closed:
+            return
+        self._flush()
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        self._waiting.wake_all()
+        with anyio.CancelScope(shield=True):
+            for peer in list(self._peers.values()):
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    await peer.door.say(Closed())
+            await self._resources.aclose()
+        self._socket.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel `task` and wait for its end."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

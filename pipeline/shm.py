@@ -1,0 +1,195 @@
+"""The shm carrier: payload in shared-memory slots, descriptors over a ZeroMQ `ipc://` socket.
+
+The sender owns its segment, allocates in it alone, and hands it over at the door, a Unix socket beside the ZeroMQ one.
+The receiver maps it read-only and gives arrays that are views of the slots: nothing is copied until someone copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import zmq
+
+from ..schemas import Array, ProtocolMismatch
+from ..schemas.columns import ColumnSpec
+from ..schemas.control import Offer, Publish, Ready, encode
+from ..schemas.descriptor import Contents, Descriptor, aligned, read_contents, view_columns
+from .door import Door
+from .errors import NobodyListens, RecordTooLarge
+from .remote import (
+    Parcel,
+    PeerListener,
+    R,
+    RemoteReceiver,
+    RemoteSender,
+    SenderLine,
+    dealer,
+    introduce,
+    router,
+)
+from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
+from .slots import SlotTable
+from .socket_directory import socket_directory
+
+__all__ = ["connect_shm", "serve_shm"]
+
+SCHEME = "shm://"
+DOOR = "door"
+DATA = "data"
+
+
+class SlotOutlet:
+    """Places records in the sender's segment."""
+
+    def __init__(self, segment: SegmentWriter, capacity: int) -> None:
+        self.items = 0
+        self.nbytes = 0
+        self._segment = segment
+        self._table = SlotTable(segment.slots)
+        self._capacity = capacity
+
+    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+        """Copy a record into a span and publish it; see `Outlet.place`."""
+        segment = self._segment
+        slots = -(-nbytes // segment.slot_bytes)
+        if slots > segment.slots:
+            raise RecordTooLarge(
+                f"expected a record of at most {segment.slots * segment.slot_bytes} bytes (capacity_bytes of the "
+                f"channel), got one of {nbytes}: raise capacity_bytes or make the group smaller"
+            )
+        if self.items >= self._capacity or (span := self._table.allocate(slots)) is None:
+            return None
+        try:
+            segment.write(span, contents, columns)
+        except BaseException:
+            self._table.abandon(span)
+            raise
+        self._table.publish(span, sequence)
+        segment.publish(span, sequence, len(contents), nbytes)
+        self.items += 1
+        self.nbytes += slots * segment.slot_bytes
+        return Descriptor(sequence, span.start, slots, span.generation, nbytes), ()
+
+    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+        """One message for all of them."""
+        socket.send(encode(Publish(tuple(descriptor for descriptor, _ in parcels))), zmq.NOBLOCK)
+
+    def free(self, slot: int, generation: int) -> None:
+        """The receiver released a span; see `Outlet.free`."""
+        span = self._table.release(slot, generation)
+        self._segment.free(span)
+        self.items -= 1
+        self.nbytes -= span.count * self._segment.slot_bytes
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self._segment.close()
+
+
+class SlotInlet:
+    """Reads records from a sender's segment."""
+
+    def __init__(self, segment: SegmentReader) -> None:
+        self._segment = segment
+
+    def fetch(
+        self, parcel: Parcel, released: Callable[[Descriptor], None]
+    ) -> tuple[Contents, Callable[[tuple[ColumnSpec, ...]], dict[str, Array]]]:
+        """Views of a span that release it when the last one dies; see `Inlet.fetch`."""
+        payload, contents_bytes = self._segment.lease(parcel[0], released)
+        contents = read_contents(payload[:contents_bytes].data)
+        return contents, lambda specs: view_columns(specs, payload, aligned(contents_bytes))
+
+    def salvage(self, sequence: int) -> list[Parcel]:
+        """What the headers say was published; see `Inlet.salvage`."""
+        return [(descriptor, ()) for descriptor in self._segment.published_after(sequence)]
+
+
+async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> SlotInlet:
+    """Grant a sender its credit and take in its segment."""
+    await door.say(receiver.welcome(endpoint, DEFAULT_SLOT_BYTES))
+    offer = await door.hear()
+    fd = door.take_fd()
+    if not isinstance(offer, Offer) or fd is None:
+        raise ProtocolMismatch(f"expected an Offer with a file descriptor, got {type(offer).__name__}")
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        return SlotInlet(await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes))
+
+
+@asynccontextmanager
+async def serve_shm(
+    record_type: type[R],
+    *,
+    capacity: int,
+    capacity_bytes: int,
+    senders: int,
+    max_senders: int,
+    listener: PeerListener | None,
+    name: str,
+) -> AsyncIterator[RemoteReceiver[R]]:
+    """The receiving end of a channel on this host; see `serve`."""
+    async with AsyncExitStack() as stack:
+        directory = await _enter_in_thread(stack, socket_directory())
+        socket = router()
+        endpoint = f"ipc://{directory / DATA}"
+        socket.bind(endpoint)
+        (directory / DATA).chmod(0o600)
+        receiver = RemoteReceiver(
+            record_type,
+            carrier="shm",
+            url=f"{SCHEME}{directory}",
+            socket=socket,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
+            senders=senders,
+            max_senders=max_senders,
+            listener=listener,
+            name=name,
+        )
+        door = await anyio.create_unix_listener(directory / DOOR, mode=0o600)
+        receiver.attend(door, lambda opened: _enter(opened, receiver, endpoint), stack.pop_all())
+        async with receiver:
+            yield receiver
+
+
+@asynccontextmanager
+async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIterator[RemoteSender[R]]:
+    """The sending end of a channel on this host; see `connect`."""
+    path = Path(url.removeprefix(SCHEME)) / DOOR
+    try:
+        stream = await anyio.connect_unix(path)
+    except OSError as error:
+        raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
+    async with AsyncExitStack() as stack:
+        door = await stack.enter_async_context(Door(stream))
+        welcome, identity = await introduce(door, "shm", record_type.kind, name)
+        segment = await anyio.to_thread.run_sync(
+            SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
+        )
+        stack.callback(segment.close)
+        await door.say(Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
+        ready = await door.hear()
+        if not isinstance(ready, Ready):
+            raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
+        line = SenderLine(door, welcome, SlotOutlet(segment, welcome.capacity), dealer(welcome.endpoint, identity))
+        stack.pop_all()
+        async with RemoteSender[R](line, "shm") as sender:
+            yield sender
+
+
+async def _enter_in_thread(stack: AsyncExitStack, context: Any) -> Any:
+    """Enter a context manager that blocks, and leave it likewise with `stack`."""
+    entered = await anyio.to_thread.run_sync(context.__enter__)
+
+    async def leave() -> None:
+        await anyio.to_thread.run_sync(context.__exit__, None, None, None)
+
+    stack.push_async_callback(leave)
+    return entered

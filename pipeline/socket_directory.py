@@ -1,0 +1,71 @@
+"""Where the sockets of a receiver live: a private directory that is removed with it, or by whoever comes next.
+
+The directory has mode 0700 and holds a lock for as long as its owner lives. The kernel drops the lock of a killed
+process, so the next one that makes a directory here finds it free and sweeps what the dead left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["socket_directory"]
+
+PREFIX = "penstock-"
+LOCK = "lock"
+
+LONGEST_PATH = 80
+"""A Unix socket's path holds 107 bytes, and names are appended to this."""
+
+
+@contextmanager
+def socket_directory() -> Iterator[Path]:
+    """A directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread."""
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not root.is_dir() or len(str(root)) > LONGEST_PATH:
+        root = Path("/tmp")  # noqa: S108 (the directory made in it is private)
+    _sweep(root)
+    path, lock = _make(root)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(root: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        lock = _take_lock(path, os.O_CREAT)
+        if lock is not None:
+            return path, lock
+
+
+def _take_lock(path: Path, flags: int = 0) -> int | None:
+    """The lock of a directory as an open descriptor, or None where its owner lives or it has none."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    if not (path / LOCK).exists():  # a sweeper was faster
+        os.close(lock)
+        return None
+    return lock
+
+
+def _sweep(root: Path) -> None:
+    for path in root.glob(PREFIX + "*"):
+        with suppress(OSError):
+            if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)

@@ -1,0 +1,241 @@
+"""Every message that two ends exchange, as one tagged union with a protocol version. Strictly decoded, never unpickled.
+
+Three conversations. At the *door* of a receiver, a stream socket, a sender introduces itself and stays for life; over
+ZeroMQ, the two ends exchange descriptors, credit and endings; at the door of a weights publisher, subscribers learn of
+new versions and are paused.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .descriptor import Descriptor
+from .errors import ProtocolMismatch
+from .ids import GroupId
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Closed",
+    "Ended",
+    "Farewell",
+    "Final",
+    "Goodbye",
+    "Hello",
+    "Message",
+    "NewVersion",
+    "Observed",
+    "Offer",
+    "Pause",
+    "Paused",
+    "Publish",
+    "Ready",
+    "Refused",
+    "Release",
+    "Resume",
+    "Subscribe",
+    "Weights",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION = 1
+"""Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """An array on the wire: the tag, then the fields in order."""
+
+
+# -- at the door ---------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """A sender asks to be let in."""
+
+    version: int
+    carrier: str
+    """shm or tcp."""
+    kind: str
+    """What it will send: "group" or "batch"."""
+    identity: bytes
+    """The name of its ZeroMQ socket: 16 random bytes."""
+    name: str
+    """Who it is, for messages and the ledger."""
+    pid: int
+
+
+class Welcome(_Message):
+    """The receiver lets it in, and says what it may use."""
+
+    version: int
+    endpoint: str
+    """Where the ZeroMQ socket listens."""
+    name: str
+    """Who the receiver is, for messages."""
+    capacity: int
+    """Records that this sender may have in flight."""
+    capacity_bytes: int
+    """Bytes that this sender may have in flight."""
+    slot_bytes: int
+    """Bytes of a slot (shm)."""
+
+
+class Refused(_Message):
+    """The receiver does not let it in."""
+
+    error: str
+    """The error that the sender raises, by name."""
+    reason: str
+
+
+class Offer(_Message):
+    """A sender hands over its segment; the file descriptor travels with this message."""
+
+    slots: int
+    slot_bytes: int
+    nbytes: int
+    """Bytes of the whole segment, header table included."""
+
+
+class Ready(_Message):
+    """The receiver knows the sender's socket; descriptors may come."""
+
+
+# -- over ZeroMQ, sender to receiver -------------------------------------------------------------------------------
+
+
+class Publish(_Message):
+    """Records that lie ready."""
+
+    descriptors: tuple[Descriptor, ...]
+
+
+class Observed(_Message):
+    """What the sending process has observed: an encoded `telemetry.Observations`."""
+
+    payload: bytes
+
+
+class Goodbye(_Message):
+    """The sender is done; `sequence` is that of its last record."""
+
+    sequence: int
+
+
+# -- over ZeroMQ, receiver to sender -------------------------------------------------------------------------------
+
+
+class Release(_Message):
+    """Credit: spans that are free again, as (first slot, generation)."""
+
+    spans: tuple[tuple[int, int], ...]
+
+
+class Ended(_Message):
+    """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit."""
+
+    entries: tuple[tuple[GroupId, tuple[int, ...], str, int], ...]
+
+
+class Farewell(_Message):
+    """The receiver has everything up to the sender's goodbye."""
+
+
+class Closed(_Message):
+    """The receiver takes no more."""
+
+
+# -- at the door of a weights publisher ----------------------------------------------------------------------------
+
+
+class Subscribe(_Message):
+    """A subscriber asks for the weights."""
+
+    version: int
+    name: str
+    """Who it is, for messages."""
+    pid: int
+
+
+class Weights(_Message):
+    """The publisher hands over its segment; the file descriptor travels with this message."""
+
+    version: int
+    name: str
+    """Who the publisher is, for messages."""
+    nbytes: int
+    """Bytes of the whole segment."""
+    manifest_bytes: int
+    """Bytes of the list of tensors, which lies in the segment."""
+    pause: int
+    """Number of the pause that is on; 0 where sampling may go on."""
+
+
+class NewVersion(_Message):
+    """Newer weights lie ready."""
+
+    policy_version: int
+
+
+class Pause(_Message):
+    """Sampling is to stop; the subscriber answers when it has."""
+
+    number: int
+
+
+class Paused(_Message):
+    """Sampling has stopped, as pause `number` asked."""
+
+    number: int
+
+
+class Resume(_Message):
+    """Sampling may go on."""
+
+
+class Final(_Message):
+    """The publisher is done: the weights that lie ready are the last."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Offer
+    | Ready
+    | Publish
+    | Observed
+    | Goodbye
+    | Release
+    | Ended
+    | Farewell
+    | Closed
+    | Subscribe
+    | Weights
+    | NewVersion
+    | Pause
+    | Paused
+    | Resume
+    | Final
+)
+
+encode = msgspec.msgpack.Encoder().encode
+"""Any message as bytes."""
+
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def decode(encoded: bytes | memoryview) -> Message:
+    """The message that `encoded` holds.
+
+    Raises:
+        ProtocolMismatch: it holds none that this version knows.
+    """
+    try:
+        message: Message = _decode(encoded)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolMismatch(
+            f"expected a message of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
+        ) from None
+    return message
