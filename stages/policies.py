@@ -1,0 +1,131 @@
+"""What a policy is to the rest of penstock: prompts in, completions with log-probabilities and versions out.
+
+A `Policy` is a recipe that can be pickled; `open` makes a `Sampler` of it inside the process that samples. Knows no
+environment and no framework: `TorchPolicy` lives in `torch_policy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..pipeline.context import Worker
+from ..pipeline.errors import PenstockError
+from ..schemas import StopReason
+
+__all__ = ["Completion", "GenerationIsOutside", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"]
+
+
+class GenerationIsOutside(PenstockError):
+    """A NoOpPolicy was asked for completions: in its runs somebody else samples."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Any tokenizer with these three fits."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        ...
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """The ids of `text`, with no token added at either end."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The text of `ids`."""
+        ...
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What the policy said to one prompt; C tokens."""
+
+    tokens: NDArray[np.int32]
+    """[C] sampled ids, the end-of-sequence token included where it was sampled."""
+    logprobs: NDArray[np.float32]
+    """[C] log-probability of each under the distribution it was drawn from."""
+    stop_reason: StopReason
+    """STOP after the end-of-sequence token, LENGTH where the allowance ran out."""
+    policy_versions: NDArray[np.int64]
+    """[C] optimizer step of the weights that sampled each."""
+
+
+class Sampler(Protocol):
+    """An opened policy."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer step of the weights that the next completion is sampled with."""
+        ...
+
+    async def sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        greedy: bool = False,
+    ) -> list[Completion]:
+        """One completion a prompt, in order. Many tasks may call it at once, and are sampled together.
+
+        Args:
+            prompts: [P] token ids each, at least one.
+            max_tokens: what a completion may have at most, the end-of-sequence token included.
+            temperature: divides the logits; `logprobs` are those of the tempered distribution.
+            greedy: take the most probable token; `temperature` is left aside, and `logprobs` are the model's own.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """A recipe for a sampler."""
+
+    def open(self, worker: Worker, /) -> AbstractAsyncContextManager[Sampler]:
+        """Load weights, start what has to run, and sample until the body ends. Seeds differ from worker to worker."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoOpPolicy:
+    """For runs whose generation is outside: it holds no weights and samples nothing.
+
+    Its environments bring finished rollouts (`environments.OutsideEnvironment`); one that waits for completions gets
+    `GenerationIsOutside`.
+    """
+
+    @asynccontextmanager
+    async def open(self, worker: Worker) -> AsyncGenerator[NoOpSampler]:  # noqa: ARG002 (a policy may need to know)
+        """There is nothing to open."""
+        yield NoOpSampler()
+
+
+@dataclass(frozen=True, slots=True)
+class NoOpSampler:
+    """What `NoOpPolicy` opens."""
+
+    version: int = 0
+    """Nothing is sampled with it."""
+
+    async def sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        max_tokens: int,  # noqa: ARG002 (the protocol's)
+        temperature: float = 1.0,  # noqa: ARG002 (the protocol's)
+        greedy: bool = False,  # noqa: ARG002 (the protocol's)
+    ) -> list[Completion]:
+        """Refuse.
+
+        Raises:
+            GenerationIsOutside: always.
+        """
+        raise GenerationIsOutside(
+            f"expected no request for completions where the policy is a NoOpPolicy, got {len(prompts)} prompts: "
+            f"use an environment with a `rollout` method, or a policy that samples"
+        )
