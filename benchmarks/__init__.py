@@ -1,0 +1,1 @@
+"""The scripts behind every number that README and docs quote."""
