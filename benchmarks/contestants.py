@@ -1,6 +1,6 @@
 """What can be measured: each contestant moves the same groups from producer processes into packed batches.
 
-A contestant is a name and a function from a case to what was measured. The next ones go beside penstock in `CONTESTANTS`.
+A contestant is a name and a function from a case to what was measured: see `CONTESTANTS`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from multiprocessing.process import BaseProcess
 import anyio
 import msgspec
 import numpy as np
+
 from penstock.pipeline.carriers import connect, serve
-from penstock.schemas import Packer, TrajectoryGroup
 from penstock.pipeline.errors import PeerClosed, PeerLost
+from penstock.schemas import Packer, TrajectoryGroup
 
 from .records import check_batch, make_groups
 
@@ -62,7 +63,7 @@ class Measured:
 
 
 def penstock(case: Case) -> Measured:
-    """penstock's shm channel through its public API."""
+    """The shm channel through its public API."""
     rate = anyio.run(_throughput, case)
     latencies = anyio.run(_latencies, case)
     p50, p99 = np.percentile(latencies, [50, 99])
@@ -109,7 +110,9 @@ async def _latencies(case: Case) -> list[float]:
 def _producers(target: Callable[..., None], case: Case, url: str) -> Iterator[None]:
     count = 1 if target is _ping else case.producers
     context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [context.Process(target=target, args=(url, case, n), daemon=True) for n in range(count)]
+    processes: list[BaseProcess] = [
+        context.Process(target=target, args=(url, case, n), daemon=True) for n in range(count)
+    ]
     for process in processes:
         process.start()
     try:

@@ -49,7 +49,7 @@ def _copies(shared: mmap.mmap, slots: int, nbytes: int, seconds: float, *, core:
     os.sched_setaffinity(0, {cores[core % len(cores)]})
     try:
         view = memoryview(shared)
-        private = memoryview(np.ones(slots * nbytes, np.uint8)).cast("B")
+        private = np.ones(slots * nbytes, np.uint8).data
         target, origin = (view, private) if inward else (private, view)
         spans = [slice(slot * nbytes, (slot + 1) * nbytes) for slot in range(slots)]
         copied, start = 0, time.perf_counter()

@@ -6,6 +6,7 @@ A token is made from who sent it and where it stands, so that the consumer can t
 from __future__ import annotations
 
 import numpy as np
+
 from penstock import TrainBatch, TrajectoryGroup
 
 __all__ = ["WrongContents", "check_batch", "make_groups", "trajectory_bytes"]
@@ -54,7 +55,9 @@ def check_batch(batch: TrainBatch, *, whole: bool = False) -> None:
     """
     starts = batch.cu_seqlens[:-1]
     lengths = np.diff(batch.cu_seqlens)
-    producers = np.repeat([int(g.env.removeprefix("bench-")) for g in batch.groups], [g.sequences for g in batch.groups])
+    producers = np.repeat(
+        [int(g.env.removeprefix("bench-")) for g in batch.groups], [g.sequences for g in batch.groups]
+    )
     numbers = np.repeat([int(g.instance_id) for g in batch.groups], [g.sequences for g in batch.groups])
     first = (batch.repetition_ids * lengths * 7 + producers * PRIME + numbers) % (2**31 - 1)
     last = (first + (lengths - 1) * 7) % (2**31 - 1)

@@ -53,7 +53,17 @@ def _row(name: str, case: Case, results: list[tuple[Measured, float]]) -> dict[s
 
 def _print(limit: float, rows: list[dict[str, Any]]) -> None:
     table = Table(title=f"copy limit of this machine: {limit:,.0f} trajectories/s")
-    for column in ("contestant", "producers", "group", "tokens", "trajectories/s", "range", "of limit", "p50 µs", "p99 µs"):
+    for column in (
+        "contestant",
+        "producers",
+        "group",
+        "tokens",
+        "trajectories/s",
+        "range",
+        "of limit",
+        "p50 µs",
+        "p99 µs",
+    ):
         table.add_column(column, justify="left" if column == "contestant" else "right")
     for row in rows:
         low, high = row["trajectories_per_s_range"]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from contextlib import AbstractAsyncContextManager
 
-from .remote import PeerListener, R, RemoteReceiver, RemoteSender
+from .carrier import R
+from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
+from .tcp import connect_tcp, serve_tcp
 
 __all__ = ["connect", "serve"]
 
@@ -63,6 +66,17 @@ def serve(
             listener=listener,
             name=name or f"process {os.getpid()}",
         )
+    if url.startswith("tcp://"):
+        return serve_tcp(
+            url,
+            record_type,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
+            senders=senders,
+            max_senders=max_senders,
+            listener=listener,
+            name=name or f"process {os.getpid()}",
+        )
     raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
 
 
@@ -78,4 +92,6 @@ def connect(url: str, record_type: type[R], *, name: str | None = None) -> Abstr
     """
     if url.startswith("shm://"):
         return connect_shm(url, record_type, name=name or f"process {os.getpid()}")
+    if url.startswith("tcp://"):
+        return connect_tcp(url, record_type, name=name or f"process {os.getpid()}")
     raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")

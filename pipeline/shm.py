@@ -17,22 +17,13 @@ import anyio.to_thread
 import zmq
 
 from ..schemas import Array, ProtocolMismatch
-from ..schemas.columns import ColumnSpec
 from ..schemas.control import Offer, Publish, Ready, encode
 from ..schemas.descriptor import Contents, Descriptor, aligned, read_contents, view_columns
+from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge
-from .remote import (
-    Parcel,
-    PeerListener,
-    R,
-    RemoteReceiver,
-    RemoteSender,
-    SenderLine,
-    dealer,
-    introduce,
-    router,
-)
+from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_sender import RemoteSender, SenderLine, introduce
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable
 from .socket_directory import socket_directory
@@ -98,20 +89,18 @@ class SlotInlet:
     def __init__(self, segment: SegmentReader) -> None:
         self._segment = segment
 
-    def fetch(
-        self, parcel: Parcel, released: Callable[[Descriptor], None]
-    ) -> tuple[Contents, Callable[[tuple[ColumnSpec, ...]], dict[str, Array]]]:
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
         """Views of a span that release it when the last one dies; see `Inlet.fetch`."""
         payload, contents_bytes = self._segment.lease(parcel[0], released)
         contents = read_contents(payload[:contents_bytes].data)
-        return contents, lambda specs: view_columns(specs, payload, aligned(contents_bytes))
+        return contents, view_columns(contents.columns, payload, aligned(contents_bytes))
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """What the headers say was published; see `Inlet.salvage`."""
         return [(descriptor, ()) for descriptor in self._segment.published_after(sequence)]
 
 
-async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> SlotInlet:
+async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> Inlet:
     """Grant a sender its credit and take in its segment."""
     await door.say(receiver.welcome(endpoint, DEFAULT_SLOT_BYTES))
     offer = await door.hear()

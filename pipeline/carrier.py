@@ -1,0 +1,130 @@
+"""What a carrier adds to the machinery that shm and tcp share: how a payload leaves, and how it is taken in.
+
+`remote_sender` and `remote_receiver` hold that machinery. Four rules keep it together:
+
+1. Credit is given back by release messages, never by a socket buffer: high-water marks are off and drop nothing.
+2. Descriptors leave by tick: when the sending task yields, at a full batch, and before it waits for credit.
+3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
+   own, because the descriptor is edge-triggered and a send may swallow the edge.
+4. The door's end of stream is the notice of death. What a dead sender had published is taken in first, also the part
+   whose descriptors never left its process; then its loss is told, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+
+import zmq
+
+from ..schemas import Array
+from ..schemas.descriptor import Contents, Descriptor
+
+__all__ = ["HANDSHAKE_S", "Frames", "Inlet", "Outlet", "Parcel", "R", "Record", "dealer", "router"]
+
+HANDSHAKE_S = 10.0
+"""A peer that was let in must introduce itself within this time."""
+
+Frames: TypeAlias = Sequence[Any]
+"""Payload frames of a ZeroMQ message: none for shm."""
+
+
+class Record(Protocol):
+    """What a remote channel can carry: columns, and a header for all that is not a column."""
+
+    kind: ClassVar[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns occupy."""
+        ...
+
+    def columns(self) -> dict[str, Array]:
+        """The arrays, by name."""
+        ...
+
+    def header(self) -> bytes:
+        """All else, encoded."""
+        ...
+
+    @classmethod
+    def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
+        """The record again."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Outlet(Protocol):
+    """How a carrier's payload leaves, and what of it is still in flight."""
+
+    items: int
+    nbytes: int
+
+    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+        """Take a record in, or None while there is no credit for it.
+
+        Raises:
+            RecordTooLarge: there never will be.
+        """
+        ...
+
+    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+        """Send what was placed."""
+        ...
+
+    def free(self, slot: int, generation: int) -> None:
+        """The receiver released a record.
+
+        Raises:
+            StaleDescriptor: it is not in flight.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of memory."""
+        ...
+
+
+Parcel: TypeAlias = tuple[Descriptor, Frames]
+"""A record on its way: where it lies, and the frames that carry it where it does not lie in shared memory."""
+
+
+class Inlet(Protocol):
+    """How a carrier's payload is taken in, from one sender."""
+
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
+        """The contents of a record, and its columns; `released` is called when its memory is free again.
+
+        Raises:
+            StaleDescriptor: the descriptor does not fit what lies there.
+            InvalidRecord: what lies there is no record.
+        """
+        ...
+
+    def salvage(self, sequence: int) -> list[Parcel]:
+        """Records beyond `sequence` that a dead sender had published."""
+        ...
+
+
+def dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.connect(endpoint)
+    return socket
+
+
+def router() -> zmq.Socket[bytes]:
+    """A receiver's socket, not yet bound."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket

@@ -1,0 +1,305 @@
+"""The sending end of a channel to another process: what shm and tcp have in common.
+
+A line is one connection: a door for life, a ZeroMQ socket, an outlet, and the credit that the receiver gave. All clones
+of a sender share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, Self
+
+import anyio
+import anyio.lowlevel
+import zmq
+
+from ..schemas import GroupId, ProtocolMismatch
+from ..schemas.control import (
+    PROTOCOL_VERSION,
+    Closed,
+    Ended,
+    Farewell,
+    Goodbye,
+    Hello,
+    Message,
+    Observed,
+    Refused,
+    Release,
+    Welcome,
+    decode,
+    encode,
+)
+from ..schemas.descriptor import aligned, write_contents
+from .carrier import Outlet, Parcel, R, Record
+from .channel import ChannelStatistics
+from .door import Door
+from .errors import ChannelFull, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
+from .ledger import EndState
+from .memory import CHECKPOINT_EVERY
+from .telemetry import get_logger
+from .waiting import WaitClock, Waiters
+
+__all__ = ["RemoteSender", "SenderLine", "introduce"]
+
+log = get_logger("penstock.channel")
+
+FLUSH_AT = 64
+"""Descriptors in one message: beyond this a message a batch costs nothing measurable."""
+
+PARTING_S = 10.0
+"""How long a closing sender waits for a receiver that lives but does not answer."""
+
+
+class SenderLine:
+    """The connection that all clones of a sender share."""
+
+    def __init__(self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes]) -> None:
+        self.outlet = outlet
+        self.welcome = welcome
+        """What the receiver granted."""
+        self.ends = 0
+        """Open clones."""
+        self.sent = 0
+        """Sequence number of the last record."""
+        self.failure: PeerClosed | PeerLost | None = None
+        """Why nothing can be sent any more."""
+        self.on_ended: Callable[[GroupId, int, EndState, int], None] | None = None
+        """Is told how trajectories ended."""
+        self.waiting = Waiters()
+        self._door = door
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: list[Parcel] = []
+        self._flush_scheduled = False
+        self._parted = anyio.Event()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        """The socket's descriptor: readable when something may have happened."""
+        self._loop.add_reader(self._fd, self.drain)
+        self._watch = self._loop.create_task(self._watch_door(), name="penstock sender door")
+
+    async def _watch_door(self) -> None:
+        """Until the receiver closes the channel, or dies: then nothing can be sent any more."""
+        failure: PeerClosed | PeerLost = PeerLost(f"{self.welcome.name}, the receiver, died: its door is closed")
+        with suppress(anyio.EndOfStream, ProtocolMismatch):
+            if isinstance(await self._door.hear(), Closed):
+                failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
+        self.drain()
+        self._fail(failure)
+
+    def _fail(self, failure: PeerClosed | PeerLost) -> None:
+        if self.failure is None:
+            self.failure = failure
+        self._parted.set()
+        self.waiting.wake_all()
+
+    def place(self, record: Record) -> None:
+        """Take `record` in if there is credit for it.
+
+        Raises:
+            ChannelFull: there is none.
+        """
+        if self.failure is not None:
+            raise self.failure
+        columns = record.columns()
+        contents = write_contents(record.kind, columns, record.header())
+        nbytes = aligned(len(contents)) + sum(aligned(column.nbytes) for column in columns.values())
+        parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+        if parcel is None:
+            self.drain()
+            parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+        if parcel is None:
+            raise ChannelFull(
+                f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
+                f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
+            )
+        self.sent += 1
+        self._outgoing.append(parcel)
+        if len(self._outgoing) >= FLUSH_AT:
+            self.flush()
+        elif not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Let the descriptors go."""
+        self._flush_scheduled = False
+        if self._outgoing and self.failure is None:
+            parcels, self._outgoing = self._outgoing, []
+            self.outlet.post(self._socket, parcels)
+            self.drain()
+
+    def tell(self, message: Message) -> None:
+        """Send a message of control, after the descriptors that precede it."""
+        self.flush()
+        if self.failure is None:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+            self.drain()
+
+    def drain(self) -> None:
+        """Hear all that the receiver has said."""
+        while not self._socket.closed:
+            try:
+                self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
+            except (ProtocolMismatch, StaleDescriptor) as error:
+                log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
+
+    def _heed(self, message: Message) -> None:
+        match message:
+            case Release(spans):
+                for slot, generation in spans:
+                    self.outlet.free(slot, generation)
+                self.waiting.wake_one()
+            case Ended(entries):
+                if self.on_ended is not None:
+                    for group, repetitions, state, step in entries:
+                        self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+            case Closed():
+                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, cut this sender off"))
+            case Farewell():
+                self._parted.set()
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
+
+    async def part(self) -> None:
+        """Say goodbye, wait until the receiver has everything, and let go."""
+        self.tell(Goodbye(self.sent))
+        with anyio.move_on_after(PARTING_S, shield=True) as bound:
+            await self._parted.wait()
+        if bound.cancelled_caught:
+            log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+        self._watch.cancel()
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=0)
+        with anyio.CancelScope(shield=True):
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            await self._door.aclose()
+        self.outlet.close()
+
+
+class RemoteSender(Generic[R]):
+    """The sending end of a channel to another process; see `SendChannel`."""
+
+    def __init__(self, line: SenderLine, carrier: str) -> None:
+        self._line = line
+        self._carrier = carrier
+        self._clock = WaitClock()
+        self._closed = False
+        self._until_checkpoint = CHECKPOINT_EVERY
+        line.ends += 1
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<RemoteSender {self._carrier} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
+
+    def send_nowait(self, record: R, /) -> None:
+        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._line.place(record)
+
+    async def send(self, record: R, /) -> None:
+        """Hand over `record`, waiting for credit if need be; see `SendChannel.send`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        try:
+            self.send_nowait(record)
+        except ChannelFull:
+            with self._clock.waiting("credit"):
+                await self._send_after_waiting(record)
+
+    async def _send_after_waiting(self, record: R) -> None:
+        line, first = self._line, False
+        while True:
+            line.flush()
+            await line.waiting.wait(first=first)
+            first = True
+            try:
+                self.send_nowait(record)
+            except ChannelFull:
+                continue
+            line.waiting.wake_one()  # one release may have made room for several
+            return
+
+    def tell(self, observed: bytes) -> None:
+        """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
+        if not self._closed:
+            self._line.tell(Observed(observed))
+
+    def clone(self) -> RemoteSender[R]:
+        """Another sending end of the same connection.
+
+        Raises:
+            anyio.ClosedResourceError: this end is closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return RemoteSender(self._line, self._carrier)
+
+    async def aclose(self) -> None:
+        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._line.ends -= 1
+            if not self._line.ends:
+                await self._line.part()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        line = self._line
+        return ChannelStatistics(
+            carrier=self._carrier,
+            capacity=line.welcome.capacity,
+            items=line.outlet.items,
+            capacity_bytes=line.welcome.capacity_bytes,
+            nbytes=line.outlet.nbytes,
+            sent=line.sent,
+            received=line.sent - line.outlet.items,
+            senders=line.ends,
+            waiting_for=self._clock.waiting_for,
+            waited_s=self._clock.waited_s,
+        )
+
+
+REFUSALS: dict[str, type[PenstockError]] = {
+    error.__name__: error for error in (PeerClosed, ProtocolMismatch, TooManySenders)
+}
+"""What a refusal at the door raises at the sender, by the name that travels."""
+
+
+async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Welcome, bytes]:
+    """Ask to be let in; returns what was granted, and the identity to use.
+
+    Raises:
+        ProtocolMismatch: the receiver carries something else, or speaks another version.
+        TooManySenders: its budget of memory is given out.
+        PeerClosed: it refused for another reason, or went away.
+    """
+    identity = b"p" + secrets.token_bytes(15)
+    await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
+    try:
+        answer = await door.hear()
+    except anyio.EndOfStream:
+        raise PeerClosed("the receiver closed the door without an answer") from None
+    if isinstance(answer, Refused):
+        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
+    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
+    return answer, identity

@@ -1,0 +1,197 @@
+"""The tcp carrier: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
+
+Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
+Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Bound to loopback
+only, until both sides can prove who they are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket as sockets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import numpy as np
+import zmq
+
+from ..schemas import Array, ProtocolMismatch
+from ..schemas.columns import ColumnSpec
+from ..schemas.control import Publish, Ready, encode
+from ..schemas.descriptor import DTYPES, Contents, Descriptor, read_contents
+from .carrier import Inlet, Parcel, R, dealer, router
+from .door import Door
+from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
+from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_sender import RemoteSender, SenderLine, introduce
+
+__all__ = ["connect_tcp", "serve_tcp"]
+
+
+class FrameOutlet:
+    """Keeps account of the records that are on their way; ZeroMQ keeps the arrays."""
+
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+        self.items = 0
+        self.nbytes = 0
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._in_flight: dict[int, int] = {}
+        """Bytes of each record in flight, by sequence number."""
+
+    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+        """Take credit for a record; see `Outlet.place`."""
+        if nbytes > self._capacity_bytes:
+            raise RecordTooLarge(
+                f"expected a record of at most {self._capacity_bytes} bytes (capacity_bytes of the channel), "
+                f"got one of {nbytes}: raise capacity_bytes or make the group smaller"
+            )
+        if self.items >= self._capacity or self.nbytes + nbytes > self._capacity_bytes:
+            return None
+        self._in_flight[sequence] = nbytes
+        self.items += 1
+        self.nbytes += nbytes
+        frames = [contents, *(np.ascontiguousarray(c).data if c.size else b"" for c in columns.values())]
+        return Descriptor(sequence, sequence, 0, 0, nbytes), frames
+
+    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+        """One message a record: its frames are its own."""
+        for descriptor, frames in parcels:
+            socket.send_multipart([encode(Publish((descriptor,))), *frames], zmq.NOBLOCK, copy=False)
+
+    def free(self, slot: int, generation: int) -> None:
+        """The receiver took a record in; see `Outlet.free`."""
+        nbytes = self._in_flight.pop(slot, None)
+        if nbytes is None or generation:
+            raise StaleDescriptor(f"release of record {slot}, generation {generation}, which is not in flight")
+        self.items -= 1
+        self.nbytes -= nbytes
+
+    def close(self) -> None:
+        """Forget what is in flight."""
+        self._in_flight.clear()
+
+
+class FrameInlet:
+    """Makes records of frames."""
+
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
+        """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
+        descriptor, frames = parcel
+        if not frames:
+            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
+        released(descriptor)
+        contents = read_contents(frames[0].bytes)
+        return contents, _columns(contents.columns, frames[1:])
+
+    def salvage(self, sequence: int) -> list[Parcel]:
+        """Nothing: what had not left the process is gone with it."""
+        del sequence
+        return []
+
+
+def _columns(specs: tuple[ColumnSpec, ...], frames: Any) -> dict[str, Array]:
+    if len(specs) != len(frames):
+        raise StaleDescriptor(f"expected {len(specs)} columns, got {len(frames)} frames")
+    columns: dict[str, Array] = {}
+    for spec, frame in zip(specs, frames, strict=True):
+        dtype, buffer = DTYPES.get(spec.dtype), frame.buffer
+        if dtype is None or min(spec.shape, default=0) < 0 or spec.nbytes != buffer.nbytes:
+            raise StaleDescriptor(f"{spec.name}: expected {spec.dtype} {list(spec.shape)}, got {buffer.nbytes} bytes")
+        column = np.frombuffer(buffer, dtype).reshape(spec.shape) if buffer.nbytes else np.empty(spec.shape, dtype)
+        if not column.flags.aligned:  # a frame may begin anywhere in what the socket received
+            column = column.copy()
+        column.flags.writeable = False
+        columns[spec.name] = column
+    return columns
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Host and port of a tcp URL.
+
+    Raises:
+        ValueError: it has no port, or a host beyond loopback.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+        raise ValueError(f"expected tcp://HOST:PORT, got {url!r}")
+    resolved = {info[4][0] for info in sockets.getaddrinfo(parts.hostname, parts.port, type=sockets.SOCK_STREAM)}
+    if not all(ipaddress.ip_address(address).is_loopback for address in resolved):
+        raise ValueError(
+            f"expected a loopback address, got {parts.hostname}: traffic beyond this host needs keys, which this "
+            f"version does not have; tunnel the port, for example with ssh -L"
+        )
+    return parts.hostname, parts.port
+
+
+@asynccontextmanager
+async def serve_tcp(
+    url: str,
+    record_type: type[R],
+    *,
+    capacity: int,
+    capacity_bytes: int,
+    senders: int,
+    max_senders: int,
+    listener: PeerListener | None,
+    name: str,
+) -> AsyncIterator[RemoteReceiver[R]]:
+    """The receiving end of a channel over TCP; see `serve`."""
+    host, port = await anyio.to_thread.run_sync(_address, url)
+    socket = router()
+    wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.bind(wildcard)
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    async with AsyncExitStack() as stack:
+        stack.callback(socket.close)
+        door = await anyio.create_tcp_listener(local_host=host, local_port=port)
+        bound = door.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 (of anyio, not of Django)
+        stack.pop_all()
+    receiver = RemoteReceiver(
+        record_type,
+        carrier="tcp",
+        url=wildcard.replace("*", str(bound)),
+        socket=socket,
+        capacity=capacity,
+        capacity_bytes=capacity_bytes,
+        senders=senders,
+        max_senders=max_senders,
+        listener=listener,
+        name=name,
+    )
+
+    async def enter(opened: Door) -> Inlet:
+        await opened.say(receiver.welcome(endpoint, 0))
+        return FrameInlet()
+
+    receiver.attend(door, enter, AsyncExitStack())
+    async with receiver:
+        yield receiver
+
+
+@asynccontextmanager
+async def connect_tcp(url: str, record_type: type[R], *, name: str) -> AsyncIterator[RemoteSender[R]]:
+    """The sending end of a channel over TCP; see `connect`."""
+    host, port = await anyio.to_thread.run_sync(_address, url)
+    try:
+        stream = await anyio.connect_tcp(host, port)
+    except OSError as error:
+        raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
+    async with AsyncExitStack() as stack:
+        door = await stack.enter_async_context(Door(stream))
+        welcome, identity = await introduce(door, "tcp", record_type.kind, name)
+        ready = await door.hear()
+        if not isinstance(ready, Ready):
+            raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
+        outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes)
+        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
+        stack.pop_all()
+    async with RemoteSender[R](line, "tcp") as sender:
+        yield sender
