@@ -1,0 +1,245 @@
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tests.tiny_model import TinyModel
+from torch import Tensor
+
+from penstock.pipeline.context import Context, Worker, entered
+from penstock.schemas import StopReason
+from penstock.stages.causal_model import KVCache, causal_attend
+from penstock.stages.policies import Completion
+from penstock.stages.torch_policy import Request, TorchPolicy, TorchSampler, generate
+
+EOS = 3
+
+
+def prompt(*tokens: int) -> NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+PROMPTS = [prompt(1, 2, 4, 5, 6), prompt(7), prompt(1, 2, 4, 5, 6), prompt(8, 9, 1)]
+
+
+@torch.inference_mode()
+def fresh_logprobs(
+    model: TinyModel, given: NDArray[np.int32], completion: Completion, temperature: float = 1.0
+) -> NDArray[np.float32]:
+    """What one forward pass over the whole sequence says of the sampled tokens."""
+    tokens = torch.from_numpy(np.concatenate([given, completion.tokens]).astype(np.int64))[None]
+    attend = causal_attend(torch.ones_like(tokens, dtype=torch.bool))
+    logits = model(tokens, positions=torch.arange(tokens.shape[1])[None], attend=attend) / temperature
+    logprobs = torch.log_softmax(logits[0, len(given) - 1 : -1], dim=-1)
+    return logprobs.gather(1, tokens[0, len(given) :, None])[:, 0].numpy()
+
+
+async def completions(
+    policy: TorchPolicy,
+    prompts: Sequence[NDArray[np.int32]],
+    *,
+    max_tokens: int = 8,
+    temperature: float = 1.0,
+    greedy: bool = False,
+) -> list[Completion]:
+    async with policy.open(Worker()) as sampler:
+        return await sampler.sample(prompts, max_tokens=max_tokens, temperature=temperature, greedy=greedy)
+
+
+@dataclass
+class Counting(TinyModel):
+    """Counts the rows of each call."""
+
+    rows: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        self.rows.append(len(tokens))
+        return super().forward(tokens, positions=positions, attend=attend, cache=cache)
+
+    __hash__ = TinyModel.__hash__
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_behavior_logprobs_are_those_of_a_fresh_forward_pass(temperature: float) -> None:
+    policy = TorchPolicy(TinyModel, EOS)
+
+    sampled = await completions(policy, PROMPTS * 4, max_tokens=12, temperature=temperature)
+
+    for given, completion in zip(PROMPTS * 4, sampled, strict=True):
+        expected = fresh_logprobs(TinyModel(), given, completion, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_a_completion_ends_with_the_end_token_or_at_the_allowance() -> None:
+    sampled = await completions(TorchPolicy(TinyModel, EOS), PROMPTS * 16, max_tokens=6)
+
+    for completion in sampled:
+        ends = (completion.tokens == EOS).tolist()
+        assert not any(ends[:-1])
+        assert completion.stop_reason == (StopReason.STOP if ends[-1] else StopReason.LENGTH)
+        assert len(ends) == 6 or ends[-1]
+    assert {completion.stop_reason for completion in sampled} == {StopReason.STOP, StopReason.LENGTH}
+
+
+async def test_greedy_takes_the_most_probable_token_and_says_how_probable_the_model_finds_it() -> None:
+    first, again = [await completions(TorchPolicy(TinyModel, EOS, seed=s), PROMPTS, greedy=True) for s in (0, 1)]
+
+    for given, one, other in zip(PROMPTS, first, again, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, fresh_logprobs(TinyModel(), given, one), atol=1e-4)
+    assert first[0].tokens.tolist() == first[2].tokens.tolist()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+    model, requests = TinyModel(), [Request(prompt(1, 2), 1, temperature=0.5)] * 4000
+
+    sampled = generate(model, requests, eos_id=EOS, generator=seeded())
+
+    drawn = np.bincount(sampled.tokens[:, 0], minlength=11) / 4000
+    expected = np.zeros(11)
+    expected[sampled.tokens[:, 0]] = np.exp(sampled.logprobs[:, 0])
+    np.testing.assert_allclose(drawn, expected, atol=0.03)
+
+
+def test_rows_of_one_batch_keep_their_own_allowance_and_temper() -> None:
+    requests = [Request(prompt(1, 2), 2), Request(prompt(5), 9, greedy=True), Request(prompt(5), 4, temperature=0.1)]
+
+    sampled = generate(TinyModel(), requests, eos_id=99, generator=seeded())
+
+    assert sampled.lengths.tolist() == [2, 9, 4]
+    assert not sampled.ended.any()
+
+
+def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> None:
+    model = Counting()
+    requests = [Request(prompt(1, 2), allowance) for allowance in (1, 1, 1, 1, 3, 3, 3, 3)]
+
+    generate(model, requests, eos_id=99, generator=seeded())
+
+    assert model.rows == [1, 4, 4]
+
+
+def test_an_interrupted_batch_returns_at_once() -> None:
+    model = Counting()
+
+    generate(model, [Request(prompt(1), 50)], eos_id=99, generator=seeded(), interrupted=lambda: len(model.rows) == 3)
+
+    assert len(model.rows) == 3
+
+
+async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
+    model = Counting()
+    policy = TorchPolicy(lambda: model, 99)
+
+    async with policy.open(Worker()) as sampler, anyio.create_task_group() as rollouts:
+        for token in (1, 2, 4):
+            rollouts.start_soon(partial(sampler.sample, [prompt(token)] * 2, max_tokens=2))
+
+    assert model.rows == [3, 6]
+
+
+async def test_a_batch_is_never_larger_than_max_rows() -> None:
+    model = Counting()
+
+    sampled = await completions(TorchPolicy(lambda: model, 99, max_rows=2), [prompt(t) for t in range(5)], max_tokens=1)
+
+    assert model.rows == [2, 2, 1]
+    assert [len(completion.tokens) for completion in sampled] == [1] * 5
+
+
+async def test_equal_seeds_repeat_and_workers_differ() -> None:
+    async def texts(worker: Worker, seed: int = 0) -> list[list[int]]:
+        async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as sampler:
+            return [c.tokens.tolist() for c in await sampler.sample(PROMPTS * 4, max_tokens=8)]
+
+    first = await texts(Worker(0, 2))
+
+    assert await texts(Worker(0, 2)) == first
+    assert await texts(Worker(1, 2)) != first
+    assert await texts(Worker(0, 2, incarnation=1)) != first
+    assert await texts(Worker(0, 2), seed=1) != first
+
+
+async def test_a_model_that_raises_tells_everyone_who_asked_and_the_next_may_ask() -> None:
+    policy = TorchPolicy(partial(TinyModel, context=4), EOS)
+
+    async with policy.open(Worker()) as sampler:
+        with pytest.raises(IndexError):
+            await sampler.sample([prompt(1, 2, 4, 5, 6)], max_tokens=1)
+        assert len(await sampler.sample([prompt(1)], max_tokens=1)) == 1
+
+
+async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
+    model = Counting()
+
+    async with TorchPolicy(lambda: model, 99).open(Worker()) as sampler:
+        with anyio.move_on_after(0):
+            await sampler.sample([prompt(1)] * 3, max_tokens=1)
+        await sampler.sample([prompt(2), prompt(4)], max_tokens=1)
+
+    assert model.rows == [2]
+
+
+async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
+    asked, told = anyio.Event(), anyio.Event()
+
+    async def ask(sampler: TorchSampler) -> None:
+        asked.set()
+        with pytest.raises(anyio.ClosedResourceError):
+            await sampler.sample([prompt(1)], max_tokens=5)
+        told.set()
+
+    sampler = TorchSampler(TinyModel(), None, EOS, seeded(), max_rows=8)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, sampler)
+        await asked.wait()
+        sampler.close()
+        await told.wait()
+
+    with pytest.raises(anyio.ClosedResourceError):
+        await sampler.sample([prompt(1)], max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "temperature"), [([prompt()], 1, 1.0), ([prompt(1)], 0, 1.0), ([prompt(1)], 1, 0.0)]
+)
+async def test_what_cannot_be_sampled_is_refused(
+    prompts: list[NDArray[np.int32]], max_tokens: int, temperature: float
+) -> None:
+    with pytest.raises(ValueError, match="expected prompts of at least one token, max_tokens >= 1 and temperature > 0"):
+        await completions(TorchPolicy(TinyModel, EOS), prompts, max_tokens=max_tokens, temperature=temperature)
+
+
+async def test_no_prompts_give_no_completions() -> None:
+    assert await completions(TorchPolicy(TinyModel, EOS), []) == []
+
+
+async def test_sampled_tokens_are_counted() -> None:
+    context = Context()
+
+    with entered(context):
+        sampled = await completions(TorchPolicy(TinyModel, EOS), PROMPTS)
+
+    metrics = context.metrics.emit(0)
+    assert metrics["rollout/tokens"] == sum(len(completion.tokens) for completion in sampled)
+    assert metrics["rollout/rows_per_batch"] == 4
+
+
+def test_the_recipe_travels_to_workers() -> None:
+    policy = TorchPolicy(partial(TinyModel, layers=1), EOS, seed=5)
+
+    copy = pickle.loads(pickle.dumps(policy))  # noqa: S301 (our own bytes)
+
+    assert (copy.eos_id, copy.seed, copy.weights) == (EOS, 5, None)
