@@ -7,6 +7,7 @@ The receiver maps it read-only and gives arrays that are views of the slots: not
 from __future__ import annotations
 
 import os
+import socket as sockets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import zmq
+from anyio.abc import SocketListener
 
 from ..schemas import Array, ProtocolMismatch
 from ..schemas.control import Offer, Publish, Ready, encode
@@ -126,10 +128,9 @@ async def serve_shm(
     """The receiving end of a channel on this host; see `serve`."""
     async with AsyncExitStack() as stack:
         directory = await _enter_in_thread(stack, socket_directory())
-        socket = router()
-        endpoint = f"ipc://{directory / DATA}"
-        socket.bind(endpoint)
-        (directory / DATA).chmod(0o600)
+        socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory)
+        stack.callback(socket.close)
+        listener_at_door = await SocketListener.from_socket(door)
         receiver = RemoteReceiver(
             record_type,
             carrier="shm",
@@ -142,8 +143,7 @@ async def serve_shm(
             listener=listener,
             name=name,
         )
-        door = await anyio.create_unix_listener(directory / DOOR, mode=0o600)
-        receiver.attend(door, lambda opened: _enter(opened, receiver, endpoint), stack.pop_all())
+        receiver.attend(listener_at_door, lambda opened: _enter(opened, receiver, endpoint), stack.pop_all())
         async with receiver:
             yield receiver
 
@@ -171,6 +171,18 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         stack.pop_all()
         async with RemoteSender[R](line, "shm") as sender:
             yield sender
+
+
+def _bind(directory: Path) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
+    """A receiver's two sockets, bound to files of mode 0600, and the ZeroMQ one's endpoint."""
+    door = sockets.socket(sockets.AF_UNIX)
+    door.bind(str(directory / DOOR))
+    door.listen()
+    socket, endpoint = router(), f"ipc://{directory / DATA}"
+    socket.bind(endpoint)
+    for path in (directory / DOOR, directory / DATA):
+        path.chmod(0o600)
+    return socket, door, endpoint
 
 
 async def _enter_in_thread(stack: AsyncExitStack, context: Any) -> Any:
