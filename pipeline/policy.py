@@ -1,0 +1,578 @@
+"""How the policy's weights get from the trainer to those who sample: a versioned publisher and its subscribers.
+
+The publisher owns a segment of shared memory (`weights`) and a door, a Unix socket of mode 0600 in a private directory.
+A subscriber that knocks is handed the segment and stays connected: it hears of new versions, is asked to pause, and
+knows at once when the publisher dies, as the publisher knows of it. Nothing on the socket is unpickled.
+
+    async with WeightPublisher(model.state_dict()) as publisher:  # in the trainer's process
+        await publisher.publish(model.state_dict(), version=0)
+
+    async with WeightSubscriber(url) as subscriber:  # where sampling happens; publisher.url
+        subscriber.attach(model.state_dict())
+        await subscriber.newer()
+        await anyio.to_thread.run_sync(subscriber.refresh)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.abc import SocketListener, SocketStream, TaskGroup
+
+from ..schemas import ProtocolMismatch
+from ..schemas.control import (
+    PROTOCOL_VERSION,
+    Final,
+    Message,
+    NewVersion,
+    Pause,
+    Paused,
+    Refused,
+    Resume,
+    Subscribe,
+    Weights,
+)
+from .door import Door
+from .errors import NobodyListens, PeerClosed, PeerLost
+from .socket_directory import socket_directory
+from .telemetry import get_logger
+from .waiting import Waiters
+from .weights import NO_VERSION, Tensor, WeightReader, WeightWriter, check_weights, specs_of
+
+__all__ = ["WeightPublisher", "WeightSubscriber"]
+
+R = TypeVar("R")
+
+log = get_logger("penstock.policy")
+
+SCHEME = "weights://"
+DOOR = "door"
+
+INTRODUCTION_S = 10.0
+"""Whoever knocks has this long to say who they are."""
+
+PARTING_S = 1.0
+"""How long a publisher that closes waits for its subscribers to be told."""
+
+PAUSE_S = 60.0
+"""How long subscribers have to stop sampling: longer than a long completion takes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Listener:
+    """A subscriber, as the publisher sees it: what it was told last, and what it confirmed."""
+
+    name: str
+    door: Door
+    told_version: int
+    told_pause: int
+    """Number of the pause it was told of; 0 once it was told to resume."""
+    confirmed: int
+    """Number of the last pause in which it stopped."""
+    told_final: bool = False
+    bell: Waiters = field(default_factory=Waiters)
+    """Wakes the task that tells it news."""
+
+
+class WeightPublisher:
+    """Publishes versions of one set of tensors to any number of subscribers on this host.
+
+    A subscriber that is slow, stuck or dead never holds up `publish`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, name: str | None = None) -> None:
+        """Prepare for tensors like these; they are not published yet.
+
+        Args:
+            tensors: names, dtypes and shapes of all that will be published: a `state_dict`. Tied tensors are published
+                under each of their names.
+            name: who this is, for messages.
+
+        Raises:
+            TypeError: a value is no tensor, or has a dtype that does not travel.
+        """
+        self._specs = specs_of(tensors)
+        self.name = name or f"publisher in process {os.getpid()}"
+        self._url = ""
+        self._writer: WeightWriter | None = None
+        self._listeners: set[_Listener] = set()
+        self._publishing = anyio.Lock()
+        self._pause = 0
+        """Number of the pause that is on; 0 where none is."""
+        self._pauses = 0
+        """Pauses so far; each has a number of its own, so that a late confirmation is not taken for a new one."""
+        self._holders = 0
+        """Bodies of `paused` that run or wait."""
+        self._final = False
+        self._changed = Waiters()
+        """Wakes whoever waits for a listener to confirm, or to leave."""
+        self._stack = AsyncExitStack()
+
+    def __repr__(self) -> str:
+        state = "paused" if self._pause else "open" if self._writer else "closed"
+        return f"<WeightPublisher {self._url} {state}: version {self.version}, {len(self._listeners)} subscribers>"
+
+    async def __aenter__(self) -> Self:
+        """Allocate the segment and open the door.
+
+        Raises:
+            OutOfSharedMemory: the machine has no room for the weights, twice.
+        """
+        async with AsyncExitStack() as stack:
+            self._writer = writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
+            stack.callback(self._close)
+            directory, door = await _enter_in_thread(stack, _opened_door())
+            listener = await stack.enter_async_context(await SocketListener.from_socket(door))
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(listener.serve, self._attend)
+            stack.push_async_callback(self._part, tasks)
+            self._url = f"{SCHEME}{directory}"
+            self._stack = stack.pop_all()
+        log.debug("weights_published_at", url=self._url, tensors=len(self._specs), nbytes=writer.nbytes)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tell every subscriber that there will be nothing newer, and close. They keep what they have."""
+        await self._stack.aclose()
+
+    @property
+    def url(self) -> str:
+        """Where subscribers find it, while it is open."""
+        return self._url
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published; −1 before the first."""
+        return self._writer.latest if self._writer else NO_VERSION
+
+    @property
+    def subscribers(self) -> list[str]:
+        """Names of those who are connected."""
+        return sorted(listener.name for listener in self._listeners)
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make `tensors` the newest weights. Copies in a worker thread; cancelled, it has published all or nothing.
+
+        Args:
+            tensors: the same names, dtypes and shapes as at construction; not changed by anyone until this returns.
+            version: the optimizer step that made them; above every version before.
+
+        Raises:
+            WeightsMismatch: the tensors are others than at construction; lists them all.
+            ValueError: `version` is not newer than the last.
+            anyio.ClosedResourceError: the publisher is not open.
+        """
+        async with self._publishing:
+            writer = self._opened()
+            try:
+                await anyio.to_thread.run_sync(writer.write, tensors, version)
+            finally:
+                self._ring()
+
+    @asynccontextmanager
+    async def paused(self, timeout_s: float = PAUSE_S) -> AsyncIterator[None]:
+        """Within the body no subscriber samples: each has stopped and said so. Sampling goes on when the body ends.
+
+        A subscriber that dies is not waited for; one that joins meanwhile joins paused.
+
+        Raises:
+            TimeoutError: a subscriber did not stop within `timeout_s`; the message names it. Sampling goes on.
+        """
+        self._holders += 1
+        if self._holders == 1:
+            self._pauses += 1
+            self._pause = self._pauses
+            self._ring()
+        try:
+            await self._all_stopped(timeout_s)
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._pause = 0
+                self._ring()
+
+    async def _all_stopped(self, timeout_s: float) -> None:
+        with anyio.move_on_after(timeout_s):
+            while self._sampling():
+                await self._changed.wait()
+        if names := self._sampling():
+            raise TimeoutError(f"expected every subscriber to stop sampling within {timeout_s} s, {names} did not")
+
+    def _sampling(self) -> list[str]:
+        """Who has not confirmed the pause that is on."""
+        return sorted(listener.name for listener in self._listeners if listener.confirmed != self._pause)
+
+    def _opened(self) -> WeightWriter:
+        if self._writer is None:
+            raise anyio.ClosedResourceError
+        return self._writer
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    async def _attend(self, stream: SocketStream) -> None:
+        """Serve one subscriber for as long as it lives."""
+        async with Door(stream) as door:
+            try:
+                listener = await self._introduced(door)
+                if listener is not None:
+                    await self._stay_with(listener)
+            except ProtocolMismatch as error:
+                log.warning("subscriber_rejected", url=self._url, reason=str(error))
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                pass
+
+    async def _introduced(self, door: Door) -> _Listener | None:
+        """Let a subscriber in and hand it the segment; None if it may not come in."""
+        with anyio.move_on_after(INTRODUCTION_S):
+            said = await door.hear()
+            if not isinstance(said, Subscribe):
+                raise ProtocolMismatch(f"expected Subscribe, got {type(said).__name__}")
+            name = f"{said.name} (pid {said.pid})"
+            refusal = _refusal(said, same_user=door.same_user)
+            if refusal is not None:
+                await door.say(refusal)
+                raise ProtocolMismatch(f"{name}: {refusal.reason}")
+            return await self._let_in(name, door)
+        return None
+
+    async def _let_in(self, name: str, door: Door) -> _Listener:
+        writer = self._opened()
+        listener = _Listener(name, door, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
+        self._listeners.add(listener)
+        weights = Weights(PROTOCOL_VERSION, self.name, writer.nbytes, writer.manifest_bytes, self._pause)
+        try:
+            await door.say(weights, writer.fd)
+        except BaseException:
+            self._forget(listener)
+            raise
+        return listener
+
+    async def _stay_with(self, listener: _Listener) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._tell, listener)
+                await self._hear(listener)
+                tasks.cancel_scope.cancel()
+        finally:
+            self._forget(listener)
+
+    async def _hear(self, listener: _Listener) -> None:
+        """Note what a subscriber confirms, until it leaves."""
+        try:
+            while True:
+                said = await listener.door.hear()
+                if isinstance(said, Paused):
+                    listener.confirmed = said.number
+                    self._changed.wake_all()
+        except anyio.EndOfStream:
+            log.debug("subscriber_left", subscriber=listener.name)
+        except ProtocolMismatch as error:
+            log.warning("subscriber_rejected", subscriber=listener.name, reason=str(error))
+
+    async def _tell(self, listener: _Listener) -> None:
+        """Tell a subscriber how things stand, whenever they stand otherwise than it was told."""
+        try:
+            while True:
+                news = self._news(listener)
+                if news is None:
+                    await listener.bell.wait()
+                    continue
+                await listener.door.say(news)
+                if isinstance(news, Final):
+                    listener.told_final = True
+                    self._changed.wake_all()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # it is gone: `_hear` notices
+
+    def _news(self, listener: _Listener) -> Message | None:
+        """What to tell a subscriber next, noted as told; None if it knows how things stand."""
+        if listener.told_version != self.version:
+            listener.told_version = self.version
+            return NewVersion(self.version)
+        if listener.told_pause != self._pause:
+            listener.told_pause = self._pause
+            return Pause(self._pause) if self._pause else Resume()
+        if self._final and not listener.told_final:
+            return Final()
+        return None
+
+    def _ring(self) -> None:
+        for listener in self._listeners:
+            listener.bell.wake_all()
+
+    def _forget(self, listener: _Listener) -> None:
+        self._listeners.discard(listener)
+        self._changed.wake_all()
+
+    async def _part(self, tasks: TaskGroup) -> None:
+        """Tell everyone that this was all, then stop."""
+        self._final = True
+        self._ring()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(PARTING_S):
+            while any(not listener.told_final for listener in self._listeners):
+                await self._changed.wait()
+        tasks.cancel_scope.cancel()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _refusal(said: Subscribe, *, same_user: bool) -> Refused | None:
+    """Why a subscriber may not come in; None if it may."""
+    if not same_user:
+        return Refused("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
+    if said.version != PROTOCOL_VERSION:
+        versions = f"expected protocol version {PROTOCOL_VERSION}, got {said.version}"
+        return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
+    return None
+
+
+class WeightSubscriber:
+    """The weights of a publisher in another process (or in this one), copied into a model when there are newer ones."""
+
+    def __init__(self, url: str, *, name: str | None = None) -> None:
+        """Prepare to subscribe at `url`; `name` says who this is, for messages."""
+        self.url = url
+        self.name = name or f"subscriber in process {os.getpid()}"
+        self._stack = AsyncExitStack()
+        self._reader: WeightReader | None = None
+        self._publisher = url
+        self._model: Mapping[str, Tensor] = {}
+        self._memory: Any = None
+        """One version, private: the model is touched only with a version that was read whole."""
+        self._version = NO_VERSION
+        self._failure: PeerLost | None = None
+        self._final = False
+        self._pause = 0
+        """Number of the pause that is on; 0 where sampling may go on."""
+        self._confirmed = 0
+        self._active = 0
+        """Bodies of `sampling` that run."""
+        self._news = Waiters()
+        """Wakes those who wait for a version or for the end of a pause."""
+        self._answer = Waiters()
+        """Wakes the task that confirms pauses."""
+
+    def __repr__(self) -> str:
+        state = "lost" if self._failure else "final" if self._final else "paused" if self._pause else "open"
+        return f"<WeightSubscriber {self.url} {state}: version {self._version} of {self.latest}>"
+
+    async def __aenter__(self) -> Self:
+        """Knock, and map the publisher's segment.
+
+        Raises:
+            NobodyListens: there is no publisher at `url`.
+            ProtocolMismatch: it refused, with its reason.
+            PeerLost: it died or closed meanwhile.
+        """
+        async with AsyncExitStack() as stack:
+            door = await stack.enter_async_context(await _knock(self.url))
+            try:
+                await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
+                self._reader = await self._introduce(door)
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(self._listen, door)
+            tasks.start_soon(self._confirm, door)
+            stack.callback(tasks.cancel_scope.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave. The model keeps its weights."""
+        await self._stack.aclose()
+
+    async def _introduce(self, door: Door) -> WeightReader:
+        said = await door.hear()
+        if isinstance(said, Refused):
+            raise ProtocolMismatch(f"the publisher at {self.url} refused: {said.reason}")
+        fd = door.take_fd()
+        if not isinstance(said, Weights) or fd is None:
+            raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(said).__name__}")
+        with ExitStack() as stack:
+            stack.callback(os.close, fd)
+            self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
+            return await anyio.to_thread.run_sync(WeightReader, fd, said.nbytes, said.manifest_bytes)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> int:
+        """The newest version that was published; −1 before the first. A look into memory, no system call."""
+        return self._reader.latest if self._reader else NO_VERSION
+
+    @property
+    def version(self) -> int:
+        """The version that the attached tensors hold; −1 before the first `refresh`."""
+        return self._version
+
+    def attach(self, tensors: Mapping[str, Tensor]) -> None:
+        """Say which tensors `refresh` fills, in place: a model's `state_dict`, or numpy arrays by name.
+
+        Raises:
+            WeightsMismatch: what is published differs in a name, dtype or shape; lists every difference.
+            TypeError: a value is no tensor.
+        """
+        reader = self._opened()
+        check_weights(specs_of(tensors), reader.specs, f"weights of {self._publisher} do not fit the model")
+        self._model, self._memory, self._version = dict(tensors), reader.private_copy(), NO_VERSION
+
+    def refresh(self) -> int:
+        """Bring the attached tensors to the newest version, if they are older; return the version they hold.
+
+        Blocks while it copies: call it in a worker thread, where nobody samples from the model meanwhile. The tensors
+        never hold a mixture. A publisher that overtakes the copy again and again leaves them as they were.
+
+        Raises:
+            PeerLost: the publisher died, and the tensors hold its last version.
+            RuntimeError: nothing is attached.
+        """
+        reader = self._opened()
+        if self._memory is None:
+            raise RuntimeError("expected tensors to refresh, got none: call attach(model.state_dict()) first")
+        if reader.latest > self._version:
+            version = reader.read_into(self._memory)
+            if version != NO_VERSION:
+                reader.load(self._memory, self._model)
+                self._version = version
+        elif self._failure is not None:
+            raise self._failure
+        return self._version
+
+    async def newer(self, than: int | None = None) -> int:
+        """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
+
+        Raises:
+            PeerLost: the publisher died.
+            PeerClosed: the publisher closed; its last version is not newer.
+        """
+        bound = self._version if than is None else than
+        self._opened()
+        while self.latest <= bound:
+            self._check()
+            if self._final:
+                raise PeerClosed(f"{self._publisher} closed at version {self.latest}: nothing above {bound} will come")
+            await self._news.wait()
+        return self.latest
+
+    def _opened(self) -> WeightReader:
+        if self._reader is None:
+            raise RuntimeError(f"expected an open subscriber, got {self!r}: use it within `async with`")
+        return self._reader
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # -- pausing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Whether the publisher wants no sampling now."""
+        return bool(self._pause)
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncIterator[None]:
+        """Sample within the body only: entering waits while the publisher pauses, and the pause waits for the body.
+
+        Keep the body as short as the pause may have to wait: one batch of completions, or one token.
+
+        Raises:
+            PeerLost: the publisher died.
+        """
+        while self._pause:
+            self._check()
+            await self._news.wait()
+        self._check()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._answer.wake_all()
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    async def _listen(self, door: Door) -> None:
+        """Note what the publisher says, until it closes or dies."""
+        try:
+            while not self._final:
+                self._note(await door.hear())
+        except anyio.EndOfStream:
+            self._failure = PeerLost(f"{self._publisher} at {self.url} died: its door is closed")
+        except ProtocolMismatch as error:
+            self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
+        self._news.wake_all()
+
+    def _note(self, said: Message) -> None:
+        if isinstance(said, Pause):
+            self._pause = said.number
+            self._answer.wake_all()
+        elif isinstance(said, Resume | Final):
+            self._pause = 0
+            self._final = isinstance(said, Final)
+        self._news.wake_all()
+
+    async def _confirm(self, door: Door) -> None:
+        """Tell the publisher, for each pause, when sampling has stopped."""
+        try:
+            while True:
+                if self._active or self._pause in {0, self._confirmed}:
+                    await self._answer.wait()
+                else:
+                    self._confirmed = self._pause
+                    await door.say(Paused(self._confirmed))
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the publisher is gone: `_listen` notices
+
+
+async def _knock(url: str) -> Door:
+    if not url.startswith(SCHEME):
+        raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
+    try:
+        return Door(await anyio.connect_unix(Path(url.removeprefix(SCHEME)) / DOOR))
+    except OSError as error:
+        raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error
+
+
+@contextmanager
+def _opened_door() -> Iterator[tuple[Path, socket.socket]]:
+    """A listening Unix socket of mode 0600 in a private directory, which goes when the body ends. Blocks."""
+    with socket_directory() as directory:
+        door = socket.socket(socket.AF_UNIX)
+        try:
+            door.bind(str(directory / DOOR))
+            (directory / DOOR).chmod(0o600)
+            door.listen()
+            yield directory, door
+        finally:
+            door.close()
+
+
+async def _enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager[R]) -> R:
+    """Enter a context manager that blocks, and leave it likewise with `stack`."""
+    entered = await anyio.to_thread.run_sync(context.__enter__)
+
+    async def leave() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(context.__exit__, None, None, None)
+
+    stack.push_async_callback(leave)
+    return entered

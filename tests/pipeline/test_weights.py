@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import OutOfSharedMemory, ProtocolMismatch, WeightsMismatch
+from penstock.pipeline import weights as module
+from penstock.pipeline.weights import (
+    NO_VERSION,
+    Tensor,
+    TensorSpec,
+    WeightReader,
+    WeightWriter,
+    check_weights,
+    specs_of,
+)
+
+
+def arrays(value: float = 1.0) -> dict[str, Tensor]:
+    return {"weight": np.full((3, 5), value, np.float32), "bias": np.full(2, value, np.float64)}
+
+
+@contextmanager
+def opened(tensors: dict[str, Tensor]) -> Iterator[tuple[WeightWriter, WeightReader]]:
+    writer = WeightWriter(specs_of(tensors))
+    try:
+        yield writer, WeightReader(writer.fd, writer.nbytes, writer.manifest_bytes)
+    finally:
+        writer.close()
+
+
+def read(reader: WeightReader, into: dict[str, Tensor]) -> int:
+    memory = reader.private_copy()
+    version = reader.read_into(memory)
+    if version != NO_VERSION:
+        reader.load(memory, into)
+    return version
+
+
+def test_a_reader_gets_the_newest_version() -> None:
+    target = arrays(0)
+
+    with opened(arrays()) as (writer, reader):
+        for version in (3, 4, 9):
+            writer.write(arrays(version), version)
+        assert (reader.latest, read(reader, target)) == (9, 9)
+
+    assert all((np.asarray(tensor) == 9).all() for tensor in target.values())
+
+
+def test_before_the_first_version_there_is_nothing_to_read() -> None:
+    target = arrays(0)
+
+    with opened(arrays()) as (_, reader):
+        assert (reader.latest, read(reader, target)) == (NO_VERSION, NO_VERSION)
+
+    assert (np.asarray(target["weight"]) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"])
+def test_every_dtype_arrives_bit_for_bit(name: str) -> None:
+    dtype = getattr(torch, name)
+    source = {"x": torch.randint(0, 2, (7, 3)).to(dtype), "scalar": torch.tensor(1, dtype=dtype)}
+    target = {"x": torch.zeros(7, 3, dtype=dtype), "scalar": torch.zeros((), dtype=dtype)}
+
+    with opened(dict(source)) as (writer, reader):
+        writer.write(source, 1)
+        read(reader, dict(target))
+
+    assert torch.equal(source["x"], target["x"])
+    assert torch.equal(source["scalar"], target["scalar"])
+
+
+def test_nan_payloads_and_negative_zero_arrive_bit_for_bit() -> None:
+    bits = np.array([0x7FC00001, 0x80000000, 0xFF800000], np.uint32)
+    source, target = {"x": bits.view(np.float32)}, {"x": np.zeros(3, np.float32)}
+
+    with opened(dict(source)) as (writer, reader):
+        writer.write(source, 1)
+        read(reader, dict(target))
+
+    assert target["x"].view(np.uint32).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(12.0).reshape(3, 4).T, id="transposed torch"),
+        pytest.param(np.arange(12, dtype=np.float32).reshape(3, 4).T, id="transposed numpy"),
+        pytest.param(torch.zeros(4, 0), id="empty"),
+    ],
+)
+def test_layout_in_memory_does_not_matter(tensor: Tensor) -> None:
+    target = np.zeros(tuple(tensor.shape), np.float32)
+
+    with opened({"x": tensor}) as (writer, reader):
+        writer.write({"x": tensor}, 1)
+        read(reader, {"x": target})
+
+    assert target.tolist() == tensor.tolist()
+
+
+def test_tied_tensors_are_published_under_each_of_their_names() -> None:
+    def tied() -> nn.Sequential:
+        token, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        head.weight = token.weight
+        return nn.Sequential(token, head)
+
+    source, target = tied(), tied()
+    with opened(source.state_dict()) as (writer, reader):
+        writer.write(source.state_dict(), 1)
+        read(reader, target.state_dict())
+
+    assert [spec.name for spec in reader.specs] == ["0.weight", "1.weight"]
+    assert torch.equal(source.get_parameter("1.weight"), target.get_parameter("1.weight"))
+    assert target.get_parameter("1.weight") is target.get_parameter("0.weight")
+
+
+def test_a_mismatch_lists_every_tensor_with_expected_and_found() -> None:
+    model = {"a": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32), "gone": np.zeros(1, np.float32)}
+    found = {"a": np.zeros(3, np.float16), "b": np.zeros((2, 3), np.float32), "new": np.zeros(1, np.int64)}
+
+    with pytest.raises(WeightsMismatch) as caught:
+        check_weights(specs_of(model), specs_of(found), "weights do not fit the model")
+
+    assert str(caught.value).splitlines() == [
+        "weights do not fit the model: 4 tensors differ",
+        "  a: expected float32 [3], found float16 [3]",
+        "  b: expected float32 [2, 2], found float32 [2, 3]",
+        "  gone: expected float32 [1], found none",
+        "  new: expected no such tensor, found int64 [1]",
+    ]
+
+
+def test_bfloat16_is_never_read_as_float16() -> None:
+    with pytest.raises(WeightsMismatch, match=r"x: expected float16 \[2\], found bfloat16 \[2\]"):
+        check_weights(
+            specs_of({"x": torch.zeros(2, dtype=torch.float16)}),
+            specs_of({"x": torch.zeros(2, dtype=torch.bfloat16)}),
+            "weights",
+        )
+
+
+def test_the_order_of_the_tensors_does_not_matter() -> None:
+    specs = specs_of(arrays())
+
+    check_weights(specs, specs[::-1], "weights")
+
+
+@pytest.mark.parametrize("value", [3, "text", np.zeros(2, np.complex64), np.zeros(2, ">f4"), np.array([object()])])
+def test_what_is_no_tensor_of_numbers_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"model\.extra: expected a tensor of bool"):
+        specs_of({"model.extra": value})
+
+
+def test_other_tensors_than_at_construction_are_refused_and_change_nothing() -> None:
+    target = arrays(0)
+
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(1), 1)
+        with pytest.raises(WeightsMismatch, match=r"bias: expected float64 \[2\], found none"):
+            writer.write({"weight": arrays()["weight"]}, 2)
+        assert read(reader, target) == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_only_grow(version: int) -> None:
+    with opened(arrays()) as (writer, _):
+        writer.write(arrays(), 2)
+
+        with pytest.raises(ValueError, match=f"expected a version above 2, got {version}"):
+            writer.write(arrays(), version)
+
+
+def test_a_write_that_fails_half_way_leaves_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = arrays(0)
+
+    def broken(tensor: Tensor) -> Any:
+        if tensor.shape == (2,):
+            raise RuntimeError("the device is gone")
+        return original(tensor)
+
+    original = module._bytes_of
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(1), 1)
+        monkeypatch.setattr(module, "_bytes_of", broken)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            writer.write(arrays(2), 2)
+        monkeypatch.undo()
+        assert (reader.latest, read(reader, target)) == (1, 1)
+        writer.write(arrays(3), 3)
+        assert read(reader, target) == 3
+
+
+def test_a_reader_overtaken_by_the_publisher_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = arrays(0)
+
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(1), 1)
+        overtaken: list[int] = []
+
+        def fence() -> None:
+            if len(overtaken) < 4:
+                overtaken.append(writer.latest + 1)
+                writer.write(arrays(overtaken[-1]), overtaken[-1])
+
+        monkeypatch.setattr(reader, "_fence", fence)
+        version = read(reader, target)
+
+    assert version == overtaken[-1]
+    assert all((np.asarray(tensor) == version).all() for tensor in target.values())
+
+
+def test_a_reader_that_is_overtaken_for_ever_gives_up_and_touches_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = arrays(0)
+
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(1), 1)
+        monkeypatch.setattr(reader, "_fence", lambda: writer.write(arrays(), writer.latest + 1))
+        version = read(reader, target)
+
+    assert version == NO_VERSION
+    assert (np.asarray(target["weight"]) == 0).all()
+
+
+def test_threads_at_full_speed_never_show_a_mixture() -> None:
+    size, versions = 200_000, 300
+    target: dict[str, Tensor] = {"a": np.zeros(size, np.int64), "b": np.zeros(size, np.int64)}
+    seen: list[int] = []
+
+    with opened(target) as (writer, reader):
+
+        def publish() -> None:
+            for version in range(versions):
+                writer.write({name: np.full(size, version) for name in target}, version)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        while not seen or seen[-1] != versions - 1:
+            if (version := read(reader, target)) != NO_VERSION:
+                seen.append(version)
+                assert all((np.asarray(tensor) == version).all() for tensor in target.values())
+        thread.join()
+
+    assert seen == sorted(seen)
+
+
+def test_the_reader_keeps_the_memory_when_the_writer_is_gone() -> None:
+    target = arrays(0)
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(5), 5)
+    del writer
+
+    assert read(reader, target) == 5
+
+
+def test_a_reader_cannot_write() -> None:
+    with opened(arrays()) as (_, reader), pytest.raises(ValueError, match="read-only"):
+        reader._buffers[0][0] = 1
+
+
+def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
+    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(fd, 4096 * 4)
+
+    try:
+        with pytest.raises(ProtocolMismatch, match="sealed against shrinking"):
+            WeightReader(fd, 4096 * 4, 10)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "manifest_bytes", "message"),
+    [
+        (4096, 5, "expected 4096 bytes of weights"),
+        (None, 10**9, "expected a list of tensors within"),
+        (None, 3, r"expected a list of \(name, dtype, shape\)"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_the_segment_is_refused(
+    nbytes: int | None, manifest_bytes: int, message: str
+) -> None:
+    with opened(arrays()) as (writer, _), pytest.raises(ProtocolMismatch, match=message):
+        WeightReader(writer.fd, nbytes or writer.nbytes, manifest_bytes)
+
+
+@pytest.mark.parametrize("spec", [TensorSpec("x", "object", (1,)), TensorSpec("x", "float32", (-4,))])
+def test_a_list_with_tensors_that_cannot_be_is_refused(spec: TensorSpec) -> None:
+    encoded = msgspec.msgpack.encode([spec])
+
+    with pytest.raises(ProtocolMismatch, match=re.escape(f"got {spec}")):
+        module._decode_specs(memoryview(encoded))
+
+
+def test_a_machine_without_room_says_how_much_was_wanted() -> None:
+    with pytest.raises(OutOfSharedMemory, match="bytes of shared memory for 1 tensors, twice"):
+        WeightWriter([TensorSpec("huge", "float32", (1 << 58,))])
+
+
+def test_closing_twice_is_fine() -> None:
+    writer = WeightWriter(specs_of(arrays()))
+
+    writer.close()
+    writer.close()
