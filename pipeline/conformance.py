@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from ..schemas import StopReason, TrajectoryGroup
+from ..schemas import GroupId, StopReason, TrajectoryGroup
 from .channel import ReceiveChannel, SendChannel
 from .errors import ChannelFull, PeerClosed, RecordTooLarge
 from .testing import group
@@ -68,7 +68,7 @@ async def check_channel(make: MakeChannel) -> None:
 
 async def records_arrive_once_in_the_order_of_their_sender(make: MakeChannel) -> None:
     """Order."""
-    records = _records(50)
+    records, got = _records(50), list[TrajectoryGroup]()
     async with make(capacity=4) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, records)
         got = [record.owned() async for record in ends.inbox]
@@ -138,6 +138,7 @@ async def a_sender_waits_while_the_receiver_does_not_read(make: MakeChannel) -> 
 
 async def many_senders_are_heard_each_in_its_order(make: MakeChannel) -> None:
     """Fan-in, and the end of the stream when all of them are done."""
+    got = list[GroupId]()
     async with make(capacity=2, senders=4) as ends, anyio.create_task_group() as tasks:
         for sender in range(4):
             tasks.start_soon(_send_all, ends, [group(env=f"e{sender}", instance_id=str(n)) for n in range(25)])
@@ -173,6 +174,7 @@ async def a_late_joiner_is_heard(make: MakeChannel) -> None:
 
 async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
     """Closing the sending end loses nothing."""
+    got = list[str]()
     async with make(capacity=16) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, _records(9))
         await anyio.lowlevel.checkpoint()
@@ -292,7 +294,7 @@ CHANNEL_RULES: tuple[Callable[[MakeChannel], Awaitable[None]], ...] = (
 """Every rule, each an async function of a `MakeChannel`: parametrize a test over them, so that a broken one is named."""
 
 
-# -- what the rules are made of ------------------------------------------------------------------------------------
+# -- what the rules are made of ----------------------------------------------------------------------------------
 
 _CANCELLED = object()
 

@@ -347,11 +347,13 @@ class RemoteReceiver(Generic[R]):
 
     def _schedule(self, peer: Peer) -> None:
         """Answer `peer` with this tick. Leases die in any thread; the socket belongs to the loop's."""
+        if self._closed:
+            return
         self._dirty[peer.identity] = peer
         if self._flush_scheduled:
             return
         self._flush_scheduled = True
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be answered
+        with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
             if threading.get_ident() == self._thread:
                 self._loop.call_soon(self._flush)
             else:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import pytest
+
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.testing import CHANNEL_RULES, MakeChannel
 

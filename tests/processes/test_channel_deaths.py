@@ -1,0 +1,173 @@
+"""What a channel does when the process at its other end dies, however it dies."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+from anyio.abc import Process
+
+from penstock import TrajectoryGroup, connect, serve
+from penstock.errors import NobodyListens, PeerLost, TooManySenders
+from penstock.testing import group
+
+SENDER = """
+import os, signal, sys, anyio
+from penstock import TrajectoryGroup, connect
+from penstock.testing import group
+
+async def main(url, count, end):
+    async with connect(url, TrajectoryGroup, name="the child") as outbox:
+        for number in range(count):
+            outbox.send_nowait(group(instance_id=str(number), seed=number))
+        if end == "killed at once":
+            os.kill(os.getpid(), signal.SIGKILL)
+        await anyio.sleep(0)
+        print("sent", flush=True)
+        if end == "waiting":
+            await anyio.sleep_forever()
+        if end == "exits":
+            os._exit(3)
+
+anyio.run(main, sys.argv[1], int(sys.argv[2]), sys.argv[3])
+"""
+
+RECEIVER = """
+import sys, anyio
+from penstock import TrajectoryGroup, serve
+
+async def main():
+    async with serve("shm://", TrajectoryGroup, capacity=1) as inbox:
+        print(inbox.url, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+KINDS = ["shm://", "tcp://127.0.0.1:0"]
+
+
+@asynccontextmanager
+async def child(script: str, *arguments: object) -> AsyncIterator[Process]:
+    process = await anyio.open_process(
+        [sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, stderr=None
+    )
+    async with process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def line(process: Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.receive()).decode().strip()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_killed_sender_is_told_once_after_everything_it_had_sent(url: str) -> None:
+    async with serve(url, TrajectoryGroup) as inbox, child(SENDER, inbox.url, 5, "waiting") as sender:
+        assert await line(sender) == "sent"
+        got = [await inbox.receive() for _ in range(5)]
+        sender.send_signal(signal.SIGKILL)
+
+        with pytest.raises(PeerLost, match=f"the child .pid {sender.pid}.*after record 5"):
+            await inbox.receive()
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+    assert [g.instance_id for g in got] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("end", ["killed at once", "exits"])
+async def test_records_whose_descriptors_never_left_a_dead_sender_are_salvaged(end: str) -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 7, end):
+        got = [await inbox.receive() for _ in range(7)]
+        with pytest.raises(PeerLost, match="after record 7"):
+            await inbox.receive()
+
+    for number, record in enumerate(got):
+        expected = group(instance_id=str(number), seed=number)
+        assert record.instance_id == str(number)
+        assert {n: c.tobytes() for n, c in record.columns().items()} == {
+            n: c.tobytes() for n, c in expected.columns().items()
+        }
+
+
+async def test_what_a_dead_sender_left_stays_readable_while_it_is_held() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 1, "killed at once"):
+        record = await inbox.receive()
+        with pytest.raises(PeerLost):
+            await inbox.receive()
+    assert record.tokens.tobytes() == group(instance_id="0", seed=0).tokens.tobytes()
+
+
+async def test_the_others_go_on_when_one_sender_is_killed() -> None:
+    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+        async with child(SENDER, inbox.url, 2, "waiting") as one, child(SENDER, inbox.url, 2, "waiting") as other:
+            assert await line(one) == "sent"
+            assert await line(other) == "sent"
+            got = [await inbox.receive() for _ in range(4)]
+            one.send_signal(signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                await inbox.receive()
+            async with connect(inbox.url, TrajectoryGroup) as outbox:
+                await outbox.send(group(instance_id="after"))
+                assert (await inbox.receive()).instance_id == "after"
+            other.send_signal(signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                await inbox.receive()
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+    assert len(got) == 4
+
+
+async def test_a_sender_that_waits_for_credit_hears_of_its_receivers_death() -> None:
+    async with child(RECEIVER) as receiver, connect(await line(receiver), TrajectoryGroup) as outbox:
+        await outbox.send(group())
+        receiver.send_signal(signal.SIGKILL)
+        with pytest.raises(PeerLost, match="receiver, died"):
+            await outbox.send(group())
+
+
+@pytest.mark.parametrize("url", ["shm:///nowhere/at/all", "tcp://127.0.0.1:1"])
+async def test_connecting_to_nobody_says_so(url: str) -> None:
+    with pytest.raises(NobodyListens, match="is its process running"):
+        async with connect(url, TrajectoryGroup):
+            pass
+
+
+async def test_a_sender_beyond_the_budget_is_refused() -> None:
+    async with serve("shm://", TrajectoryGroup, max_senders=1) as inbox, connect(inbox.url, TrajectoryGroup):
+        with pytest.raises(TooManySenders, match="at most 1 senders"):
+            async with connect(inbox.url, TrajectoryGroup):
+                pass
+        assert inbox.rejected == 1
+
+
+async def test_sockets_are_private_and_gone_with_their_receiver() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        directory = Path(inbox.url.removeprefix("shm://"))
+        modes = await anyio.to_thread.run_sync(_modes, directory)
+    assert modes == {".": 0o700, "door": 0o600, "data": 0o600, "lock": 0o600}
+    assert not await anyio.Path(directory).exists()
+
+
+async def test_the_sockets_of_a_killed_receiver_are_swept_by_the_next() -> None:
+    async with child(RECEIVER) as receiver:
+        left = anyio.Path((await line(receiver)).removeprefix("shm://"))
+        receiver.send_signal(signal.SIGKILL)
+        await receiver.wait()
+        assert await left.exists()
+        async with serve("shm://", TrajectoryGroup):
+            assert not await left.exists()
+
+
+def _modes(directory: Path) -> dict[str, int]:
+    found = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    return found | {".": directory.stat().st_mode & 0o777}
