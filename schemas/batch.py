@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, check_axes, freeze
 from .errors import InvalidRecord
-from .group import GROUP_RULES, PART_PREFIX, JsonObject, TrajectoryGroup
+from .group import GROUP_RULES, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 
-TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
-SEQUENCE_COLUMNS = ("rewards", "stop_reasons", "repetition_ids")
 
 BATCH_RULES: dict[str, ColumnRule] = {
     "cu_seqlens": ColumnRule(np.dtype(np.int64), ("F",), required=True),
@@ -146,6 +144,12 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """[B] optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
         return current_version - oldest_versions(self.policy_versions, self.cu_seqlens)
 
+    def _over_tokens(self, name: str) -> bool:
+        """Whether a column has an entry a token. Where B = N, `policy_versions` counts as one a sequence."""
+        return name in (*TOKEN_COLUMNS, "position_ids") or (
+            name == "policy_versions" and len(self.policy_versions) != len(self)
+        )
+
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
         """The batch with only the groups for which `keep` [G] is true, its token totals taken anew.
 
@@ -157,7 +161,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         rows = keep[self.group_of_sequence()]
         tokens = np.repeat(rows, self.lengths())
         taken = {
-            name: column[tokens if _over_tokens(name, column, self.tokens) else rows]
+            name: column[tokens if self._over_tokens(name) else rows]
             for name, column in self.columns().items()
             if name != "cu_seqlens"
         }
@@ -181,7 +185,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def _slice(self, first: int, last: int) -> TrainBatch:
         a, b = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
         taken = {
-            name: column[a:b] if _over_tokens(name, column, self.tokens) else column[first:last]
+            name: column[a:b] if self._over_tokens(name) else column[first:last]
             for name, column in self.columns().items()
             if name != "cu_seqlens"
         }
@@ -346,6 +350,11 @@ class Packer:
                 f"{group.env}/{group.instance_id}: expected the columns of the groups before it, "
                 f"missing {sorted(expected - columns.keys())}, extra {sorted(columns.keys() - expected)}"
             )
+        if group.teacher_ids is not None and group.teacher_ids.shape[1:] != self._columns["teacher_ids"].shape[1:]:
+            raise InvalidRecord(
+                f"{group.env}/{group.instance_id}: expected {self._columns['teacher_ids'].shape[1]} teacher "
+                f"candidates a token, as in the groups before it, got {group.teacher_ids.shape[1]}"
+            )
 
 
 def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -364,17 +373,18 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
 
 
 def _join_versions(versions: Sequence[NDArray[np.int64]], lengths: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """One column over sequences where all groups have it so, else one over tokens."""
+    """One column over sequences where all groups have it so, else one over tokens.
+
+    Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
+    over sequences, so the oldest version of each sequence is all that is kept.
+    """
     if all(len(v) == len(n) for v, n in zip(versions, lengths, strict=True)):
         return np.concatenate(versions)
+    if sum(n.sum() for n in lengths) == sum(len(n) for n in lengths):
+        bounds = [np.concatenate([np.zeros(1, np.int64), np.cumsum(n)]) for n in lengths]
+        return np.concatenate([oldest_versions(v, b) for v, b in zip(versions, bounds, strict=True)])
     spread = [np.repeat(v, n) if len(v) == len(n) else v for v, n in zip(versions, lengths, strict=True)]
     return np.concatenate(spread)
-
-
-def _over_tokens(name: str, column: Array, tokens: Array) -> bool:
-    if name == "policy_versions":
-        return len(column) == len(tokens)
-    return name in TOKEN_COLUMNS or name == "position_ids"
 
 
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], lengths: NDArray[np.int64]) -> TrainBatch:

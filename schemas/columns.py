@@ -79,7 +79,8 @@ def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
         return np.zeros(given.shape, want)
     if not _converts(given, want):
         raise InvalidRecord(f"{name}: expected dtype {want}, got {given.dtype}")
-    return np.ascontiguousarray(given.astype(want))
+    with np.errstate(over="ignore"):  # a float too large for `want` becomes inf, which the rule of the column refuses
+        return np.ascontiguousarray(given.astype(want))
 
 
 def _converts(given: Array, want: np.dtype[Any]) -> bool:

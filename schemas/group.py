@@ -27,6 +27,9 @@ JsonObject: TypeAlias = dict[str, Any]
 
 PART_PREFIX = "reward_parts."
 
+MAX_REPETITION_ID = 65_535
+"""The largest repetition id. The ledger keeps a bit for each, so a seed or a hash would cost it gigabytes."""
+
 GROUP_RULES: dict[str, ColumnRule] = {
     "offsets": ColumnRule(np.dtype(np.int64), ("F",), required=True),
     "tokens": ColumnRule(np.dtype(np.int32), ("N",), required=True),
@@ -42,6 +45,9 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "teacher_ids": ColumnRule(np.dtype(np.int32), ("NK",)),
     "teacher_logprobs": ColumnRule(np.dtype(np.float32), ("NK",)),
 }
+
+TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
+"""Columns that always have an entry a token; `policy_versions` may."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -144,7 +150,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """A checked group, from one list of `sequences` or from flat `tokens` with `offsets`.
 
         Columns over tokens may be given flat ([N]) or as one row a sequence. Lists are converted once, here; hand over
-        arrays where speed matters. `policy_versions` defaults to 0, `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
+        arrays where speed matters: they are taken as they are, and made read-only. `policy_versions` defaults to 0,
+        `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
 
         Raises:
             InvalidRecord: a column has the wrong dtype, shape or contents.
@@ -157,7 +164,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         flat: dict[str, Any] = {name: _flat(name, values) for name, values in columns.items() if values is not None}
         if sequences is not None:
             flat["tokens"] = _flat("tokens", sequences)
-            flat["offsets"] = np.concatenate([[0], np.cumsum([len(np.atleast_1d(s)) for s in sequences])])
+            flat["offsets"] = np.cumsum([0, *(len(np.atleast_1d(np.asarray(s))) for s in sequences)])
         else:
             flat |= {"tokens": tokens, "offsets": offsets}
         count = len(np.atleast_1d(np.asarray(rewards)))
@@ -181,40 +188,66 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Raises:
             InvalidRecord: naming the column, what was expected and what came.
         """
+        self._check_header()
         columns = self.columns()
-        lengths: dict[str, int] = {}
-        if isinstance(self.offsets, np.ndarray) and self.offsets.ndim == 1 and len(self.offsets):
-            lengths = {"S": len(self.offsets) - 1, "F": len(self.offsets)}
-        check_axes(columns, GROUP_RULES, lengths)
-        parts = {PART_PREFIX + name: GROUP_RULES["rewards"] for name in self.reward_parts}
-        check_axes(columns, parts, lengths)
+        lengths = _check_structure(columns, GROUP_RULES)
+        check_axes(columns, {PART_PREFIX + name: GROUP_RULES["rewards"] for name in self.reward_parts}, lengths)
+        self._check_offsets()
         self._check_contents()
 
-    def _check_contents(self) -> None:
+    def _check_header(self) -> None:
+        for name in ("env", "instance_id"):
+            value = getattr(self, name)
+            if type(value) is not str:
+                raise InvalidRecord(f"{name}: expected str, got {type(value).__name__} ({value!r})")
+        if not self.meta:
+            return
+        try:
+            _decode_header(self.header())
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidRecord(f"meta: expected what JSON can hold, with str keys ({error})") from None
+
+    def _check_offsets(self) -> None:
         offsets, count = self.offsets, len(self.tokens)
-        if not len(offsets) or offsets[0] != 0 or offsets[-1] != count:
-            span = offsets[[0, -1]].tolist() if len(offsets) else []
+        if offsets[0] != 0 or offsets[-1] != count:
+            span = offsets[[0, -1]].tolist()
             raise InvalidRecord(f"offsets: expected to run from 0 to {count} (the number of tokens), got {span}")
-        if (np.diff(offsets) < 0).any():
-            where = int(np.flatnonzero(np.diff(offsets) < 0)[0])
+        falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+        if len(falls):
+            where = int(falls[0])
             raise InvalidRecord(
                 f"offsets: expected no decrease, got {offsets[where : where + 2].tolist()} at index {where}"
             )
+
+    def _check_contents(self) -> None:
         if len(self.stop_reasons) and self.stop_reasons.max() > max(StopReason):
             raise InvalidRecord(f"stop_reasons: expected 0 to {max(StopReason):d}, got {self.stop_reasons.max()}")
-        if len(np.unique(self.repetition_ids)) != len(self.repetition_ids):
-            raise InvalidRecord(f"repetition_ids: expected unique values, got {self.repetition_ids.tolist()}")
-        if count and self.tokens.min() < 0:
+        repetitions = self.repetition_ids.tolist()
+        if len(set(repetitions)) != len(repetitions):
+            raise InvalidRecord(f"repetition_ids: expected unique values, got {repetitions}")
+        if repetitions and (min(repetitions) < 0 or max(repetitions) > MAX_REPETITION_ID):
+            raise InvalidRecord(f"repetition_ids: expected 0 to {MAX_REPETITION_ID}, got {repetitions}")
+        if len(self.tokens) and self.tokens.min() < 0:
             raise InvalidRecord(f"tokens: expected ids of 0 or more, got {self.tokens.min()}")
-        starts = offsets[:-1][np.diff(offsets) > 0]
+        starts = self.offsets[:-1][self.offsets[1:] > self.offsets[:-1]]
         if self.loss_mask[starts].any():
             where = int(np.flatnonzero(self.loss_mask[starts])[0])
             raise InvalidRecord(
                 f"loss_mask: expected false on the first token of every sequence (nothing precedes it, so nothing "
                 f"predicts it), got true at token {int(starts[where])}"
             )
-        if (self.teacher_ids is None) != (self.teacher_logprobs is None):
+        self._check_teacher()
+
+    def _check_teacher(self) -> None:
+        ids, logprobs = self.teacher_ids, self.teacher_logprobs
+        if (ids is None) != (logprobs is None):
             raise InvalidRecord("teacher_ids, teacher_logprobs: expected both columns or neither, got one")
+        if ids is not None and ids.size and ids.min() < -1:
+            raise InvalidRecord(f"teacher_ids: expected ids of 0 or more, or −1 for none, got {ids.min()}")
+        if logprobs is not None and np.isnan(logprobs).any():
+            raise InvalidRecord(
+                f"teacher_logprobs: expected no NaN, got one at {np.argwhere(np.isnan(logprobs))[0].tolist()}"
+            )
 
     # -- size and identity -------------------------------------------------------------------------------------------
 
@@ -263,24 +296,24 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Row `index`, as views into this group."""
         s = range(len(self))[index]
         span = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
-        versions = self.policy_versions
-        per_token = len(versions) == len(self.tokens) and len(self.tokens) != len(self)
         rows: dict[str, Any] = {
-            name: None if (column := getattr(self, name)) is None else column[span]
-            for name, rule in GROUP_RULES.items()
-            if rule.axes in {("N",), ("NK",)}
+            name: None if (column := getattr(self, name)) is None else column[span] for name in TOKEN_COLUMNS
         }
         return Trajectory(
             id=TrajectoryId(self.env, self.instance_id, int(self.repetition_ids[s])),
             reward=float(self.rewards[s]),
             stop_reason=StopReason(int(self.stop_reasons[s])),
-            policy_versions=versions[span] if per_token else versions[s : s + 1],
+            policy_versions=self.policy_versions[span if self._over_tokens("policy_versions") else slice(s, s + 1)],
             **rows,
         )
 
     def __iter__(self) -> Iterator[Trajectory]:
         """The rows, in order."""
         return (self[s] for s in range(len(self)))
+
+    def _over_tokens(self, name: str) -> bool:
+        """Whether a column has an entry a token. Where S = N, `policy_versions` counts as one a sequence."""
+        return name in TOKEN_COLUMNS or (name == "policy_versions" and len(self.policy_versions) != len(self))
 
     # -- derived groups ----------------------------------------------------------------------------------------------
 
@@ -310,6 +343,18 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         check_axes({"advantages": column}, {"advantages": GROUP_RULES["advantages"]}, {"N": len(self.tokens)})
         freeze([column])
         return msgspec.structs.replace(self, advantages=column)
+
+    def select(self, keep: NDArray[np.bool_]) -> Self:
+        """A copy with only the sequences for which `keep` [S] is true."""
+        tokens = keep[self.sequence_of_token()]
+        taken = {
+            name: column[tokens if self._over_tokens(name) else keep]
+            for name, column in self.columns().items()
+            if name != "offsets"
+        }
+        taken["offsets"] = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths()[keep])])
+        freeze(taken.values())
+        return self.assemble(self.header(), taken)
 
     def owned(self) -> Self:
         """A copy in private memory.
@@ -345,8 +390,11 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             env, instance_id, meta = _decode_header(header)
         except msgspec.DecodeError as error:
             raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
-        fields: dict[str, Array] = {}
         parts: dict[str, Array] = {}
+        fits = _plainly_fits(columns)
+        if fits and columns.keys() <= _PLAIN.keys():
+            return cls(env=env, instance_id=instance_id, meta=meta, reward_parts=parts, **columns)
+        fields: dict[str, Array] = {}
         for name, column in columns.items():
             if name in GROUP_RULES:
                 fields[name] = column
@@ -354,14 +402,44 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 parts[name.removeprefix(PART_PREFIX)] = column
             else:
                 raise InvalidRecord(f"{name}: expected one of the columns {sorted(GROUP_RULES)}")
-        lengths = {"S": len(fields["offsets"]) - 1, "F": len(fields["offsets"])} if "offsets" in fields else {}
-        check_axes(fields, _STRUCTURE, lengths)
-        check_axes(parts, dict.fromkeys(parts, _PART_STRUCTURE), lengths)
+        if not fits:
+            lengths = _check_structure(fields, _STRUCTURE)
+            check_axes(parts, dict.fromkeys(parts, _STRUCTURE["rewards"]), lengths)
         return cls(env=env, instance_id=instance_id, meta=meta, reward_parts=parts, **fields)
 
 
+def _plainly_fits(columns: Mapping[str, Array]) -> bool:
+    """Whether dtypes and shapes are right, where that can be told in 1 to 2 µs; `_check_structure` knows the rest.
+
+    The record path asks this for every group that arrives. It never says yes to what the full check would refuse.
+    """
+    try:
+        over_tokens, over_sequences = columns["tokens"].shape, columns["rewards"].shape
+        (_,), (sequences,) = over_tokens, over_sequences
+        shapes = {"N": over_tokens, "S": over_sequences, "F": (sequences + 1,)}
+        for name, column in columns.items():
+            dtype, axis = _PLAIN[name if name in _PLAIN or not name.startswith(PART_PREFIX) else "rewards"]
+            if column.dtype is not dtype or column.shape != shapes[axis] or type(column) is not np.ndarray:
+                return False
+    except (AttributeError, KeyError, ValueError):
+        return False
+    return columns.keys() >= _REQUIRED
+
+
+def _check_structure(columns: Mapping[str, Array], rules: Mapping[str, ColumnRule]) -> dict[str, int]:
+    """Hold columns to their rules, the number of sequences being what `offsets` says; the lengths of all axes."""
+    lengths: dict[str, int] = {}
+    check_axes(columns, {"offsets": rules["offsets"]}, lengths)
+    if not lengths["F"]:
+        raise InvalidRecord("offsets: expected at least the entry 0, got none")
+    lengths["S"] = lengths["F"] - 1
+    check_axes(columns, rules, lengths)
+    return lengths
+
+
 _STRUCTURE = {name: rule._replace(finite=False) for name, rule in GROUP_RULES.items()}
-_PART_STRUCTURE = _STRUCTURE["rewards"]
+_REQUIRED = frozenset(name for name, rule in GROUP_RULES.items() if rule.required)
+_PLAIN = {name: (rule.dtype, rule.axes[0]) for name, rule in GROUP_RULES.items() if rule.axes[0] in {"F", "N", "S"}}
 _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
 
@@ -373,7 +451,10 @@ def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
     rows = list(values) if isinstance(values, Sequence) else [values]
     if not rows or np.ndim(rows[0]) == 0:
         return np.array(rows)
-    two_dimensional = GROUP_RULES[name].axes == ("NK",)
-    if two_dimensional and np.ndim(rows[0]) == 1:
-        return np.array(rows)
-    return np.concatenate([np.asarray(row) for row in rows])
+    try:
+        if GROUP_RULES[name].axes == ("NK",) and max(map(np.ndim, rows)) == 1:
+            return np.array(rows)
+        arrays = [np.asarray(row) for row in rows]
+        return np.concatenate([array for array in arrays if array.size] or arrays)  # [] has no dtype of its own
+    except ValueError as error:
+        raise InvalidRecord(f"{name}: expected rows of one depth and width, got others ({error})") from None

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.schemas import (
+    Array,
+    GroupId,
+    InvalidRecord,
+    PackedGroup,
+    Packer,
+    TrainBatch,
+    TrajectoryGroup,
+    TrajectoryId,
+)
+from penstock.testing import batch, group
+
+
+def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = False) -> TrajectoryGroup:
+    """A group of completions of `lengths` after a prompt of 2, with every column there is."""
+    random = np.random.default_rng(index)
+    total, count = sum(lengths) + 2 * len(lengths), len(lengths)
+
+    def floats(*shape: int) -> Array:
+        return random.standard_normal(shape).astype(np.float32)
+
+    return group(
+        completion_lengths=lengths,
+        instance_id=str(index),
+        seed=index,
+        rewards=floats(count).tolist(),
+        policy_versions=random.integers(0, 9, total if versions_by_token else count),
+        stop_reasons=random.integers(0, 5, count),
+        repetition_ids=random.permutation(count),
+        token_rewards=floats(total),
+        advantages=floats(total),
+        ref_logprobs=floats(total),
+        teacher_ids=random.integers(-1, 99, (total, 2)),
+        teacher_logprobs=floats(total, 2),
+        reward_parts={"score": floats(count)},
+        meta={"index": index},
+    )
+
+
+def rows(packed: TrainBatch) -> list[dict[str, Any]]:
+    """What the batch says of each sequence, by column."""
+    by_token = len(packed.policy_versions) != len(packed)
+    spans = [slice(a, b) for a, b in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True)]
+    over_sequences = {"rewards", "stop_reasons", "repetition_ids"} | (set() if by_token else {"policy_versions"})
+    return [
+        {
+            name: column[s].tolist() if name in over_sequences or "." in name else column[span].tolist()
+            for name, column in packed.columns().items()
+            if name != "cu_seqlens"
+        }
+        for s, span in enumerate(spans)
+    ]
+
+
+def assert_same(left: TrainBatch, right: TrainBatch) -> None:
+    assert left.groups == right.groups
+    assert (left.loss_tokens, left.loss_sequences) == (right.loss_tokens, right.loss_sequences)
+    ours, theirs = left.columns(), right.columns()
+    assert list(ours) == list(theirs)
+    for name, column in ours.items():
+        assert (column.dtype, column.shape) == (theirs[name].dtype, theirs[name].shape)
+        assert column.tobytes() == theirs[name].tobytes()
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_lie_end_to_end() -> None:
+    first, second = rich((1, 3)), rich((2,), 1)
+
+    packed = TrainBatch.pack([first, second])
+
+    assert packed.tokens.tolist() == [*first.tokens.tolist(), *second.tokens.tolist()]
+    assert packed.cu_seqlens.tolist() == [0, 3, 8, 12]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert packed.groups == (
+        PackedGroup("test", "0", 2, {"index": 0}),
+        PackedGroup("test", "1", 1, {"index": 1}),
+    )
+    assert packed.groups[1].id == GroupId("test", "1")
+    assert packed.ids == [*first.ids, *second.ids]
+    assert packed.ids[2] == TrajectoryId("test", "1", 0)
+    assert len(packed) == 3
+    assert packed.lengths().tolist() == [3, 5, 4]
+    assert packed.completion_lengths().tolist() == [1, 3, 2]
+    assert packed.sequence_of_token().tolist() == [0] * 3 + [1] * 5 + [2] * 4
+    assert packed.group_of_sequence().tolist() == [0, 0, 1]
+    assert packed.nbytes == sum(column.nbytes for column in packed.columns().values())
+    assert repr(packed) == "<TrainBatch: 2 groups, 3 sequences, 12 tokens>"
+
+
+many = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5)
+patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+
+
+@patiently
+@given(many, st.booleans())
+def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], versions_by_token: bool) -> None:  # noqa: FBT001 (drawn)
+    groups = [rich(shape, i, versions_by_token=versions_by_token) for i, shape in enumerate(shapes)]
+
+    packed = TrainBatch.pack(groups)
+
+    told = rows(packed)
+    originals = [(g, row) for g in groups for row in g]
+    assert len(told) == len(originals)
+    for found, (_, row) in zip(told, originals, strict=True):
+        assert found["tokens"] == row.tokens.tolist()
+        assert found["loss_mask"] == row.loss_mask.tolist()
+        assert found["rewards"] == row.reward
+        assert found["stop_reasons"] == row.stop_reason
+        assert found["position_ids"] == list(range(len(row.tokens)))
+        for name in ("behavior_logprobs", "token_rewards", "advantages", "ref_logprobs"):
+            assert found[name] == getattr(row, name).tolist()
+        for name in ("teacher_ids", "teacher_logprobs"):
+            assert found[name] == getattr(row, name).tolist()
+        if versions_by_token:
+            assert found["policy_versions"] == row.policy_versions.tolist()
+    assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
+    assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
+    assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
+
+
+def test_versions_a_sequence_and_versions_a_token_are_joined_by_token() -> None:
+    mixed = TrainBatch.pack([rich((1,)), rich((2,), 1, versions_by_token=True)])
+
+    assert len(mixed.policy_versions) == 7
+    assert mixed.policy_versions[:3].tolist() == rich((1,)).policy_versions.tolist() * 3
+
+
+def test_the_oldest_version_of_each_sequence_counts() -> None:
+    by_token = group(completion_lengths=[1, 2], policy_versions=[5, 4, 6, 7, 7, 3, 9])
+
+    assert TrainBatch.pack([by_token]).lags(9).tolist() == [5, 6]
+    assert TrainBatch.pack([group(completion_lengths=[1, 2], policy_versions=[5, 8])]).lags(9).tolist() == [4, 1]
+
+
+def test_versions_by_token_of_as_many_tokens_as_sequences_become_the_oldest_of_each_sequence() -> None:
+    three = TrajectoryGroup.build(
+        env="e",
+        instance_id="0",
+        sequences=[[1, 2, 3]],
+        loss_mask=[[0, 1, 1]],
+        rewards=[0],
+        policy_versions=[5, 4, 6],
+    )
+    empty = TrajectoryGroup.build(
+        env="e",
+        instance_id="1",
+        sequences=[[], []],
+        loss_mask=[[], []],
+        rewards=[0, 0],
+        policy_versions=[7, 8],
+    )
+
+    packed = TrainBatch.pack([three, empty])
+
+    assert packed.lags(9).tolist() == [5, 2, 1]
+
+
+def test_a_batch_owns_its_memory_and_cannot_be_changed() -> None:
+    original = rich((3, 4))
+
+    packed = TrainBatch.pack([original])
+
+    for name, column in packed.columns().items():
+        assert not column.flags.writeable
+        assert name not in original.columns() or not np.shares_memory(column, original.columns()[name])
+
+
+def test_nothing_cannot_be_packed() -> None:
+    with pytest.raises(InvalidRecord, match="expected at least one group, got none"):
+        TrainBatch.pack([])
+
+
+def test_a_group_that_does_not_fit_is_refused_with_the_sizes() -> None:
+    packer = Packer(max_tokens=10)
+    packer.add(group(completion_lengths=[4]))
+
+    assert not packer.fits(group(completion_lengths=[3]))
+    with pytest.raises(InvalidRecord, match=r"expected at most 4 more \(of 10\), got a group of 5"):
+        packer.add(group(completion_lengths=[3]))
+    assert (packer.tokens, packer.groups, packer.sequences) == (6, 1, 1)
+
+
+def test_groups_with_other_columns_are_refused_by_name() -> None:
+    packer = Packer(max_tokens=100)
+    packer.add(group(instance_id="0"))
+
+    with pytest.raises(InvalidRecord, match=r"test/1: expected the columns .* missing \[\], extra \['advantages'\]"):
+        packer.add(group(instance_id="1").with_advantages([1.0, 2.0]))
+
+
+def test_groups_with_another_number_of_teacher_candidates_are_refused() -> None:
+    packer = Packer(max_tokens=100)
+    packer.add(group(completion_lengths=[1], teacher_ids=[[1, 2]] * 3, teacher_logprobs=[[0, 0]] * 3))
+
+    with pytest.raises(InvalidRecord, match=r"expected 2 teacher candidates a token, .* got 1"):
+        packer.add(group(completion_lengths=[1], teacher_ids=[[1]] * 3, teacher_logprobs=[[0]] * 3))
+
+
+def test_a_packer_begins_anew_after_each_batch() -> None:
+    packer = Packer(max_tokens=100)
+    packer.add(group(instance_id="0"))
+    first = packer.pack()
+
+    packer.add(group(instance_id="1").with_advantages([1.0, 2.0]))
+    second = packer.pack()
+
+    assert first.advantages is None
+    assert second.advantages is not None
+    assert [g.instance_id for g in (*first.groups, *second.groups)] == ["0", "1"]
+    with pytest.raises(InvalidRecord, match="got none"):
+        packer.pack()
+
+
+# -- parts of a batch ------------------------------------------------------------------------------------------------
+
+
+@patiently
+@given(many, st.data())
+def test_selected_groups_are_as_if_packed_alone(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+    groups = [rich(shape, i, versions_by_token=True) for i, shape in enumerate(shapes)]
+    keep = data.draw(st.lists(st.booleans(), min_size=len(groups), max_size=len(groups)).filter(any))
+
+    selected = TrainBatch.pack(groups).select(np.array(keep))
+
+    assert_same(selected, TrainBatch.pack(g for g, kept in zip(groups, keep, strict=True) if kept))
+
+
+def test_selecting_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="expected to keep at least one group"):
+        batch(2).select(np.array([False, False]))
+
+
+@patiently
+@given(many, st.integers(1, 30))
+def test_micro_batches_hold_every_sequence_once_and_keep_the_global_totals(
+    shapes: list[tuple[int, ...]], max_tokens: int
+) -> None:
+    whole = TrainBatch.pack(rich(shape, i, versions_by_token=True) for i, shape in enumerate(shapes))
+
+    parts = whole.split(max_tokens)
+
+    assert [row for part in parts for row in rows(part)] == rows(whole)
+    assert [i for part in parts for i in part.ids] == whole.ids
+    assert all(len(part.tokens) <= max_tokens or len(part) == 1 for part in parts)
+    assert {(part.loss_tokens, part.loss_sequences) for part in parts} == {(whole.loss_tokens, whole.loss_sequences)}
+
+
+def test_micro_batches_are_as_full_as_order_allows() -> None:
+    whole = TrainBatch.pack([group(completion_lengths=[2, 2, 2, 4, 1])])
+
+    assert [len(part.tokens) for part in whole.split(8)] == [8, 4, 6, 3]
+
+
+# -- padding ---------------------------------------------------------------------------------------------------------
+
+
+def test_padding_fills_the_right_with_values_of_no_meaning() -> None:
+    packed = TrainBatch.pack([rich((1, 3))])
+
+    padded = packed.padded(pad_token=9, length=6)
+
+    assert padded.attention_mask.tolist() == [[True] * 3 + [False] * 3, [True] * 5 + [False]]
+    assert padded.columns["tokens"].tolist() == [
+        [*packed.tokens[:3].tolist(), 9, 9, 9],
+        [*packed.tokens[3:].tolist(), 9],
+    ]
+    assert not padded.columns["loss_mask"][0, 3:].any()
+    assert padded.columns["position_ids"].tolist() == [[0, 1, 2, 0, 0, 0], [0, 1, 2, 3, 4, 0]]
+    assert padded.columns["teacher_ids"][0, 3:].tolist() == [[-1, -1]] * 3
+    assert padded.columns["advantages"][0, 3:].tolist() == [0, 0, 0]
+
+
+@patiently
+@given(many)
+def test_what_is_not_padding_is_the_batch(shapes: list[tuple[int, ...]]) -> None:
+    packed = TrainBatch.pack(rich(shape, i) for i, shape in enumerate(shapes))
+
+    padded = packed.padded()
+
+    assert padded.attention_mask.shape == (len(packed), int(packed.lengths().max()))
+    for name, column in padded.columns.items():
+        original = getattr(packed, name)
+        assert column.dtype == original.dtype
+        assert column[padded.attention_mask].tobytes() == original.tobytes()
+
+
+def test_a_sequence_longer_than_the_rectangle_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="expected sequences of at most 7 tokens, got one of 8"):
+        batch(completion_lengths=[6]).padded(length=7)
+
+
+# -- travelling ------------------------------------------------------------------------------------------------------
+
+
+@patiently
+@given(many, st.booleans())
+def test_what_is_taken_apart_comes_together_bit_for_bit(shapes: list[tuple[int, ...]], versions_by_token: bool) -> None:  # noqa: FBT001 (drawn)
+    original = TrainBatch.pack(rich(s, i, versions_by_token=versions_by_token) for i, s in enumerate(shapes))
+
+    again = TrainBatch.assemble(original.header(), original.columns())
+
+    assert_same(again, original)
+    assert_same(pickle.loads(pickle.dumps(original)), original)  # noqa: S301 (our own bytes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens": None}, "tokens: expected a column of int32, got none"),
+        ({"cu_seqlens": None}, "cu_seqlens: expected a column of int64, got none"),
+        ({"cu_seqlens": np.zeros(3, np.int64)}, r"cu_seqlens: expected shape \[F=5\], got \[3\]"),
+        ({"position_ids": np.zeros(3, np.int64)}, r"expected shape \[N=\d+\], got"),
+        ({"rewards": np.zeros(4, np.float64)}, "rewards: expected dtype float32, got float64"),
+        ({"reward_parts.score": np.zeros(3, np.float32)}, r"score: expected shape \[S=4\], got \[3\]"),
+        ({"offsets": np.zeros(3, np.int64)}, "columns: expected some of"),
+    ],
+)
+def test_columns_that_make_no_batch_are_refused(changed: dict[str, Any], message: str) -> None:
+    original = TrainBatch.pack([rich((3, 4)), rich((1, 2), 1)])
+    columns = {name: c for name, c in (original.columns() | changed).items() if c is not None}
+
+    with pytest.raises(InvalidRecord, match=message):
+        TrainBatch.assemble(original.header(), columns)
+
+
+def test_a_header_that_makes_no_batch_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="header: expected"):
+        TrainBatch.assemble(b"\x93\x01", batch().columns())
