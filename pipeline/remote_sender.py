@@ -220,15 +220,15 @@ class RemoteSender(Generic[R]):
     async def _send_after_waiting(self, record: R) -> None:
         line, first = self._line, False
         while True:
-            line.flush()
-            await line.waiting.wait(first=first)
-            first = True
+            line.flush()  # hears of credit too, which no wake-up will announce again: so try before waiting
             try:
                 self.send_nowait(record)
             except ChannelFull:
-                continue
-            line.waiting.wake_one()  # one release may have made room for several
-            return
+                await line.waiting.wait(first=first)
+                first = True
+            else:
+                line.waiting.wake_one()  # one release may have made room for several
+                return
 
     def tell(self, observed: bytes) -> None:
         """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
