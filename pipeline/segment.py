@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..schemas import Array
 from ..schemas.descriptor import ALIGNMENT, Descriptor, aligned
 from .errors import OutOfSharedMemory, StaleDescriptor
+from .machine_memory import available_bytes
 from .slots import Span
 
 __all__ = ["DEFAULT_SLOT_BYTES", "Lease", "SegmentReader", "SegmentWriter"]
@@ -62,23 +63,29 @@ class SegmentWriter:
         self.fd = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         """The segment's file descriptor, to be handed to the reader; open until `close`."""
         try:
-            self._allocate()
-            self._map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | _MAP_POPULATE)
+            self._map = self._allocate()
+        except OSError as error:
+            os.close(self.fd)
+            raise self._out_of_memory(str(error.strerror)) from error
         except BaseException:
             os.close(self.fd)
             raise
         self._bytes = memoryview(self._map)
         self._payload = _table_bytes(slots)
 
-    def _allocate(self) -> None:
-        try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-        except OSError as error:
-            raise OutOfSharedMemory(
-                f"expected {self.nbytes} bytes of shared memory for {self.slots} slots of {self.slot_bytes} bytes, "
-                f"got none ({error.strerror}): lower capacity_bytes or the number of senders, or free memory"
-            ) from error
+    def _allocate(self) -> mmap.mmap:
+        available = available_bytes()
+        if self.nbytes > available:
+            raise self._out_of_memory(f"{available} are available")
+        os.posix_fallocate(self.fd, 0, self.nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | _MAP_POPULATE)
+
+    def _out_of_memory(self, reason: str) -> OutOfSharedMemory:
+        return OutOfSharedMemory(
+            f"expected {self.nbytes} bytes of shared memory for {self.slots} slots of {self.slot_bytes} bytes, "
+            f"got none ({reason}): lower capacity_bytes or the number of senders, or free memory"
+        )
 
     def write(self, span: Span, contents: bytes, columns: dict[str, Array]) -> None:
         """Copy a record into `span`; its header says "writing" until `publish`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
@@ -109,7 +109,7 @@ class Metrics:
         """Whether anything was observed since the last `take` or `emit`."""
         return bool(self._means or self._totals or self._maxima or self._minima)
 
-    def emit(self, step: int, extra: Mapping[str, float] | None = None) -> dict[str, float]:
+    def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
         """Hand everything observed since the last step, and `extra`, to the sinks; returns it too."""
         now = time.monotonic()
         observed = self.take()

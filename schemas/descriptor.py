@@ -98,7 +98,9 @@ def view_columns(specs: Sequence[ColumnSpec], payload: Array, offset: int) -> di
         if dtype is None:
             raise InvalidRecord(f"{name}: expected a dtype among {sorted(DTYPES)}, got {code!r}")
         try:
-            column: Array = np.ndarray(shape, dtype, payload, offset)  # type: ignore[arg-type]
+            if min(shape, default=0) < 0:
+                raise ValueError("a negative size")  # noqa: TRY301 (numpy takes −1 for "as much as there is")
+            column: Array = np.ndarray(shape, dtype, payload, offset)
         except (TypeError, ValueError) as error:
             raise InvalidRecord(
                 f"{name}: expected {code} {list(shape)} within {len(payload)} bytes from byte {offset}, got {error}"

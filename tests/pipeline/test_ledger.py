@@ -1,0 +1,201 @@
+import anyio
+import pytest
+
+from penstock.errors import LedgerImbalance
+from penstock.pipeline.ledger import ACCOUNT_BYTES, Account, EndState, Ledger
+from penstock.schemas import GroupId, TrainBatch
+from penstock.testing import group
+
+A, B = GroupId("test", "a"), GroupId("test", "b")
+
+
+def ledger_with(*groups: GroupId, size: int = 2) -> Ledger:
+    ledger = Ledger()
+    for name in groups:
+        ledger.admit(name, range(size))
+    return ledger
+
+
+def test_every_admitted_trajectory_ends_in_one_state_with_a_reason() -> None:
+    ledger = ledger_with(A, B)
+
+    ledger.end(group(instance_id="a"), "filtered", "zero_variance")
+    ledger.end(group(instance_id="b").ids[:1], "failed", "timeout")
+
+    balance = ledger.balance()
+    assert balance.admitted == 4
+    assert balance.in_flight == 1
+    assert balance.ended == {"trained": 0, "filtered": 2, "stale": 0, "rejected": 0, "failed": 1, "lost": 0}
+    assert balance.reasons["filtered"] == {"zero_variance": 2}
+    assert balance.reasons["failed"] == {"timeout": 1}
+    assert balance.balanced
+
+
+def test_admitting_what_is_in_flight_counts_nothing() -> None:
+    ledger = ledger_with(A)
+    assert ledger.admit(A, [0, 1, 2]) == 1
+    assert ledger.balance().admitted == 3
+
+
+def test_ending_twice_or_without_admission_is_an_imbalance() -> None:
+    ledger = ledger_with(A)
+    ledger.end(group(instance_id="a"), "stale", "old")
+
+    with pytest.raises(LedgerImbalance, match=r"test/a repetitions \[0, 1\] ended as lost but is not in flight"):
+        ledger.end(group(instance_id="a"), "lost", "again")
+    with pytest.raises(LedgerImbalance, match="test/never"):
+        ledger.end(group(instance_id="never"), "lost", "x")
+    assert ledger.balance().balanced
+
+
+def test_a_trajectory_is_trained_at_most_once() -> None:
+    ledger = ledger_with(A)
+    batch = TrainBatch.pack([group(instance_id="a")])
+    ledger.commit(batch, step=1)
+
+    with pytest.raises(LedgerImbalance, match="was trained before and is committed again"):
+        ledger.commit(batch, step=2)
+    with pytest.raises(LedgerImbalance, match="was trained before and is admitted again"):
+        ledger.admit(A, [1])
+
+    assert ledger.is_committed(group(instance_id="a").ids[1])
+    assert not ledger.is_committed(group(instance_id="b").ids[1])
+    assert ledger.balance().ended["trained"] == 2
+
+
+def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it() -> None:
+    before, after = ledger_with(A), Ledger()
+    before.commit(TrainBatch.pack([group(instance_id="a")]), step=5)
+
+    after.restore(before.committed, before.step)
+
+    assert after.step == 5
+    with pytest.raises(LedgerImbalance):
+        after.admit(A, [0])
+
+
+async def test_room_comes_when_trajectories_end() -> None:
+    ledger = ledger_with(A, B)
+    order: list[str] = []
+
+    async def sampler() -> None:
+        await ledger.room(3)
+        order.append("room")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sampler)
+        await anyio.wait_all_tasks_blocked()
+        order.append("end one")
+        ledger.end(group(instance_id="a").ids[:1], "failed", "x")
+        await anyio.wait_all_tasks_blocked()
+        order.append("end another")
+        ledger.end(group(instance_id="a").ids[1:], "failed", "x")
+    assert order == ["end one", "end another", "room"]
+
+
+def test_the_pace_is_the_mean_of_what_steps_train() -> None:
+    ledger = Ledger()
+    assert ledger.trained_per_step is None
+    for step, names in enumerate(("a", "bc", "defg"), start=1):
+        batch = TrainBatch.pack([group(instance_id=name) for name in names])
+        for name in names:
+            ledger.admit(GroupId("test", name), range(2))
+        ledger.commit(batch, step)
+    assert ledger.trained_per_step == pytest.approx((2 + 4 + 8) / 3)
+
+
+class TestTwoProcesses:
+    """A worker's ledger with its account, and the trainer's, joined as a channel joins them."""
+
+    def setup_method(self) -> None:
+        self.page = bytearray(ACCOUNT_BYTES)
+        self.worker = Ledger(Account(self.page))
+        self.account = Account(self.page, "worker 0")
+        self.trainer = Ledger()
+        self.trainer.open_account(self.account)
+
+    def hand_over(self, name: str) -> None:
+        self.trainer.take_over(group(instance_id=name), self.worker.settle, self.account)
+
+    def balanced(self) -> dict[str, int]:
+        balance = self.trainer.balance()
+        assert balance.balanced
+        return {"admitted": balance.admitted, "in_flight": balance.in_flight} | {
+            k: v for k, v in balance.ended.items() if v
+        }
+
+    def test_the_books_balance_while_a_trajectory_crosses(self) -> None:
+        self.worker.admit(A, range(2))
+        assert self.balanced() == {"admitted": 2, "in_flight": 2}
+        self.hand_over("a")
+        assert self.balanced() == {"admitted": 2, "in_flight": 2}
+        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=1)
+        assert self.balanced() == {"admitted": 2, "in_flight": 0, "trained": 2}
+
+    def test_the_worker_hears_of_the_end_and_has_room_again(self) -> None:
+        self.worker.admit(A, range(2))
+        self.hand_over("a")
+        assert self.worker.in_flight == 2
+        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=3)
+        assert self.worker.in_flight == 0
+        assert self.worker.step == 3
+        assert self.worker.trained_per_step == 2
+
+    def test_what_ends_in_the_worker_counts_in_the_trainers_books(self) -> None:
+        self.worker.admit(A, range(2))
+        self.worker.end(group(instance_id="a").ids[:1], "failed", "the environment raised")
+        assert self.balanced() == {"admitted": 2, "in_flight": 1, "failed": 1}
+        assert self.trainer.balance().reasons["failed"] == {"in worker 0": 1}
+
+    @pytest.mark.parametrize("handed_over", [True, False])
+    def test_what_a_dead_worker_held_is_lost_and_what_it_handed_over_goes_on(self, handed_over: bool) -> None:  # noqa: FBT001
+        self.worker.admit(A, range(2))
+        self.worker.admit(B, range(3))
+        if handed_over:
+            self.hand_over("a")
+
+        lost = self.trainer.close_account(self.account, "worker 0 was killed by SIGKILL")
+
+        assert lost == (3 if handed_over else 5)
+        assert self.balanced() == {"admitted": 5, "in_flight": 5 - lost, "lost": lost}
+        assert self.trainer.balance().reasons["lost"] == {"worker 0 was killed by SIGKILL": lost}
+
+    def test_closing_an_account_twice_counts_once(self) -> None:
+        self.worker.admit(A, range(2))
+        assert self.trainer.close_account(self.account, "killed") == 2
+        assert self.trainer.close_account(self.account, "killed") == 0
+        assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
+
+    def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:
+        successor = Ledger(Account(bytearray(ACCOUNT_BYTES)))
+        successor.settle(A, 0b11, "trained", 7)
+        assert successor.in_flight == 0
+        assert successor.step == 7
+
+    def test_at_the_end_of_a_run_whatever_is_left_is_lost_by_name(self) -> None:
+        self.worker.admit(A, range(2))
+        self.worker.admit(B, range(2))
+        self.hand_over("a")
+        assert self.trainer.lose("the run was stopped") == 4
+        assert self.balanced() == {"admitted": 4, "in_flight": 0, "lost": 4}
+
+
+def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:
+    ledger, told = Ledger(), list[tuple[GroupId, int, EndState, int]]()
+    ledger.take_over(group(instance_id="a"), lambda *ended: told.append(ended))
+    ledger.end(group(instance_id="a"), "stale", "old")
+    assert ledger.balance().admitted == 2
+    assert told == [(A, 0b11, "stale", 0)]
+
+
+def test_without_a_pipeline_whatever_ends_counts_as_admitted() -> None:
+    ledger = Ledger(admits_on_end=True)
+    ledger.end(group(), "filtered", "x")
+    assert ledger.balance().admitted == 2
+    assert ledger.balance().balanced
+
+
+def test_the_repr_shows_the_balance() -> None:
+    ledger = ledger_with(A, B)
+    ledger.end(group(instance_id="a"), "stale", "old")
+    assert repr(ledger) == "<Ledger: 4 admitted, 2 in flight, 2 stale>"

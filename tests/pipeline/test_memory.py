@@ -1,0 +1,81 @@
+"""What the memory carrier does beyond the rules that all channels keep."""
+
+import gc
+
+import anyio
+import pytest
+
+from penstock import memory_channel
+
+
+async def test_the_record_itself_is_handed_over() -> None:
+    outbox, inbox = memory_channel[object](1)
+    async with outbox, inbox:
+        record = object()
+        await outbox.send(record)
+        assert await inbox.receive() is record
+
+
+@pytest.mark.parametrize(("capacity", "capacity_bytes"), [(0, None), (1, 0), (-1, 10)])
+def test_a_channel_without_room_is_refused(capacity: int, capacity_bytes: int | None) -> None:
+    with pytest.raises(ValueError, match="capacities of at least 1"):
+        memory_channel(capacity, capacity_bytes)
+
+
+async def test_clones_of_the_receiver_share_the_records() -> None:
+    outbox, inbox = memory_channel[int](10)
+    async with outbox, inbox, inbox.clone() as other:
+        for number in range(4):
+            outbox.send_nowait(number)
+        await outbox.aclose()
+        got = [await inbox.receive(), await other.receive(), await inbox.receive(), await other.receive()]
+        assert got == [0, 1, 2, 3]
+        with pytest.raises(anyio.EndOfStream):
+            await other.receive()
+
+
+async def test_a_large_record_keeps_its_place_in_line() -> None:
+    class Sized:
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+
+    order: list[int] = []
+    outbox, inbox = memory_channel[Sized](10, capacity_bytes=10)
+    async with outbox, inbox:
+        for _ in range(10):
+            outbox.send_nowait(Sized(1))
+
+        async def send(nbytes: int) -> None:
+            await outbox.send(Sized(nbytes))
+            order.append(nbytes)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, 8)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(send, 2)
+            for _ in range(10):
+                await anyio.wait_all_tasks_blocked()
+                await inbox.receive()
+    assert order == [8, 2]
+
+
+async def test_a_forgotten_end_warns() -> None:
+    outbox, inbox = memory_channel[int](1)
+    inbox.close()
+    with pytest.warns(ResourceWarning, match="unclosed <MemorySender open"):  # noqa: PT031 (the end goes, then counts)
+        del outbox
+        gc.collect()
+
+
+async def test_a_busy_sender_lets_others_run() -> None:
+    outbox, inbox = memory_channel[int](1000)
+    ran: list[int] = []
+
+    async def other() -> None:
+        ran.append(len(ran))
+
+    async with outbox, inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+        for number in range(100):
+            await outbox.send(number)
+        assert ran

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from penstock import JsonlSink, Metrics
+
+
+def test_means_are_sums_over_sums_not_means_of_means() -> None:
+    metrics = Metrics()
+    metrics.mean("reward", [1.0, 0.0, 0.0])
+    metrics.mean("reward", [1.0])
+    metrics.mean("entropy", [2.0, 4.0], weight=[3, 1])
+    emitted = metrics.emit(1)
+    assert emitted["reward"] == 0.5
+    assert emitted["entropy"] == 2.5
+
+
+def test_totals_add_extremes_stand_out_and_gauges_stay() -> None:
+    metrics = Metrics()
+    metrics.total("dropped/stale", 2)
+    metrics.total("dropped/stale")
+    metrics.maximum("staleness/max", np.array([1, 5]))
+    metrics.minimum("staleness/min", [3, 2])
+    metrics.maximum("nothing", [])
+    metrics.gauge("lag", 3)
+    first, second = metrics.emit(1), metrics.emit(2)
+    assert {k: v for k, v in first.items() if not k.startswith("perf/")} == {
+        "dropped/stale": 3,
+        "staleness/max": 5,
+        "staleness/min": 2,
+        "lag": 3,
+    }
+    assert second.keys() == {"lag", "perf/time_per_step"}
+
+
+def test_what_a_worker_observed_is_added_to_what_the_trainer_did() -> None:
+    worker, trainer = Metrics(), Metrics()
+    worker.mean("reward", [1.0, 1.0, 1.0])
+    worker.total("rollouts", 3)
+    worker.maximum("length/max", 9)
+    worker.minimum("length/min", 2)
+    worker.gauge("version", 4)
+    trainer.mean("reward", [0.0])
+    trainer.maximum("length/max", 7)
+
+    trainer.absorb(worker.take())
+
+    assert not worker
+    emitted = trainer.emit(1)
+    assert emitted["reward"] == 0.75
+    assert (emitted["rollouts"], emitted["length/max"], emitted["length/min"], emitted["version"]) == (3, 9, 2, 4)
+
+
+def test_every_sink_gets_every_step_and_the_extra_metrics() -> None:
+    got: list[tuple[dict[str, float], int]] = []
+    metrics = Metrics(lambda m, step: got.append((m, step)))
+    metrics.emit(3, {"grad_norm": np.float32(2)})
+    assert got[0][1] == 3
+    assert got[0][0]["grad_norm"] == 2
+
+
+def test_a_sink_that_raises_is_reported_once_and_never_ends_the_run() -> None:
+    calls: list[int] = []
+
+    def broken(_: dict[str, float], step: int) -> None:
+        calls.append(step)
+        raise OSError("disk full")
+
+    metrics = Metrics(broken)
+    with structlog.testing.capture_logs() as logged:
+        metrics.emit(1)
+        metrics.emit(2)
+    assert calls == [1]
+    assert [entry["event"] for entry in logged] == ["metric_sink_failed"]
+
+
+def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink({"reward": 0.5}, 1)
+    sink({"reward": float("nan")}, 2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]

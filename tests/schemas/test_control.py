@@ -1,0 +1,59 @@
+from typing import get_args
+
+import msgspec
+import pytest
+
+from penstock.errors import ProtocolMismatch
+from penstock.schemas import GroupId
+from penstock.schemas import control as c
+from penstock.schemas.descriptor import Descriptor
+
+MESSAGES: list[c.Message] = [
+    c.Hello(c.PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 123),
+    c.Welcome(c.PROTOCOL_VERSION, "ipc:///x", "trainer", 8, 2**30, 1024),
+    c.Refused("TooManySenders", "reason"),
+    c.Offer(10, 1024, 10_240),
+    c.Ready(),
+    c.Publish((Descriptor(1, 2, 3, 4, 5), Descriptor(2, 0, 1, 2**40, 2**33))),
+    c.Observed(b"payload"),
+    c.Goodbye(7),
+    c.Release(((0, 1), (5, 2**40))),
+    c.Ended(((GroupId("env", "17"), (0, 3), "trained", 4),)),
+    c.Farewell(),
+    c.Closed(),
+    c.Subscribe(c.PROTOCOL_VERSION, "worker 0", 123),
+    c.Weights(c.PROTOCOL_VERSION, "trainer", 2**40, 512, 0),
+    c.NewVersion(4),
+    c.Pause(1),
+    c.Paused(1),
+    c.Resume(),
+    c.Final(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_every_message_comes_out_as_it_went_in(message: c.Message) -> None:
+    assert c.decode(c.encode(message)) == message
+
+
+def test_every_message_of_the_union_is_tested() -> None:
+    assert {type(m) for m in MESSAGES} == set(get_args(c.Message))
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(["Nonsense", 1]),
+        msgspec.msgpack.encode(["Goodbye", "seven"]),
+        msgspec.msgpack.encode(["Goodbye"]),
+        msgspec.msgpack.encode(["Goodbye", 7, 8]),
+        msgspec.msgpack.encode(["Publish", [[1, 2, 3, 4]]]),
+        msgspec.msgpack.encode({"type": "Goodbye", "sequence": 7}),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_message_is_refused(junk: bytes) -> None:
+    with pytest.raises(ProtocolMismatch, match=f"expected a message of protocol version {c.PROTOCOL_VERSION}"):
+        c.decode(junk)
