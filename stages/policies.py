@@ -48,8 +48,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     tokens: NDArray[np.int32]
     """[C] sampled ids, the end-of-sequence token included where it was sampled."""
-    logprobs: NDArray[np.float32]
-    """[C] log-probability of each under the distribution it was drawn from."""
+    logprobs: NDArray[np.float32] | None
+    """[C] log-probability of each under the distribution it was drawn from; none where whoever sampled does not say."""
     stop_reason: StopReason
     """STOP after the end-of-sequence token, LENGTH where the allowance ran out."""
     policy_versions: NDArray[np.int64]

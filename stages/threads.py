@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
+from ..pipeline.waiting import Waiters
+
 __all__ = ["Call", "Threads"]
 
 R = TypeVar("R")
@@ -73,6 +75,8 @@ class Threads:
         self._busy = 0
         """Calls that were begun or wait, abandoned ones included."""
         self._work: SimpleQueue[tuple[Call, asyncio.AbstractEventLoop] | None] = SimpleQueue()
+        self._quiet = Waiters()
+        """Wakes those who wait for the last call to return."""
 
     def __repr__(self) -> str:
         return f"<Threads: {self._busy} calls, {self._started} of {self._limit} threads>"
@@ -92,6 +96,11 @@ class Threads:
         """What `function` returns, or raises. Cancelled, it leaves the function to itself."""
         return cast("R", await self.start(function))
 
+    async def quiet(self) -> None:
+        """Wait until every call has returned, abandoned ones too."""
+        while self._busy:
+            await self._quiet.wait()
+
     def close(self) -> None:
         """Let the threads end, each after the call it is in."""
         for _ in range(self._started):
@@ -107,3 +116,5 @@ class Threads:
     def _finish(self, call: Call, outcome: tuple[object, BaseException | None]) -> None:
         self._busy -= 1
         call.finish(outcome)
+        if not self._busy:
+            self._quiet.wake_all()

@@ -43,6 +43,11 @@ def fresh_logprobs(
     return logprobs.gather(1, tokens[0, len(given) :, None])[:, 0].numpy()
 
 
+def logprobs_of(completion: Completion) -> NDArray[np.float32]:
+    assert completion.logprobs is not None
+    return completion.logprobs
+
+
 async def completions(
     policy: TorchPolicy,
     prompts: Sequence[NDArray[np.int32]],
@@ -79,7 +84,7 @@ async def test_behavior_logprobs_are_those_of_a_fresh_forward_pass(temperature: 
 
     for given, completion in zip(PROMPTS * 4, sampled, strict=True):
         expected = fresh_logprobs(TinyModel(), given, completion, temperature)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(logprobs_of(completion), expected, atol=1e-4)
 
 
 async def test_a_completion_ends_with_the_end_token_or_at_the_allowance() -> None:
@@ -98,7 +103,7 @@ async def test_greedy_takes_the_most_probable_token_and_says_how_probable_the_mo
 
     for given, one, other in zip(PROMPTS, first, again, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_allclose(one.logprobs, fresh_logprobs(TinyModel(), given, one), atol=1e-4)
+        np.testing.assert_allclose(logprobs_of(one), fresh_logprobs(TinyModel(), given, one), atol=1e-4)
     assert first[0].tokens.tolist() == first[2].tokens.tolist()
 
 

@@ -1,0 +1,322 @@
+"""`SourceEnv`: an environment and a policy in, groups of trajectories out.
+
+Prompts are taken by number; each is rolled out `group_size` times at once, and the rollouts that succeed leave as one
+group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
+smaller; an error of the policy ends the run. Nothing is sampled ahead of what the trainer can use: the channel's
+credit, the bound on concurrency and, where `max_lag` is given, the pace of the optimizer hold the next prompt back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from ..pipeline.channel import SendChannel
+from ..pipeline.context import Context, Worker, current, drop
+from ..pipeline.errors import InvalidConfig
+from ..pipeline.ledger import EndState
+from ..pipeline.telemetry import get_logger
+from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
+from .pace import Pace
+from .policies import Completion, Policy, Sampler, Tokenizer
+
+__all__ = ["SourceEnv"]
+
+log = get_logger("penstock.source_env")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEnv:
+    """Samples groups of trajectories from an environment, for as long as somebody takes them."""
+
+    make_env: Callable[[], Environment]
+    """Makes a scored data set, a step-wise environment or an outside one (see `environments`), where it is sampled; a
+    module-level function, so that the stage can be sent to a worker."""
+    policy: Policy
+    """Who answers; `NoOpPolicy()` where the environment brings finished rollouts."""
+    tokenizer: Tokenizer | None = None
+    """Between the environment's text and the policy's tokens; an outside environment needs none."""
+    group_size: int = 8
+    """Rollouts a prompt."""
+    max_tokens: int = 512
+    """Tokens that the policy may sample in one turn."""
+    max_length: int | None = None
+    """Tokens that a whole sequence may have, prompt and observations included: at so many it ends, with LENGTH."""
+    temperature: float = 1.0
+    """Of the sampling; recorded in `meta`."""
+    timeout_s: float = 300.0
+    """How long one rollout may take, all its turns."""
+    concurrency: int = 64
+    """Rollouts at once, and with it how many requests the policy can sample as one batch."""
+    threads: int = 4
+    """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
+    max_lag: int | None = None
+    """Paces the source: no prompt is begun that would only be trained more than so many optimizer steps later."""
+    groups: int | None = None
+    """Ends the stream after so many prompts, over all workers; without it, it never ends."""
+    first_task: int = 0
+    """Number of the first prompt. A run that is resumed goes on behind those it has used: ids are never reused."""
+    seed: int = 0
+    """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
+    name: str = ""
+    """The environment's name in every id; by default that of `make_env`."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can never sample anything.
+
+        Raises:
+            InvalidConfig: naming the field.
+        """
+        for field, least in (("group_size", 1), ("max_tokens", 1), ("concurrency", 1), ("threads", 1)):
+            if getattr(self, field) < least:
+                raise InvalidConfig(f"SourceEnv.{field}: expected {least} or more, got {getattr(self, field)}")
+        for field in ("temperature", "timeout_s"):
+            if getattr(self, field) <= 0:
+                raise InvalidConfig(f"SourceEnv.{field}: expected more than 0, got {getattr(self, field)}")
+        if self.max_lag is not None and self.max_lag < 0:
+            raise InvalidConfig(f"SourceEnv.max_lag: expected 0 or more, got {self.max_lag}")
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Sample until the prompts run out, or until cancelled.
+
+        Raises:
+            InvalidPipeline: what `make_env` makes is no environment, or text meets no tokenizer.
+            Exception: what `make_env`, the policy or the channel raises.
+        """
+        context = current()
+        async with (
+            open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as tasks,
+            self.policy.open(context.worker) as sampler,
+        ):
+            await _Crew(self, tasks, sampler, outbox, context).work()
+
+    @property
+    def env_name(self) -> str:
+        """The environment's name in every id."""
+        if self.name:
+            return self.name
+        made_by: Any = self.make_env.func if isinstance(self.make_env, partial) else self.make_env
+        return str(getattr(made_by, "__name__", type(made_by).__name__))
+
+    def numbers(self, worker: Worker) -> Iterable[int]:
+        """The prompts that `worker` samples: every `worker.count`-th, so that no two workers share one."""
+        first = self.first_task + worker.index
+        if self.groups is None:
+            return itertools.count(first, worker.count)
+        return range(first, self.first_task + self.groups, worker.count)
+
+
+def instance_id(number: int, worker: Worker) -> str:
+    """The name of prompt `number` as sampled by `worker`: a restarted worker begins anew, under other names."""
+    return f"{number}.{worker.incarnation}" if worker.incarnation else str(number)
+
+
+class _Crew:
+    """The rollouts of one run of a SourceEnv."""
+
+    def __init__(
+        self, source: SourceEnv, tasks: Tasks, sampler: Sampler, outbox: SendChannel[TrajectoryGroup], context: Context
+    ) -> None:
+        self._source = source
+        self._tasks = tasks
+        self._sampler = sampler
+        self._outbox = outbox
+        self._context = context
+        self._env = source.env_name
+        self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
+        """A place for each group that is being sampled, or waits to be sent."""
+        self._rollouts = anyio.CapacityLimiter(source.concurrency)
+        self._pace = Pace(context.ledger, source.group_size, source.max_lag)
+        self._failure: Exception | None = None
+        """What ended the run, bare: a task group would wrap it."""
+        self._everyone = anyio.CancelScope()
+        """Around all groups, while `work` runs."""
+
+    async def work(self) -> None:
+        async with anyio.create_task_group() as groups:
+            self._everyone = groups.cancel_scope
+            for number in self._source.numbers(self._context.worker):
+                await self._groups.acquire()
+                await self._pace.room()
+                group = GroupId(self._env, instance_id(number, self._context.worker))
+                self._context.ledger.admit(group, range(self._source.group_size))
+                groups.start_soon(self._group, group, number)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _group(self, group: GroupId, number: int) -> None:
+        """Sample a group and send it, holding its place until it is sent."""
+        try:
+            with self._pace.sampling():
+                sampled = await self._sampled(group, number)
+            if sampled is not None:
+                await self._outbox.send(sampled)
+        except Exception as error:  # noqa: BLE001 (raised again by `work`)
+            self._fail(error)
+        finally:
+            self._groups.release()
+
+    def _fail(self, error: Exception) -> None:
+        """End the run with `error`: with the first one, where there are several."""
+        self._failure = self._failure or error
+        self._everyone.cancel()
+
+    # -- one group -----------------------------------------------------------------------------------------------------
+
+    async def _sampled(self, group: GroupId, number: int) -> TrajectoryGroup | None:
+        """All rollouts of one prompt; None if not one succeeded."""
+        began = anyio.current_time()
+        task = await self._begun(group, number)
+        if task is None:
+            return None
+        rollouts: dict[int, Rollout] = {}
+        async with anyio.create_task_group() as repetitions:
+            for repetition in range(self._source.group_size):
+                repetitions.start_soon(self._attempt, task, TrajectoryId(*group, repetition), rollouts)
+        if not rollouts:
+            return None
+        self._context.metrics.mean("rollout/time_s", anyio.current_time() - began)
+        sampled = self._assembled(group, number, dict(sorted(rollouts.items())))
+        self._observe(sampled, rollouts.values())
+        return sampled
+
+    async def _begun(self, group: GroupId, number: int) -> Task | None:
+        ids = [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
+        with anyio.move_on_after(self._source.timeout_s):
+            try:
+                return await self._tasks.task(number)
+            except EnvironmentFailed as error:
+                self._drop(ids, "failed", str(error), error)
+                return None
+        self._drop(ids, "failed", self._timed_out)
+        return None
+
+    async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, Rollout]) -> None:
+        """Roll out once; what succeeds is put into `rollouts`, what does not has ended."""
+        async with self._rollouts:
+            with anyio.move_on_after(self._source.timeout_s) as timeout:
+                try:
+                    rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._speak)
+                except EnvironmentFailed as error:
+                    self._drop([trajectory], "failed", str(error), error)
+                except Exception as error:  # noqa: BLE001 (raised again by `work`)
+                    self._fail(error)
+        if timeout.cancelled_caught:
+            self._drop([trajectory], "failed", self._timed_out)
+        elif trajectory.repetition_id in rollouts and not _said_anything(rollouts[trajectory.repetition_id]):
+            del rollouts[trajectory.repetition_id]
+            self._drop([trajectory], "rejected", "nothing was sampled")
+
+    async def _speak(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
+        """Let the policy answer to `turns`; None where `max_length` leaves no token."""
+        prompt = np.concatenate([_tokens_of(turn) for turn in turns])
+        allowance = self._source.max_tokens
+        if self._source.max_length is not None:
+            allowance = min(allowance, self._source.max_length - len(prompt))
+        if allowance < 1:
+            return None
+        (completion,) = await self._sampler.sample([prompt], max_tokens=allowance, temperature=self._source.temperature)
+        return completion
+
+    @property
+    def _timed_out(self) -> str:
+        return f"rollout took longer than {self._source.timeout_s:g} s"
+
+    def _drop(
+        self, ids: list[TrajectoryId], state: EndState, reason: str, error: EnvironmentFailed | None = None
+    ) -> None:
+        drop(ids, state, reason)
+        cause = None if error is None else error.__cause__
+        log.warning(
+            "rollout_dropped",
+            env=self._env,
+            instance_id=ids[0].instance_id,
+            rollouts=len(ids),
+            state=state,
+            reason=reason,
+            exc_info=cause,
+        )
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _assembled(self, group: GroupId, number: int, rollouts: dict[int, Rollout]) -> TrajectoryGroup:
+        """The group of what succeeded, by repetition."""
+        succeeded = list(rollouts.values())
+        source = self._source
+        meta: dict[str, Any] = {"task": number, "temperature": source.temperature, "max_tokens": source.max_tokens}
+        if any(rollout.text is not None for rollout in succeeded):
+            meta["completions"] = [rollout.text for rollout in succeeded]
+        return TrajectoryGroup.build(
+            env=group.env,
+            instance_id=group.instance_id,
+            rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
+            stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
+            repetition_ids=np.array(list(rollouts), np.int64),
+            meta=meta,
+            **columns_of(succeeded),
+        )
+
+    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[Rollout]) -> None:
+        metrics = self._context.metrics
+        completion_lengths = group.completion_lengths()
+        metrics.total("rollout/trajectories", len(group))
+        metrics.mean("rollout/reward", group.rewards)
+        metrics.mean("rollout/response_length", completion_lengths)
+        metrics.mean("rollout/prompt_length", [len(_tokens_of(rollout.turns[0])) for rollout in rollouts])
+        metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])
+        metrics.mean("rollout/cut_ratio", group.stop_reasons == StopReason.LENGTH)
+
+
+def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The token columns of `rollouts`, one sequence each: what the policy did not sample has no loss and no logprob."""
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    lengths = np.array([len(_tokens_of(turn)) for turn in turns])
+    turn_ends = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])[turn_ends]
+    loss_mask = np.repeat([isinstance(turn, Completion) for turn in turns], lengths)
+    columns = {
+        "tokens": np.concatenate([_tokens_of(turn) for turn in turns]),
+        "offsets": offsets,
+        "loss_mask": loss_mask,
+        "policy_versions": _versions(turns, loss_mask, offsets),
+    }
+    if all(turn.logprobs is not None for turn in turns if isinstance(turn, Completion)):
+        columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
+    return columns
+
+
+def _versions(
+    turns: Sequence[NDArray[np.int32] | Completion], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[S] where every sequence was sampled by one version; else [N], with a sequence's oldest where nobody sampled."""
+    sampled = np.concatenate([turn.policy_versions for turn in turns if isinstance(turn, Completion)])
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    oldest = np.full(len(offsets) - 1, np.iinfo(np.int64).max)
+    np.minimum.at(oldest, owner[loss_mask], sampled)
+    if (oldest[owner[loss_mask]] == sampled).all():
+        return oldest
+    versions = oldest[owner]
+    versions[loss_mask] = sampled
+    return versions
+
+
+def _said_anything(rollout: Rollout) -> bool:
+    return any(isinstance(turn, Completion) and len(turn.tokens) for turn in rollout.turns)
+
+
+def _tokens_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.int32]:
+    return turn.tokens if isinstance(turn, Completion) else turn
+
+
+def _logprobs_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.float32]:
+    if isinstance(turn, Completion) and turn.logprobs is not None:
+        return turn.logprobs
+    return np.zeros(len(_tokens_of(turn)), np.float32)

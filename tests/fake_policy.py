@@ -1,0 +1,80 @@
+"""A policy that says what it is told to, and a tokenizer of one id a letter: what the tests of sources sample with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.pipeline.context import Worker
+from penstock.schemas import StopReason
+from penstock.stages.policies import Completion
+
+
+@dataclass(frozen=True)
+class Letters:
+    """One id a letter; 0 ends a completion."""
+
+    eos_id: int = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def echo(_: str) -> str:
+    return "ok"
+
+
+async def at_once() -> None:
+    """Answer without waiting."""
+
+
+@dataclass
+class FakePolicy:
+    """Answers a prompt with `answer(prompt)` and the end token, cut at the allowance; token i has logprob −i − 1."""
+
+    answer: Callable[[str], str] = echo
+    version: int = 7
+    versions: Sequence[int] = ()
+    """Version of each call in turn, where they differ."""
+    wait: Callable[[], Awaitable[None]] = at_once
+    prompts: list[str] = field(default_factory=list)
+    requests: list[tuple[int, float]] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def open(self, worker: Worker) -> AsyncGenerator[FakePolicy]:
+        self.workers.append(worker)
+        yield self
+
+    async def sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        greedy: bool = False,  # noqa: ARG002 (the protocol's)
+    ) -> list[Completion]:
+        version = self.versions[len(self.prompts)] if self.versions else self.version
+        texts = [Letters().decode(prompt.tolist()) for prompt in prompts]
+        self.prompts += texts
+        self.requests.append((max_tokens, temperature))
+        await self.wait()
+        return [said(self.answer(text), max_tokens, version) for text in texts]
+
+
+def said(text: str, max_tokens: int = 99, version: int = 7) -> Completion:
+    """`text` and the end token, as far as the allowance goes."""
+    tokens = np.array([*Letters().encode(text), 0][:max_tokens], np.int32)
+    return Completion(
+        tokens=tokens,
+        logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+        stop_reason=StopReason.STOP if tokens[-1] == 0 else StopReason.LENGTH,
+        policy_versions=np.full(len(tokens), version, np.int64),
+    )
