@@ -14,6 +14,7 @@ from typing import Self
 
 import anyio
 from anyio.abc import SocketAttribute, SocketStream, UNIXSocketStream
+from anyio.lowlevel import checkpoint
 
 from ..schemas.control import Message, decode, encode
 from .errors import ProtocolMismatch
@@ -33,6 +34,7 @@ class Door:
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
+        self._raw: socket.socket = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 (of anyio, not of Django)
         self._buffer = bytearray()
         self._fds: list[int] = []
 
@@ -49,16 +51,17 @@ class Door:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        if self._raw.fileno() >= 0:
+            anyio.notify_closing(self._raw)
         with anyio.CancelScope(shield=True):
             await anyio.aclose_forcefully(self._stream)
 
     @property
     def same_user(self) -> bool:
         """Whether the other side runs under this process' user; over TCP nobody can tell, and it counts as such."""
-        raw: socket.socket = self._stream.extra(SocketAttribute.raw_socket)  # noqa: S610 (of anyio, not of Django)
-        if raw.family != socket.AF_UNIX:
+        if self._raw.family != socket.AF_UNIX:
             return True
-        credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        credentials = self._raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         return bool(uid == os.getuid())
 
@@ -70,12 +73,25 @@ class Door:
         """
         body = encode(message)
         frame = _LENGTH.pack(len(body)) + body
-        if fd is None:
+        if isinstance(self._stream, UNIXSocketStream):
+            await self._send(frame, [] if fd is None else [fd])
+        elif fd is None:
             await self._stream.send(frame)
-        elif isinstance(self._stream, UNIXSocketStream):
-            await self._stream.send_fds(frame, [fd])
         else:
             raise TypeError("a file descriptor travels over a Unix socket only")
+
+    async def _send(self, frame: bytes, fds: list[int]) -> None:
+        """Like `_receive_fds`, on the raw socket for the same reason."""
+        await checkpoint()
+        while frame:
+            try:
+                sent = socket.send_fds(self._raw, [frame], fds)
+            except BlockingIOError:
+                await anyio.wait_writable(self._raw)
+            except OSError as error:
+                raise anyio.BrokenResourceError from error
+            else:
+                frame, fds = frame[sent:], []
 
     async def hear(self) -> Message:
         """The next message.
@@ -105,13 +121,27 @@ class Door:
         try:
             if not isinstance(self._stream, UNIXSocketStream):
                 return await self._stream.receive(LARGEST_FRAME)
-            received, fds = await self._stream.receive_fds(LARGEST_FRAME, 1)
-        except anyio.BrokenResourceError:  # a reset is an end like any other
+            received = await self._receive_fds()
+        except (anyio.BrokenResourceError, ConnectionError):  # a reset is an end like any other
             raise anyio.EndOfStream from None
-        self._fds += fds
         if not received:
             raise anyio.EndOfStream
         return received
+
+    async def _receive_fds(self) -> bytes:
+        """On the raw socket: the stream's own methods, cancelled in the moment that bytes arrive, upset the event loop.
+
+        (anyio 4.16: the reader's callback settles a future that is already cancelled.)
+        """
+        await checkpoint()
+        while True:
+            try:
+                received, fds, _, _ = socket.recv_fds(self._raw, LARGEST_FRAME, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                await anyio.wait_readable(self._raw)
+            else:
+                self._fds += fds
+                return received
 
     def take_fd(self) -> int | None:
         """The file descriptor that came with the last messages; the caller closes it."""

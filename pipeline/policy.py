@@ -128,7 +128,7 @@ class WeightPublisher:
             OutOfSharedMemory: the machine has no room for the weights, twice.
         """
         async with AsyncExitStack() as stack:
-            self._writer = writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
+            self._writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
             stack.callback(self._close)
             directory, door = await _enter_in_thread(stack, _opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
@@ -137,7 +137,6 @@ class WeightPublisher:
             stack.push_async_callback(self._part, tasks)
             self._url = f"{SCHEME}{directory}"
             self._stack = stack.pop_all()
-        log.debug("weights_published_at", url=self._url, tensors=len(self._specs), nbytes=writer.nbytes)
         return self
 
     async def __aexit__(
@@ -277,7 +276,7 @@ class WeightPublisher:
                     listener.confirmed = said.number
                     self._changed.wake_all()
         except anyio.EndOfStream:
-            log.debug("subscriber_left", subscriber=listener.name)
+            pass
         except ProtocolMismatch as error:
             log.warning("subscriber_rejected", subscriber=listener.name, reason=str(error))
 

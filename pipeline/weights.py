@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas import Array, ProtocolMismatch
-from .anonymous_memory import allocate
-from .errors import WeightsMismatch
+from .errors import OutOfSharedMemory, WeightsMismatch
+from .machine_memory import available_bytes
+from .segment import SEALS
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ class WeightWriter:
         first = mmap.PAGESIZE + _pages(len(manifest))
         self.nbytes = first + 2 * self._buffer_bytes
         """Bytes of the segment: the weights twice, and a little."""
-        self.fd = allocate(self.nbytes, f"{len(self.specs)} tensors, twice")
+        self.fd = _allocate(self.nbytes, len(self.specs))
         """To be handed to readers; open until `close`."""
         memory = memoryview(mmap.mmap(self.fd, self.nbytes))
         memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
@@ -211,6 +212,21 @@ class WeightWriter:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _allocate(nbytes: int, tensors: int) -> int:
+    """An anonymous file whose pages all exist, sealed against shrinking; the caller closes it."""
+    wanted = f"expected {nbytes} bytes of shared memory for {tensors} tensors, twice"
+    if nbytes > (room := available_bytes()):
+        raise OutOfSharedMemory(f"{wanted}, got room for {room}: free memory, or publish a smaller model")
+    fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise OutOfSharedMemory(f"{wanted}, got none ({error.strerror})") from error
+    return fd
 
 
 class WeightReader:

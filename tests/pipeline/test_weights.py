@@ -127,8 +127,16 @@ def test_tied_tensors_are_published_under_each_of_their_names() -> None:
 
 
 def test_a_mismatch_lists_every_tensor_with_expected_and_found() -> None:
-    model = {"a": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32), "gone": np.zeros(1, np.float32)}
-    found = {"a": np.zeros(3, np.float16), "b": np.zeros((2, 3), np.float32), "new": np.zeros(1, np.int64)}
+    model: dict[str, Tensor] = {
+        "a": np.zeros(3, np.float32),
+        "b": np.zeros((2, 2), np.float32),
+        "gone": np.zeros(1, np.float32),
+    }
+    found: dict[str, Tensor] = {
+        "a": np.zeros(3, np.float16),
+        "b": np.zeros((2, 3), np.float32),
+        "new": np.zeros(1, np.int64),
+    }
 
     with pytest.raises(WeightsMismatch) as caught:
         check_weights(specs_of(model), specs_of(found), "weights do not fit the model")
