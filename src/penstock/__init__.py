@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .pipeline.carriers import connect, serve
     from .pipeline.channel import ChannelStatistics, ReceiveChannel, SendChannel
     from .pipeline.context import Context, Worker, current, drop
     from .pipeline.ledger import Balance, Ledger
@@ -37,13 +38,16 @@ __all__ = [
     "TrajectoryGroup",
     "TrajectoryId",
     "Worker",
+    "connect",
     "current",
     "drop",
     "get_logger",
     "memory_channel",
+    "serve",
 ]
 
 _HOMES = {
+    "pipeline.carriers": ("connect", "serve"),
     "pipeline.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
     "pipeline.context": ("Context", "Worker", "current", "drop"),
     "pipeline.ledger": ("Balance", "Ledger"),

@@ -1,0 +1,58 @@
+"""Two processes: the same stream as in hello.py, sampled in one process and read in another, over shared memory.
+
+    python examples/two_processes.py
+
+The reader serves a channel and starts a copy of this script as the sampler. The columns of a group are written once,
+into a shared-memory segment that the sampler owns; what is sent is a descriptor of some twenty bytes. The arrays that
+the reader gets are views of that segment. It holds a span as long as a view on it lives, then the span goes back.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import anyio
+import numpy as np
+
+from penstock import TrajectoryGroup, connect, serve
+
+GROUPS = 1000
+COMPLETIONS = 8
+TOKENS = 1024
+
+
+def sample_group(number: int, random: np.random.Generator) -> TrajectoryGroup:
+    """Eight completions of 1,024 random tokens each, the first of which is the prompt."""
+    loss_mask = np.ones((COMPLETIONS, TOKENS), np.bool_)
+    loss_mask[:, 0] = False
+    return TrajectoryGroup.build(
+        env="random",
+        instance_id=str(number),
+        tokens=random.integers(0, 50_000, COMPLETIONS * TOKENS, dtype=np.int32),
+        offsets=np.arange(COMPLETIONS + 1) * TOKENS,
+        loss_mask=loss_mask.ravel(),
+        rewards=random.random(COMPLETIONS, dtype=np.float32),
+    )
+
+
+async def sample(url: str) -> None:
+    """The sampling process: connect, send, and leave when everything has arrived."""
+    random = np.random.default_rng(seed=0)
+    async with connect(url, TrajectoryGroup, name="sampler") as outbox:
+        for number in range(GROUPS):
+            await outbox.send(sample_group(number, random))
+
+
+async def read() -> None:
+    """The reading process: serve a channel, start the sampler, count what comes."""
+    trajectories = tokens = 0
+    async with serve("shm://", TrajectoryGroup, capacity=16, capacity_bytes=4 * 2**20) as inbox:
+        async with await anyio.open_process([sys.executable, __file__, inbox.url], stdout=None, stderr=None) as sampler:
+            async for group in inbox:
+                trajectories += len(group)
+                tokens += len(group.tokens)
+        print(f"{trajectories} trajectories, {tokens} tokens; the sampler exited with {sampler.returncode}")
+
+
+if __name__ == "__main__":
+    anyio.run(sample, sys.argv[1]) if len(sys.argv) > 1 else anyio.run(read)

@@ -1,0 +1,94 @@
+"""The Python blocks of README and docs run: those of one page are one program, read from top to bottom.
+
+A block may `await` at its top level. Functions named `test_…` are run as tests at the end. A page that starts
+processes is run as a script of its own, as its reader would.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README_LINES = 120
+
+
+def pages() -> list[Path]:
+    """README and every page under docs/ that holds Python, decisions excepted: those argue, they do not run."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if "decisions" not in page.parts and BLOCK.search(page.read_text())]
+
+
+def program(page: Path) -> str:
+    """All blocks of a page, each at the line where it stands, so that a traceback points into the page."""
+    text = page.read_text()
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        for offset, line in enumerate(block[1].splitlines()):
+            lines[first + offset] = line
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_shows_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = program(page)
+
+    if "__main__" in source:
+        run_as_script(source, tmp_path / f"{page.stem.replace('-', '_')}_page.py")
+    else:
+        run_here(source, page)
+
+
+def run_as_script(source: str, path: Path) -> None:
+    path.write_text(source)
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=50)
+    assert ran.returncode == 0, ran.stderr
+
+
+def run_here(source: str, page: Path) -> None:
+    module = ModuleType(f"{page.stem.replace('-', '_')}_page")
+    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    asyncio.run(run_blocks(code, module))
+
+
+async def run_blocks(code: CodeType, module: ModuleType) -> None:
+    """The blocks, then the tests that they define, in one event loop."""
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        await finished(eval(code, vars(module)))  # noqa: S307 (our own pages)
+        for name, test in list(vars(module).items()):
+            if name.startswith("test_") and test.__module__ == module.__name__:
+                await finished(test())
+    finally:
+        del sys.modules[module.__name__]
+
+
+async def finished(result: Coroutine[Any, Any, object] | object) -> None:
+    if inspect.iscoroutine(result):
+        await result
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    everything = [ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
+    links = [
+        (page, link) for page in everything for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
