@@ -1,0 +1,156 @@
+"""Advantages: pure functions over packed columns, in float64, without loops over tokens or sequences.
+
+Axes: B sequences, G groups lying one after another, `sizes` [G] sequences each. A sequence is live when it has a token
+that trains; what is masked entirely has advantage 0 and enters no statistic. With R the reward of a sequence, μ and σ
+(ddof = 1) mean and deviation over the live sequences of its group, n of them:
+
+    none     R                         REINFORCE without a baseline
+    grpo     (R − μ) / (σ + 1e-6)      DeepSeekMath, arXiv:2402.03300
+    dr_grpo  R − μ                     "Understanding R1-Zero-Like Training", arXiv:2503.20783
+    rloo     n / (n − 1) · (R − μ)     the mean of the others as baseline, arXiv:2402.14740
+    batch    as grpo, μ and σ over all groups at hand
+    global   as grpo, μ and σ over everything seen so far
+
+We differ from the libraries where they are wrong: a population of one, and one whose rewards differ by no more than
+float32 noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "EPSILON",
+    "GroupMode",
+    "Mode",
+    "RunningStatistics",
+    "deviations",
+    "dr_grpo",
+    "grpo",
+    "rloo",
+    "whitened",
+]
+
+GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo"]
+"""How advantages are made that compare a completion with the others of its prompt."""
+
+Mode: TypeAlias = Literal["none", "batch", "global", "grpo", "dr_grpo", "rloo"]
+"""How advantages are made."""
+
+Floats: TypeAlias = NDArray[np.float64]
+Rewards: TypeAlias = NDArray[np.float32] | Floats
+Flags: TypeAlias = NDArray[np.bool_]
+Sizes: TypeAlias = NDArray[np.int64]
+
+EPSILON = 1e-6
+"""Added to σ before dividing, as verl and SkyRL do."""
+
+NOISE = 4 * float(np.finfo(np.float32).eps)
+"""Rewards that differ from their mean by no more than this share of the largest are equal: rewards travel as float32,
+and a sum of parts that should be the same comes out an ulp or two apart."""
+
+
+def grpo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
+    """[B] (R − μ) / (σ + ε) within each group."""
+    groups = _Groups(rewards, live, sizes)
+    return groups.centred / (groups.deviations() + EPSILON)[groups.owners]
+
+
+def dr_grpo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
+    """[B] R − μ within each group."""
+    return _Groups(rewards, live, sizes).centred
+
+
+def rloo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
+    """[B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
+    groups = _Groups(rewards, live, sizes)
+    return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
+
+
+def whitened(rewards: Rewards, live: Flags) -> Floats:
+    """[B] (R − μ) / (σ + ε) with μ and σ over all live sequences."""
+    return grpo(rewards, live, np.array([len(rewards)]))
+
+
+def deviations(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
+    """[G] σ of each group; exactly 0 where all live sequences have the same reward, or there are fewer than two."""
+    return _Groups(rewards, live, sizes).deviations()
+
+
+BY_GROUP: dict[GroupMode, Callable[[Rewards, Flags, Sizes], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""The functions that compare within groups, by mode."""
+
+
+class _Groups:
+    """Rewards less the mean of their group, with exact zeros where nothing can be told apart."""
+
+    __slots__ = ("centred", "counts", "owners")
+
+    def __init__(self, rewards: Rewards, live: Flags, sizes: Sizes) -> None:
+        values = np.where(live, rewards, 0.0).astype(np.float64)
+        number = len(sizes)
+        self.owners = np.repeat(np.arange(number), sizes)
+        """[B] the group of each sequence."""
+        self.counts = np.bincount(self.owners, live, number)
+        """[G] live sequences."""
+        means = np.bincount(self.owners, values, number) / np.maximum(self.counts, 1)
+        centred = np.where(live, values - means[self.owners], 0.0)
+        differ = self._largest(centred) > NOISE * self._largest(values)
+        self.centred = np.where(differ[self.owners], centred, 0.0)
+        """[B] R − μ; 0 where masked, alone, or equal to all others."""
+
+    def _largest(self, values: Floats) -> Floats:
+        largest = np.zeros(len(self.counts))
+        np.maximum.at(largest, self.owners, np.abs(values))
+        return largest
+
+    def deviations(self) -> Floats:
+        """[G] σ with ddof = 1."""
+        squares = np.bincount(self.owners, self.centred**2, len(self.counts))
+        return np.sqrt(squares / np.maximum(self.counts - 1, 1))
+
+
+@dataclass(slots=True)
+class RunningStatistics:
+    """Mean and deviation of everything seen so far, merged batch by batch (Chan, Golub and LeVeque 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Σ (x − mean)²."""
+    lowest: float = 0.0
+    highest: float = 0.0
+
+    def update(self, values: Rewards) -> None:
+        """Take in `values` [n]."""
+        if not len(values):
+            return
+        new = values.astype(np.float64)
+        total = self.count + len(new)
+        mean = float(new.mean())
+        apart = mean - self.mean
+        self.squares += float(((new - mean) ** 2).sum()) + apart**2 * self.count * len(new) / total
+        self.mean += apart * len(new) / total
+        self.lowest = min(float(new.min()), self.lowest if self.count else np.inf)
+        self.highest = max(float(new.max()), self.highest if self.count else -np.inf)
+        self.count = total
+
+    @property
+    def deviation(self) -> float:
+        """σ with ddof = 1; exactly 0 where everything seen was the same, or fewer than two were seen."""
+        noise = NOISE * max(abs(self.lowest), abs(self.highest))
+        if max(self.highest - self.mean, self.mean - self.lowest) <= noise:
+            return 0.0
+        return float(np.sqrt(self.squares / (self.count - 1)))
+
+    def whitened(self, rewards: Rewards, live: Flags) -> Floats:
+        """[B] (R − mean) / (σ + ε); 0 where masked, and 0 while everything seen was the same."""
+        deviation = self.deviation
+        if not deviation:
+            return np.zeros(len(rewards))
+        return np.where(live, (rewards.astype(np.float64) - self.mean) / (deviation + EPSILON), 0.0)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any, get_args
+
+import anyio
+import numpy as np
+import pytest
+
+from penstock.pipeline.context import Context, entered
+from penstock.pipeline.memory import memory_channel
+from penstock.schemas import TrajectoryGroup
+from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock.stages.advantages import Mode
+from penstock.testing import drive, group
+
+MODES: list[Mode] = list(get_args(Mode))
+
+
+def normalizer(mode: Mode, **more: Any) -> AdvantageNormalizer:
+    return AdvantageNormalizer(mode, **({"batch_groups": 2} if mode == "batch" else {}), **more)
+
+
+def of_rewards(*rewards: float, instance_id: str = "0") -> TrajectoryGroup:
+    return group(rewards=rewards, completion_lengths=[2] * len(rewards), instance_id=instance_id)
+
+
+def per_sequence(filled: TrajectoryGroup) -> list[float]:
+    """The one value that each sequence has on its trained tokens."""
+    assert filled.advantages is not None
+    return [float(filled.advantages[end - 1]) for end in filled.offsets[1:].tolist()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_advantages_stand_on_the_tokens_that_train_and_nowhere_else(mode: Mode) -> None:
+    given = [group(completion_lengths=[1, 3], rewards=[1, 0], instance_id=str(i)) for i in range(2)]
+
+    out = await drive(normalizer(mode), given)
+
+    for filled in out:
+        assert filled.advantages is not None
+        assert filled.advantages.dtype == np.float32
+        assert not filled.advantages[~filled.loss_mask].any()
+        for row in filled:
+            assert row.advantages is not None
+            assert len(set(row.advantages[row.loss_mask].tolist())) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_everything_else_of_a_group_stays_as_it_is(mode: Mode) -> None:
+    given = of_rewards(1, 0)
+
+    (out,) = await drive(normalizer(mode), [given])
+
+    before, after = given.columns(), out.columns()
+    assert after.keys() - before.keys() == {"advantages"}
+    assert all(np.array_equal(column, after[name]) for name, column in before.items())
+    assert (out.id, out.meta) == (given.id, given.meta)
+
+
+async def test_none_takes_the_reward_itself() -> None:
+    (out,) = await drive(normalizer("none"), [of_rewards(3, -1)])
+
+    assert per_sequence(out) == [3, -1]
+
+
+@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
+async def test_modes_that_compare_within_a_group_give_exact_zeros_where_nothing_differs(mode: Mode) -> None:
+    out = await drive(normalizer(mode), [of_rewards(*[1 / 3] * 7), of_rewards(5, instance_id="1")])
+
+    assert per_sequence(out[0]) == [0] * 7
+    assert per_sequence(out[1]) == [0]
+
+
+async def test_grpo_sees_one_group_at_a_time() -> None:
+    out = await drive(normalizer("grpo"), [of_rewards(0, 1, 2), of_rewards(100, 300, instance_id="1")])
+
+    assert per_sequence(out[0]) == pytest.approx([-1, 0, 1], abs=1e-5)
+    assert per_sequence(out[1]) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
+
+
+async def test_batch_compares_all_groups_that_were_gathered() -> None:
+    out = await drive(
+        AdvantageNormalizer("batch", batch_groups=2), [of_rewards(0, 1), of_rewards(2, 1, instance_id="1")]
+    )
+
+    deviation = np.std([0, 1, 2, 1], ddof=1)
+    assert per_sequence(out[0]) + per_sequence(out[1]) == pytest.approx([-1 / deviation, 0, 1 / deviation, 0], abs=1e-5)
+
+
+async def test_a_batch_of_one_reward_gives_exactly_zero() -> None:
+    out = await drive(AdvantageNormalizer("batch", batch_groups=2), [of_rewards(1, 1), of_rewards(1, instance_id="1")])
+
+    assert [x for filled in out for x in per_sequence(filled)] == [0, 0, 0]
+
+
+async def test_what_is_left_at_the_end_of_the_stream_is_a_batch_too() -> None:
+    given = [of_rewards(0, 2, instance_id=str(i)) for i in range(3)]
+
+    out = await drive(AdvantageNormalizer("batch", batch_groups=2), given)
+
+    assert [filled.instance_id for filled in out] == ["0", "1", "2"]
+    assert per_sequence(out[2]) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
+
+
+async def test_gathered_groups_are_held_as_copies_so_that_slots_are_free_again() -> None:
+    stage = AdvantageNormalizer("batch", batch_groups=2)
+    feed, inbox = memory_channel[TrajectoryGroup](2)
+    outbox, collected = memory_channel[TrajectoryGroup](2)
+    slots = [of_rewards(0, 1), of_rewards(2, 3, instance_id="1")]
+    expected = slots[0].tokens.copy()
+
+    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(stage.run, inbox, outbox)
+            await feed.send(slots[0])
+            await anyio.wait_all_tasks_blocked()
+            slots[0].tokens.flags.writeable = True
+            slots[0].tokens[:] = -1  # the producer reuses the slot
+            await feed.send(slots[1])
+            first = await collected.receive()
+            assert first.tokens.tolist() == expected.tolist()
+            tasks.cancel_scope.cancel()
+
+
+async def test_global_compares_with_everything_seen_so_far() -> None:
+    out = await drive(normalizer("global"), [of_rewards(0, 2), of_rewards(1, 5, instance_id="1")])
+
+    seen = [0, 2, 1, 5]
+    assert per_sequence(out[1]) == pytest.approx([(r - 2) / np.std(seen, ddof=1) for r in (1, 5)], abs=1e-5)
+
+
+async def test_global_goes_on_after_a_restart_as_if_there_had_been_none() -> None:
+    groups = [of_rewards(i, 2 * i, 5, instance_id=str(i)) for i in range(6)]
+    whole = await drive(normalizer("global"), groups)
+
+    before, after = normalizer("global"), normalizer("global")
+    await drive(before, groups[:3])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed = await drive(after, groups[3:])
+
+    assert [per_sequence(g) for g in resumed] == [per_sequence(g) for g in whole[3:]]
+    assert after.state_dict() == pickle.loads(pickle.dumps(after)).state_dict()  # noqa: S301 (our own bytes)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected the entries \['count', .*\], got \['momentum'\]"):
+        normalizer("global").load_state_dict({"momentum": 0.9})
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_masked_sequences_change_nothing_for_the_others(mode: Mode) -> None:
+    masked = group(rewards=[0, 1, 1e6], loss_mask=[0, 1, 0, 1, 0, 0], completion_lengths=[1, 1, 1], prompt_length=1)
+    without = group(rewards=[0, 1], completion_lengths=[1, 1], prompt_length=1)
+
+    (out,) = await drive(normalizer(mode), [masked])
+    (expected,) = await drive(normalizer(mode), [without])
+
+    assert per_sequence(out) == [*per_sequence(expected), 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_advantages_that_came_with_the_data_are_used_as_they_are(mode: Mode) -> None:
+    own = of_rewards(1, 0).with_advantages([7.0, -7.0])
+    stage = normalizer(mode, clip=1.0)
+
+    out = await drive(stage, [own])
+
+    assert out[0].advantages is own.advantages
+    assert stage.state_dict()["count"] == 0
+    assert out.metrics.emit(0)["advantages/given"] == 2
+
+
+async def test_advantages_are_clipped_symmetrically_or_to_a_pair() -> None:
+    (same,) = await drive(AdvantageNormalizer("dr_grpo", clip=1.5), [of_rewards(0, 4)])
+    (pair,) = await drive(AdvantageNormalizer("dr_grpo", clip=(-1, 1.5)), [of_rewards(0, 4)])
+
+    assert per_sequence(same) == [-1.5, 1.5]
+    assert per_sequence(pair) == [-1, 1.5]
+
+
+async def test_metrics_tell_what_became_of_the_rewards() -> None:
+    given = [
+        group(rewards=[0, 3], completion_lengths=[1, 3]),
+        group(rewards=[1, 1], completion_lengths=[1, 1], instance_id="1"),
+    ]
+
+    out = await drive(AdvantageNormalizer("dr_grpo", clip=1.0), given)
+
+    metrics = out.metrics.emit(0)
+    assert metrics["advantages/max"] == 1
+    assert metrics["advantages/min"] == -1
+    assert metrics["advantages/mean"] == pytest.approx((3 - 1) / 6)  # by token that trains
+    assert metrics["advantages/clip_fraction"] == 0.5
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["reward_std"] == pytest.approx(np.std([0, 3], ddof=1) / 2)
+
+
+async def test_an_empty_group_passes() -> None:
+    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[], loss_mask=[], rewards=[])
+
+    for mode in MODES:
+        (out,) = await drive(normalizer(mode), [empty])
+        assert out.advantages is not None
+        assert len(out.advantages) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "grop"}, "mode: expected one of none, batch, global, grpo, dr_grpo, rloo, got 'grop'"),
+        ({"mode": "grpo", "clip": 0}, "clip: expected a positive number"),
+        ({"mode": "grpo", "clip": -1}, "clip: expected a positive number"),
+        ({"mode": "grpo", "clip": (1, 2)}, "clip: expected a positive number, or a pair with 0 between"),
+        ({"mode": "grpo", "clip": float("nan")}, "clip: expected a positive number"),
+        ({"mode": "batch"}, "batch_groups: expected with mode 'batch' and only there"),
+        ({"mode": "grpo", "batch_groups": 2}, "batch_groups: expected with mode 'batch' and only there"),
+        ({"mode": "batch", "batch_groups": 0}, "batch_groups: expected at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdvantageNormalizer(**arguments)
