@@ -1,0 +1,429 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from anyio.lowlevel import checkpoint
+from tests.fake_policy import FakePolicy, Letters, said
+
+from penstock.pipeline.context import Context, Worker, entered
+from penstock.pipeline.errors import InvalidConfig, InvalidRecord
+from penstock.pipeline.memory import memory_channel
+from penstock.schemas import GroupId, StopReason, TrajectoryGroup
+from penstock.stages.environments import Rollout
+from penstock.stages.policies import GenerationIsOutside, NoOpPolicy
+from penstock.stages.source_env import SourceEnv
+from penstock.testing import Driven, VirtualClock, drive_source
+
+
+class Sums:
+    """A scored data set without end."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": f"{index}+1=", "answer": str(index + 1)}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return float(answer == entry["answer"])
+
+
+class Game:
+    """Two turns; says what it heard, and gains 1 for each answer of "yes"."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.turn = 0
+        return f"game {seed}?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        return f"<{action}>", float(action == "yes"), self.turn == 2, False, {}
+
+
+def moody() -> Callable[[str], str]:
+    """Says "bad" to every third prompt and "fine" to the others."""
+    answers = itertools.cycle(["fine", "fine", "bad"])
+    return lambda _: next(answers)
+
+
+class Touchy(Sums):
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:  # noqa: ARG002 (the protocol's)
+        if answer == "bad":
+            raise ValueError("no score for that")
+        return 1.0
+
+
+class Broken(Sums):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 1:
+            raise KeyError("question")
+        return super().__getitem__(index)
+
+
+class Ready:
+    """Brings rollouts at once, on the event loop."""
+
+    async def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+        return Rollout(turns=[np.array([1], np.int32), said("x")], reward=1.0)
+
+
+async def sampled(source: SourceEnv, worker: Worker | None = None) -> Driven[TrajectoryGroup]:
+    with structlog.testing.capture_logs():
+        return await drive_source(source, worker=worker)
+
+
+def source(make_env: Callable[[], Any] = Sums, policy: Any = None, **options: Any) -> SourceEnv:
+    chosen: dict[str, Any] = {"group_size": 3, "groups": 1} | options
+    return SourceEnv(make_env, policy or FakePolicy(), Letters(), **chosen)
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_group_holds_all_completions_of_one_prompt() -> None:
+    (group,) = await sampled(source(policy=FakePolicy(answer=lambda _: "1")))
+
+    assert (group.env, group.instance_id, group.repetition_ids.tolist()) == ("Sums", "0", [0, 1, 2])
+    assert group.lengths().tolist() == [6, 6, 6]
+    assert group.tokens.tolist() == Letters().encode("0+1=1\0") * 3
+    assert group.loss_mask.tolist() == ([False] * 4 + [True] * 2) * 3
+    assert group.behavior_logprobs is not None
+    assert group.behavior_logprobs.tolist() == [0, 0, 0, 0, -1, -2] * 3
+    assert group.rewards.tolist() == [1, 1, 1]
+    assert group.policy_versions.tolist() == [7, 7, 7]
+    assert group.stop_reasons.tolist() == [StopReason.STOP] * 3
+
+
+async def test_in_several_turns_only_what_the_policy_sampled_trains() -> None:
+    (group,) = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), group_size=1, seed=40, first_task=2))
+
+    sequence, completions = "game 42?yes\0<yes>yes\0", "........yes\0.....yes\0"
+    assert Letters().decode(group.tokens.tolist()) == sequence
+    assert group.loss_mask.tolist() == [letter != "." for letter in completions]
+    assert group.behavior_logprobs is not None
+    np.testing.assert_array_equal(group.behavior_logprobs != 0, group.loss_mask)
+    assert group.rewards.tolist() == [2]
+
+
+async def test_a_later_turn_is_prompted_with_everything_said_before() -> None:
+    policy = FakePolicy(answer=lambda _: "yes")
+
+    await sampled(source(Game, policy, group_size=1))
+
+    assert policy.prompts == ["game 0?", "game 0?yes\0<yes>"]
+
+
+async def test_a_version_a_sequence_where_weights_stood_still() -> None:
+    (group,) = await sampled(source(Sums, FakePolicy(versions=[4, 5, 6])))
+
+    assert group.policy_versions.tolist() == [4, 5, 6]
+
+
+async def test_a_version_a_token_where_weights_changed_within_a_rollout() -> None:
+    (group,) = await sampled(source(Game, FakePolicy(answer=lambda _: "ok", versions=[4, 5]), group_size=1))
+
+    assert group.policy_versions.tolist() == [4] * 7 + [4] * 3 + [4] * 4 + [5] * 3
+
+
+async def test_what_the_policy_said_travels_as_text_with_how_it_was_sampled() -> None:
+    (group,) = await sampled(source(Game, max_tokens=5, temperature=0.5, group_size=2))
+
+    assert group.meta == {"task": 0, "temperature": 0.5, "max_tokens": 5, "completions": ["okok", "okok"]}
+
+
+async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
+    policy = FakePolicy(answer=lambda _: "a long answer")
+
+    (group,) = await sampled(source(policy=policy, max_tokens=5, temperature=0.5))
+
+    assert policy.requests == [(5, 0.5)] * 3
+    assert group.completion_lengths().tolist() == [5, 5, 5]
+    assert group.stop_reasons.tolist() == [StopReason.LENGTH] * 3
+
+
+async def test_no_sequence_is_longer_than_max_length() -> None:
+    policy = FakePolicy(answer=lambda _: "yes")
+
+    (group,) = await sampled(source(Game, policy, group_size=1, max_tokens=8, max_length=13))
+
+    assert policy.requests == [(6, 1.0)]
+    assert group.lengths().tolist() == [11]
+    assert group.stop_reasons.tolist() == [StopReason.LENGTH]
+
+
+async def test_a_prompt_that_leaves_no_room_to_answer_is_rejected() -> None:
+    driven = await sampled(source(max_length=4))
+
+    assert driven == []
+    assert driven.ledger.balance().reasons["rejected"] == {"nothing was sampled": 3}
+
+
+async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing() -> None:
+    class Outside:
+        def rollout(self, task: int, repetition: int) -> Rollout:
+            return Rollout(turns=[np.array([task + 1], np.int32), said("x", version=repetition)], reward=repetition)
+
+    driven = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=2))
+
+    assert [group.rewards.tolist() for group in driven] == [[0, 1], [0, 1]]
+    assert [group.policy_versions.tolist() for group in driven] == [[0, 1], [0, 1]]
+    assert sorted(int(group.tokens[0]) for group in driven) == [1, 2]
+
+
+async def test_behavior_logprobs_are_absent_where_whoever_sampled_does_not_say() -> None:
+    class Outside:
+        def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+            completion = said("x")
+            if repetition:
+                completion = msgspec.structs.replace(completion, logprobs=None)
+            return Rollout(turns=[np.array([1], np.int32), completion], reward=0.0)
+
+    (group,) = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=1))
+
+    assert group.behavior_logprobs is None
+
+
+# -- what fails ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_environment_that_raises_costs_that_rollout_and_the_group_goes_on_smaller() -> None:
+    driven = await sampled(source(Touchy, FakePolicy(answer=moody()), groups=2, concurrency=3))
+
+    assert [group.repetition_ids.tolist() for group in driven] == [[0, 1], [0, 1]]
+    balance = driven.ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (6, 4)
+    assert balance.reasons["failed"] == {"environment raised ValueError": 2}
+
+
+async def test_a_prompt_that_cannot_be_made_costs_its_group() -> None:
+    driven = await sampled(source(Broken, groups=3))
+
+    assert sorted(group.instance_id for group in driven) == ["0", "2"]
+    assert driven.ledger.balance().reasons["failed"] == {"environment raised KeyError": 3}
+
+
+async def test_a_group_of_which_nothing_succeeded_is_not_sent() -> None:
+    driven = await sampled(source(Touchy, FakePolicy(answer=lambda _: "bad"), groups=4))
+
+    assert driven == []
+    assert driven.ledger.balance().ended["failed"] == 12
+
+
+def test_a_rollout_that_takes_too_long_is_counted_failed_and_the_others_go_on() -> None:
+    clock = VirtualClock()
+
+    class Hanging(Ready):
+        async def rollout(self, task: int, repetition: int) -> Rollout:
+            if repetition == 1:
+                await anyio.sleep_forever()
+            return await super().rollout(task, repetition)
+
+    driven = clock.run(lambda: sampled(SourceEnv(Hanging, NoOpPolicy(), group_size=3, groups=1, timeout_s=30)))
+
+    assert [group.repetition_ids.tolist() for group in driven] == [[0, 2]]
+    assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 30 s": 1}
+    assert clock.now_s == 30
+
+
+async def test_an_environment_that_blocks_for_ever_holds_up_neither_the_loop_nor_the_end() -> None:
+    release = threading.Event()
+
+    class Stuck(Sums):
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:  # noqa: ARG002 (the protocol's)
+            release.wait()
+            return 1.0
+
+    driven = await sampled(source(Stuck, timeout_s=0.05, threads=1))
+
+    release.set()
+    assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 0.05 s": 3}
+
+
+async def test_an_error_of_the_policy_ends_the_run_as_it_is() -> None:
+    def fail(_: str) -> str:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await sampled(source(policy=FakePolicy(answer=fail), groups=None))
+
+
+async def test_an_environment_that_waits_for_completions_fails_beside_a_policy_that_does_nothing() -> None:
+    with pytest.raises(GenerationIsOutside):
+        await sampled(source(policy=NoOpPolicy()))
+
+
+async def test_logprobs_that_are_not_finite_end_the_run() -> None:
+    class Nan(FakePolicy):
+        async def sample(self, *args: Any, **options: Any) -> Any:
+            completions = await super().sample(*args, **options)
+            for completion in completions:
+                completion.logprobs[:] = np.nan  # type: ignore[index]
+            return completions
+
+    with pytest.raises(InvalidRecord, match="behavior_logprobs"):
+        await sampled(source(policy=Nan()))
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+async def test_no_two_workers_and_no_restarted_worker_ever_use_the_same_name() -> None:
+    workers = [Worker(0, 2), Worker(1, 2), Worker(1, 2, incarnation=1), Worker(1, 2, incarnation=2)]
+
+    names = [group.instance_id for worker in workers for group in await sampled(source(groups=8), worker)]
+
+    assert len(set(names)) == len(names) == 16
+
+
+async def test_workers_share_the_prompts_among_them() -> None:
+    driven = [await sampled(source(groups=5), Worker(index, 2)) for index in range(2)]
+
+    assert [sorted(group.meta["task"] for group in groups) for groups in driven] == [[0, 2, 4], [1, 3]]
+
+
+async def test_a_resumed_run_goes_on_behind_the_prompts_it_has_used() -> None:
+    driven = await sampled(source(groups=3, first_task=5))
+
+    assert sorted(group.instance_id for group in driven) == ["5", "6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("make_env", "name", "expected"), [(Sums, "", "Sums"), (partial(Sums), "", "Sums"), (Sums, "sums", "sums")]
+)
+def test_an_environment_is_named_after_what_makes_it_or_as_it_is_told(
+    make_env: Callable[[], Any], name: str, expected: str
+) -> None:
+    assert source(make_env, name=name).env_name == expected
+
+
+async def test_the_policy_is_opened_for_the_worker_that_samples() -> None:
+    policy = FakePolicy()
+
+    await sampled(source(policy=policy), Worker(3, 4))
+
+    assert policy.workers == [Worker(3, 4)]
+
+
+# -- pace ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group_size", "concurrency"), [(2, 4), (5, 2), (3, 3)])
+async def test_no_more_rollouts_run_at_once_than_allowed(group_size: int, concurrency: int) -> None:
+    now, most = 0, 0
+
+    class Counting(Ready):
+        async def rollout(self, task: int, repetition: int) -> Rollout:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            for _ in range(20):
+                await checkpoint()
+            now -= 1
+            return await super().rollout(task, repetition)
+
+    await sampled(SourceEnv(Counting, NoOpPolicy(), group_size=group_size, groups=6, concurrency=concurrency))
+
+    assert most == concurrency
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    """Let everybody work until `condition` holds, and then for as long as they could go on."""
+    while not condition():
+        await checkpoint()
+    for _ in range(50):
+        await checkpoint()
+
+
+async def test_without_credit_no_more_is_sampled_than_is_allowed_at_once() -> None:
+    context = Context()
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+    stage = SourceEnv(Ready, NoOpPolicy(), group_size=3, concurrency=9)
+
+    async with inbox, outbox, anyio.create_task_group() as tasks:
+        with entered(context):
+            tasks.start_soon(stage.run, outbox)
+        await reached(lambda: context.ledger.in_flight >= 4 * 3)
+        tasks.cancel_scope.cancel()
+
+    balance = context.ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (12, 12)  # one group in the channel, three wait for credit
+
+
+async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
+    context, lags = Context(), list[int]()
+    context.ledger.admit(GroupId("earlier", "0"), range(3))
+    context.ledger.settle(GroupId("earlier", "0"), 0b111, "trained", 1)  # so a step trains 3
+    outbox, inbox = memory_channel[TrajectoryGroup](100)
+    stage = SourceEnv(Ready, NoOpPolicy(), group_size=3, concurrency=300, max_lag=1)
+
+    async with inbox, outbox, anyio.create_task_group() as tasks:
+        with entered(context):
+            tasks.start_soon(stage.run, outbox)
+        for step in range(2, 10):
+            await reached(lambda: context.ledger.in_flight >= 6)
+            lags.append(context.ledger.in_flight // 3 - 1)
+            group = await inbox.receive()
+            context.ledger.settle(group.id, 0b111, "trained", step)
+        tasks.cancel_scope.cancel()
+
+    assert lags == [1] * 8
+
+
+# -- beside the records --------------------------------------------------------------------------------------------
+
+
+async def test_a_source_tells_how_its_rollouts_went() -> None:
+    driven = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, max_tokens=3))
+
+    metrics = driven.metrics.emit(0)
+    assert metrics["rollout/trajectories"] == 6
+    assert metrics["rollout/reward"] == 2.0
+    assert metrics["rollout/response_length"] == 6
+    assert metrics["rollout/prompt_length"] == 7
+    assert metrics["rollout/turns"] == 2
+    assert metrics["rollout/cut_ratio"] == 1
+    assert metrics["rollout/time_s"] >= 0
+
+
+async def test_what_failed_is_counted_and_logged_with_its_cause() -> None:
+    with structlog.testing.capture_logs() as events:
+        driven = await drive_source(source(Touchy, FakePolicy(answer=moody())))
+
+    assert driven.metrics.emit(0)["dropped/failed"] == 1
+    (event,) = [event for event in events if event["event"] == "rollout_dropped"]
+    assert (event["env"], event["instance_id"], event["rollouts"]) == ("Touchy", "0", 1)
+    assert (event["state"], event["reason"]) == ("failed", "environment raised ValueError")
+    assert str(event["exc_info"]) == "no score for that"
+
+
+def test_a_source_travels_to_workers() -> None:
+    stage = SourceEnv(Sums, NoOpPolicy(), Letters(), group_size=3)
+
+    assert pickle.loads(pickle.dumps(stage)) == stage  # noqa: S301 (our own bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 0}, "SourceEnv.group_size: expected 1 or more, got 0"),
+        ({"max_tokens": 0}, "SourceEnv.max_tokens: expected 1 or more, got 0"),
+        ({"concurrency": 0}, "SourceEnv.concurrency: expected 1 or more, got 0"),
+        ({"threads": 0}, "SourceEnv.threads: expected 1 or more, got 0"),
+        ({"temperature": 0.0}, "SourceEnv.temperature: expected more than 0, got 0.0"),
+        ({"timeout_s": -1}, "SourceEnv.timeout_s: expected more than 0, got -1"),
+        ({"max_lag": -1}, "SourceEnv.max_lag: expected 0 or more, got -1"),
+    ],
+)
+def test_what_could_never_sample_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        source(**options)
