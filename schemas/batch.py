@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Array, ColumnRule, check_axes, freeze
+from .columns import Array, ColumnRule, check_axes, count_between, freeze
 from .errors import InvalidRecord
 from .group import GROUP_RULES, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
@@ -23,7 +23,6 @@ __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 
 BATCH_RULES: dict[str, ColumnRule] = {
     "cu_seqlens": ColumnRule(np.dtype(np.int64), ("F",), required=True),
-    "position_ids": ColumnRule(np.dtype(np.int64), ("N",), required=True),
 } | {name: rule for name, rule in GROUP_RULES.items() if name != "offsets"}
 
 
@@ -61,8 +60,6 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N] token ids, sequence after sequence."""
     cu_seqlens: NDArray[np.int64]
     """[B + 1] where each sequence begins; the last entry is N."""
-    position_ids: NDArray[np.int64]
-    """[N] position of each token within its sequence."""
     loss_mask: NDArray[np.bool_]
     """[N] true on the tokens the policy sampled and that train."""
     rewards: NDArray[np.float32]
@@ -123,14 +120,18 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Bytes that the columns occupy."""
         return sum(column.nbytes for column in self.columns().values())
 
+    @property
+    def position_ids(self) -> NDArray[np.int64]:
+        """[N] position of each token within its sequence; made anew with every call."""
+        return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths())
+
     def lengths(self) -> NDArray[np.int64]:
         """[B] tokens of each sequence."""
         return np.diff(self.cu_seqlens)
 
     def completion_lengths(self) -> NDArray[np.int64]:
         """[B] tokens of each sequence that train."""
-        sums = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
-        return np.diff(sums[self.cu_seqlens])
+        return count_between(self.loss_mask, self.cu_seqlens)
 
     def sequence_of_token(self) -> NDArray[np.int64]:
         """[N] which sequence each token belongs to."""
@@ -146,9 +147,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _over_tokens(self, name: str) -> bool:
         """Whether a column has an entry a token. Where B = N, `policy_versions` counts as one a sequence."""
-        return name in (*TOKEN_COLUMNS, "position_ids") or (
-            name == "policy_versions" and len(self.policy_versions) != len(self)
-        )
+        return name in TOKEN_COLUMNS or (name == "policy_versions" and len(self.policy_versions) != len(self))
 
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
         """The batch with only the groups for which `keep` [G] is true, its token totals taken anew.
@@ -388,19 +387,18 @@ def _join_versions(versions: Sequence[NDArray[np.int64]], lengths: Sequence[NDAr
 
 
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], lengths: NDArray[np.int64]) -> TrainBatch:
-    """A batch from its columns, with what follows from them: bounds, positions, totals."""
+    """A batch from its columns, with what follows from them: bounds and totals."""
     cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     columns = dict(columns)
     columns["cu_seqlens"] = cu_seqlens
-    columns["position_ids"] = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
     parts = {n.removeprefix(PART_PREFIX): columns.pop(n) for n in list(columns) if n.startswith(PART_PREFIX)}
     freeze([*columns.values(), *parts.values()])
-    sums = np.concatenate([[0], np.cumsum(columns["loss_mask"], dtype=np.int64)])
+    trained = count_between(columns["loss_mask"], cu_seqlens)
     fields: dict[str, Any] = columns
     return TrainBatch(
         groups=groups,
-        loss_tokens=int(sums[-1]),
-        loss_sequences=int((np.diff(sums[cu_seqlens]) > 0).sum()),
+        loss_tokens=int(trained.sum()),
+        loss_sequences=int(np.count_nonzero(trained)),
         reward_parts=parts,
         **fields,
     )

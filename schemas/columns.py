@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from .errors import InvalidRecord
 
-__all__ = ["Array", "ColumnRule", "ColumnSpec", "as_column", "check_axes", "freeze"]
+__all__ = ["Array", "ColumnRule", "ColumnSpec", "as_column", "check_axes", "count_between", "freeze"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -124,6 +124,15 @@ def _check_shape(name: str, column: Array, rule: ColumnRule, lengths: dict[str, 
             return
     expected = " or ".join("[" + ", ".join(f"{a}={lengths.get(a, '?')}" for a in axes) + "]" for axes in rule.axes)
     raise InvalidRecord(f"{name}: expected shape {expected}, got {list(column.shape)}")
+
+
+def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[S] how many entries of `mask` [N] are true in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
+    counts = np.zeros(len(offsets) - 1, np.int64)
+    filled = np.diff(offsets) > 0
+    if filled.any():
+        counts[filled] = np.add.reduceat(mask.view(np.uint8), offsets[:-1][filled], dtype=np.uint32)
+    return counts
 
 
 def freeze(columns: Iterable[Array | None]) -> None:

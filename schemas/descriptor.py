@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from .columns import CARRIED_KINDS, Array, ColumnSpec
+from .columns import Array, ColumnSpec
 from .errors import InvalidRecord
 
 __all__ = ["ALIGNMENT", "Contents", "Descriptor", "aligned", "read_contents", "view_columns", "write_contents"]
@@ -20,8 +20,9 @@ __all__ = ["ALIGNMENT", "Contents", "Descriptor", "aligned", "read_contents", "v
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
 
+CARRIED = (np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
 DTYPES: dict[str, np.dtype[Any]] = {
-    dtype.str: dtype for dtype in (np.dtype(code) for code in "?bBhHiIlLqQefd") if dtype.kind in CARRIED_KINDS
+    dtype.str: dtype for dtype in map(np.dtype, (*CARRIED, np.float16, np.float32, np.float64))
 }
 """The dtypes that may be carried, by their name on the wire. Nothing else is ever made of what a peer says."""
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .columns import Array, ColumnRule, as_column, check_axes, freeze
+from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
 from .errors import InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
 
@@ -283,8 +283,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def completion_lengths(self) -> NDArray[np.int64]:
         """[S] tokens of each sequence that the policy sampled and that train."""
-        sums = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
-        return np.diff(sums[self.offsets])
+        return count_between(self.loss_mask, self.offsets)
 
     def sequence_of_token(self) -> NDArray[np.int64]:
         """[N] which sequence each token belongs to."""

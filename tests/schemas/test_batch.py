@@ -118,13 +118,13 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         assert found["loss_mask"] == row.loss_mask.tolist()
         assert found["rewards"] == row.reward
         assert found["stop_reasons"] == row.stop_reason
-        assert found["position_ids"] == list(range(len(row.tokens)))
         for name in ("behavior_logprobs", "token_rewards", "advantages", "ref_logprobs"):
             assert found[name] == getattr(row, name).tolist()
         for name in ("teacher_ids", "teacher_logprobs"):
             assert found[name] == getattr(row, name).tolist()
         if versions_by_token:
             assert found["policy_versions"] == row.policy_versions.tolist()
+    assert packed.position_ids.tolist() == [position for _, row in originals for position in range(len(row.tokens))]
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
@@ -321,7 +321,7 @@ def test_what_is_taken_apart_comes_together_bit_for_bit(shapes: list[tuple[int, 
         ({"tokens": None}, "tokens: expected a column of int32, got none"),
         ({"cu_seqlens": None}, "cu_seqlens: expected a column of int64, got none"),
         ({"cu_seqlens": np.zeros(3, np.int64)}, r"cu_seqlens: expected shape \[F=5\], got \[3\]"),
-        ({"position_ids": np.zeros(3, np.int64)}, r"expected shape \[N=\d+\], got"),
+        ({"loss_mask": np.zeros(3, np.bool_)}, r"expected shape \[N=\d+\], got"),
         ({"rewards": np.zeros(4, np.float64)}, "rewards: expected dtype float32, got float64"),
         ({"reward_parts.score": np.zeros(3, np.float32)}, r"score: expected shape \[S=4\], got \[3\]"),
         ({"offsets": np.zeros(3, np.int64)}, "columns: expected some of"),

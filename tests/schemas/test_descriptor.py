@@ -25,7 +25,11 @@ def test_every_dtype_comes_out_bit_for_bit(code: str) -> None:
 
 
 def test_columns_lie_one_behind_the_other_on_cache_lines() -> None:
-    columns: dict[str, Array] = {"a": np.arange(3, dtype=np.int8), "b": np.zeros((0, 4), np.int32), "c": np.arange(40.0)}
+    columns: dict[str, Array] = {
+        "a": np.arange(3, dtype=np.int8),
+        "b": np.zeros((0, 4), np.int32),
+        "c": np.arange(40.0),
+    }
     contents = read_contents(write_contents("group", columns, b""))
 
     seen = view_columns(contents.columns, laid_out(columns), 0)
