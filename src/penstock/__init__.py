@@ -13,26 +13,46 @@ if TYPE_CHECKING:
     from .pipeline.carriers import connect, serve
     from .pipeline.channel import ChannelStatistics, ReceiveChannel, SendChannel
     from .pipeline.context import Context, Worker, current, drop
+    from .pipeline.each import each
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
+    from .pipeline.placement import here, processes
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
     from .schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
+    from .stages.advantage_normalizer import AdvantageNormalizer
+    from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
+    from .stages.policies import Completion, NoOpPolicy, Policy, Sampler, Tokenizer
+    from .stages.source_env import SourceEnv
+    from .stages.torch_policy import TorchPolicy
 
 __all__ = [
+    "AdvantageNormalizer",
     "Balance",
     "ChannelStatistics",
+    "Completion",
     "Context",
+    "EnvironmentFailed",
     "GroupId",
     "JsonlSink",
     "Ledger",
     "Metrics",
+    "NoOpPolicy",
+    "OutsideEnvironment",
+    "Policy",
     "ReceiveChannel",
+    "Rollout",
+    "Sampler",
+    "ScoredDataset",
     "SendChannel",
     "Sink",
     "Source",
+    "SourceEnv",
     "Stage",
+    "StepEnvironment",
     "StopReason",
+    "Tokenizer",
+    "TorchPolicy",
     "TrainBatch",
     "Trajectory",
     "TrajectoryGroup",
@@ -41,8 +61,11 @@ __all__ = [
     "connect",
     "current",
     "drop",
+    "each",
     "get_logger",
+    "here",
     "memory_channel",
+    "processes",
     "serve",
 ]
 
@@ -50,11 +73,18 @@ _HOMES = {
     "pipeline.carriers": ("connect", "serve"),
     "pipeline.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
     "pipeline.context": ("Context", "Worker", "current", "drop"),
+    "pipeline.each": ("each",),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
+    "pipeline.placement": ("here", "processes"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
     "schemas": ("GroupId", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
+    "stages.advantage_normalizer": ("AdvantageNormalizer",),
+    "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
+    "stages.policies": ("Completion", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"),
+    "stages.source_env": ("SourceEnv",),
+    "stages.torch_policy": ("TorchPolicy",),
 }
 """Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""
 
@@ -64,7 +94,7 @@ _EXTRAS = {"torch": "torch", "safetensors": "torch"}
 """The extra that brings each optional dependency."""
 
 
-def __getattr__(name: str) -> object:
+def _imported(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562).
 
     Raises:
@@ -88,6 +118,10 @@ def _translated(name: str, error: ModuleNotFoundError) -> ImportError:
     if extra is None:
         return error
     return MissingExtra(f"penstock.{name} needs {error.name}, which is not installed: pip install 'penstock[{extra}]'")
+
+
+if not TYPE_CHECKING:  # type checkers read the imports above; with this, they would believe in any name
+    __getattr__ = _imported
 
 
 def __dir__() -> list[str]:
