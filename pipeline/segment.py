@@ -156,10 +156,12 @@ class SegmentReader:
         """Map the segment; `fd` stays the caller's.
 
         Raises:
-            StaleDescriptor: the file is smaller than declared, or could shrink under the reader.
+            StaleDescriptor: the file is smaller than declared, could shrink under the reader, or has no slots.
         """
         self.slots = slots
         self.slot_bytes = slot_bytes
+        if slots < 1 or slot_bytes < ALIGNMENT:
+            raise StaleDescriptor(f"expected at least one slot of {ALIGNMENT} bytes, got {slots} of {slot_bytes}")
         nbytes = segment_bytes(slots, slot_bytes)
         size = os.fstat(fd).st_size
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -140,6 +140,12 @@ def test_memory_that_could_shrink_is_not_mapped() -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 1024), (-1, 1024), (4, 0), (4, -64)])
+def test_a_segment_without_slots_is_refused(writer: SegmentWriter, slots: int, slot_bytes: int) -> None:
+    with pytest.raises(StaleDescriptor, match="at least one slot"):
+        SegmentReader(writer.fd, slots, slot_bytes)
+
+
 def test_memory_that_the_machine_does_not_have_is_an_error_at_the_start() -> None:
     with pytest.raises(OutOfSharedMemory, match="lower capacity_bytes"):
         SegmentWriter(2**50 // DEFAULT_SLOT_BYTES)

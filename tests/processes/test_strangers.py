@@ -1,0 +1,141 @@
+"""What a receiver does with those who do not belong: a counted refusal, and the others go on."""
+
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+import zmq
+
+from penstock import TrainBatch, TrajectoryGroup, connect, serve
+from penstock.errors import PeerClosed, PeerLost, ProtocolMismatch
+from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.remote_sender import RemoteSender
+from penstock.schemas import control
+from penstock.schemas.descriptor import Descriptor
+from penstock.testing import group
+
+
+def frame(message: control.Message) -> bytes:
+    body = control.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+def hello(**changes: Any) -> control.Hello:
+    fields = {"carrier": "shm", "kind": "group", "identity": b"p" + bytes(15), "name": "stranger", "pid": 1}
+    return control.Hello(**({"version": control.PROTOCOL_VERSION} | fields | changes))
+
+
+def say_at_the_door(url: str, said: bytes) -> bytes:
+    """What the receiver answers until it closes, or falls silent."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(10)
+        door.connect(str(Path(url.removeprefix("shm://")) / "door"))
+        door.sendall(said)
+        door.shutdown(socket.SHUT_WR)
+        heard = b""
+        while part := door.recv(4096):
+            heard += part
+        return heard
+
+
+async def still_works(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    async with connect(inbox.url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="after"))
+        assert (await inbox.receive()).instance_id == "after"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\x00",
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+        frame(control.Goodbye(0)),
+        frame(hello()),
+        frame(hello()) + frame(control.Offer(2**60, 2**60, 2**60)),
+    ],
+    ids=range(8),
+)
+async def test_nonsense_at_the_door_is_counted_and_changes_nothing(said: bytes) -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        await anyio.to_thread.run_sync(say_at_the_door, inbox.url, said)
+        await still_works(inbox)
+        assert inbox.rejected == 1
+
+
+async def test_another_protocol_version_is_refused_by_name() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        answer = await anyio.to_thread.run_sync(say_at_the_door, inbox.url, frame(hello(version=99)))
+        await still_works(inbox)
+    refused = control.decode(answer[4:])
+    assert isinstance(refused, control.Refused)
+    assert refused.error == "ProtocolMismatch"
+    assert "expected protocol version 1, got 99" in refused.reason
+
+
+async def test_a_sender_of_other_records_is_refused_with_both_kinds() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        with pytest.raises(ProtocolMismatch, match="expected group over shm, got batch over shm"):
+            async with connect(inbox.url, TrainBatch):
+                pass
+
+
+async def test_a_stranger_at_the_data_socket_is_not_heard() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger.connect(f"ipc://{inbox.url.removeprefix('shm://')}/data")
+        stranger.send(control.encode(control.Publish((Descriptor(1, 0, 1, 1, 64),))))
+        stranger.send(b"\xc1" * 1000)
+        while inbox.rejected < 2:
+            await anyio.lowlevel.checkpoint()
+        stranger.close(linger=0)
+        await still_works(inbox)
+
+
+async def send_until_refused(outbox: RemoteSender[TrajectoryGroup]) -> None:
+    while True:
+        await outbox.send(group())
+
+
+FORGED = [
+    control.Publish((Descriptor(1, 2**31, 1, 1, 64),)),
+    control.Publish((Descriptor(1, 0, 2**31, 1, 64),)),
+    control.Publish((Descriptor(1, 0, 1, 7, 64),)),
+    control.Publish((Descriptor(9, 0, 1, 1, 64),)),
+    control.Publish((Descriptor(1, -1, 1, 1, -64),)),
+    control.Goodbye(3),
+    control.Ready(),
+]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=range(len(FORGED)))
+async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on(forged: control.Message) -> None:
+    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
+            assert isinstance(outbox, RemoteSender)
+            outbox._line.tell(forged)
+            with pytest.raises(PeerLost, match=r"the forger .* broke the protocol and was cut off"):
+                await inbox.receive()
+            with pytest.raises((PeerClosed, PeerLost)):
+                await send_until_refused(outbox)
+        await still_works(inbox)
+        assert inbox.rejected >= 1
+
+
+async def test_a_release_that_was_never_due_is_passed_over() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="0"))
+        await inbox.receive()
+        peer = next(iter(inbox._peers.values()))
+        inbox._say(peer, control.Release(((5, 1), (0, 99))))
+        inbox._socket.send_multipart([peer.identity, b"\xc1"])
+        for number in range(1, 200):
+            await outbox.send(group(instance_id=str(number)))
+            assert (await inbox.receive()).instance_id == str(number)
