@@ -1,0 +1,179 @@
+"""Batcher: groups to train batches, packed end to end, whole groups only.
+
+A group is copied as it arrives, so the slot that it came from is free again at once. What ships and when:
+
+1. With `sequences`: as soon as the batch holds that many trajectories.
+   Without: as soon as a group of the mean size of those in the batch would no longer fit, so that a batch never waits
+   for a group only to find that there is no room for it.
+2. In any case when a group arrives that does not fit; that group begins the next batch.
+3. At the end of the stream: what there is.
+
+Staleness is exact. Lag is counted at the optimizer step that will train the batch: every batch that was shipped before
+and is still in flight takes one step first. So no group ages past the bound by waiting in the channel behind us.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.context import current, drop
+from ..pipeline.errors import RecordTooLarge
+from ..pipeline.ledger import Ledger
+from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
+from ..schemas.batch import oldest_versions
+from .advantages import deviations
+
+__all__ = ["Batcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batcher:
+    """Pack groups into batches of at most `max_tokens` tokens.
+
+    >>> Batcher(max_tokens=16_384, max_lag=4).takes_at_most_tokens
+    16384
+
+    Args:
+        max_tokens: tokens that a batch holds at most, prompts included.
+        max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains;
+            a group with an older one is dropped as stale. None for no bound.
+        drop_zero_variance: drop groups of two or more whose rewards are all equal.
+        sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+
+    max_tokens: int
+    max_lag: int | None = None
+    drop_zero_variance: bool = False
+    sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"max_tokens": 1, "max_lag": 0, "sequences": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name}: expected at least {bound}, got {value}")
+
+    @property
+    def takes_at_most_tokens(self) -> int:
+        """The largest group that fits; `Pipeline.check` compares it with what the source samples."""
+        return self.max_tokens
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
+        """See `Stage`.
+
+        Raises:
+            RecordTooLarge: a group holds more tokens than a batch ever will.
+            InvalidRecord: groups have different columns.
+        """
+        filling = _Filling(self, current().ledger)
+        async for group in inbox:
+            displaced = filling.take(group)
+            del group  # copied or dropped: its slot must not wait until the next one comes
+            if displaced is not None:
+                await outbox.send(displaced)
+            if filling.full and (batch := filling.ship()) is not None:
+                await outbox.send(batch)
+        if (rest := filling.ship()) is not None:
+            await outbox.send(rest)
+
+
+class _Filling:
+    """The batch that is being filled, and the ones that were shipped and not trained yet. Decides; awaits nothing."""
+
+    __slots__ = ("_ledger", "_packer", "_rules", "_shipped")
+
+    def __init__(self, rules: Batcher, ledger: Ledger) -> None:
+        self._rules = rules
+        self._ledger = ledger
+        self._packer = Packer(rules.max_tokens)
+        self._shipped: deque[TrajectoryId] = deque()
+        """One trajectory of each shipped batch that may still be waiting or training, oldest first."""
+
+    @property
+    def full(self) -> bool:
+        """Whether there is nothing to wait for."""
+        packer = self._packer
+        if self._rules.sequences is not None:
+            return packer.sequences >= self._rules.sequences
+        return packer.tokens * (packer.groups + 1) > self._rules.max_tokens * packer.groups
+
+    def take(self, group: TrajectoryGroup) -> TrainBatch | None:
+        """Copy `group` in, or drop it; the batch that had to make way for it, if any."""
+        if len(group.tokens) > self._rules.max_tokens:
+            raise RecordTooLarge(
+                f"{group.env}/{group.instance_id}: expected a group of at most {self._rules.max_tokens} tokens "
+                f"(max_tokens of this Batcher), got {len(group)} sequences of {len(group.tokens)} tokens in all: "
+                f"raise max_tokens, or sample smaller groups or shorter completions"
+            )
+        if reason := self._useless(group):
+            drop(group, "filtered", reason)
+            return None
+        displaced = None if self._packer.fits(group) else self.ship()
+        if self._stale(group.policy_versions, group.offsets).any():
+            drop(group, "stale", self._too_old)
+        else:
+            self._packer.add(group)
+        return displaced
+
+    def ship(self) -> TrainBatch | None:
+        """The batch as it is sent, less what became stale meanwhile; None if nothing is left."""
+        if not self._packer.groups:
+            return None
+        batch = self._fresh(self._packer.pack())
+        if batch is not None:
+            self._shipped.append(batch.ids[0])
+            self._observe(batch)
+        return batch
+
+    def _useless(self, group: TrajectoryGroup) -> str:
+        """Why nothing can be learned from the group; empty if something can."""
+        live = group.completion_lengths() > 0
+        if not live.any():
+            return "nothing to train"
+        if not self._rules.drop_zero_variance or live.sum() == 1:
+            return ""
+        return "" if deviations(group.rewards, live, np.array([len(group)]))[0] else "zero variance"
+
+    def _fresh(self, batch: TrainBatch) -> TrainBatch | None:
+        """The batch without its stale groups: where the trainer took more steps than there were batches."""
+        stale = self._stale(batch.policy_versions, batch.cu_seqlens)
+        if not stale.any():
+            return batch
+        owners = batch.group_of_sequence()
+        keep = np.bincount(owners, stale, len(batch.groups)) == 0
+        dropped = ~keep[owners]
+        drop((id_ for id_, gone in zip(batch.ids, dropped.tolist(), strict=True) if gone), "stale", self._too_old)
+        return batch.select(keep) if keep.any() else None
+
+    def _stale(self, versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[S] which sequences would be older than the bound when they are trained."""
+        if self._rules.max_lag is None:
+            return np.zeros(len(offsets) - 1, np.bool_)
+        lags = self._training_version() - oldest_versions(versions, offsets)
+        return (lags > self._rules.max_lag) & (np.diff(offsets) > 0)
+
+    def _training_version(self) -> int:
+        """The version of the weights that the next batch to ship will train."""
+        while self._shipped and not self._ledger.is_open(self._shipped[0]):
+            self._shipped.popleft()
+        return self._ledger.step + len(self._shipped)
+
+    @property
+    def _too_old(self) -> str:
+        return f"lag over {self._rules.max_lag}"
+
+    def _observe(self, batch: TrainBatch) -> None:
+        metrics, lengths = current().metrics, batch.lengths()
+        metrics.mean("batch/sequences", len(batch))
+        metrics.mean("batch/groups", len(batch.groups))
+        metrics.mean("batch/tokens", len(batch.tokens))
+        metrics.mean("batch/packing_efficiency", len(batch.tokens) / self._rules.max_tokens)
+        metrics.mean("batch/padding_efficiency", lengths.mean() / lengths.max(), weight=lengths.max() * len(batch))
