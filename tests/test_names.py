@@ -61,11 +61,11 @@ def test_type_checkers_are_told_the_same_as_the_interpreter() -> None:
     assert {name for _, name in at_run_time} == set(penstock.__all__)
 
 
-@pytest.mark.parametrize("name", ["errors", "testing"])
-def test_what_is_public_in_the_pipeline_folder_is_public_at_the_top(name: str) -> None:
-    inner = importlib.import_module(f"penstock.pipeline.{name}")
+@pytest.mark.parametrize(("module", "sources"), [("errors", ["errors"]), ("testing", ["conformance", "testing"])])
+def test_what_is_public_in_the_pipeline_folder_is_public_at_the_top(module: str, sources: list[str]) -> None:
+    inner = [name for source in sources for name in importlib.import_module(f"penstock.pipeline.{source}").__all__]
 
-    assert sorted(inner.__all__) == importlib.import_module(f"penstock.{name}").__all__
+    assert sorted(inner) == importlib.import_module(f"penstock.{module}").__all__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -1,7 +1,21 @@
-"""What penstock's own tests are made of, for yours: drive a stage alone, build records, hold a channel to the rules."""
+"""What penstock's own tests are made of, for yours: drive one stage alone, build records, hold a channel to its rules."""
 
 from __future__ import annotations
 
+from .pipeline.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
 from .pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, group, trajectory
 
-__all__ = ["Driven", "VirtualClock", "batch", "drive", "drive_sink", "drive_source", "group", "trajectory"]
+__all__ = [
+    "CHANNEL_RULES",
+    "Driven",
+    "Ends",
+    "MakeChannel",
+    "VirtualClock",
+    "batch",
+    "check_channel",
+    "drive",
+    "drive_sink",
+    "drive_source",
+    "group",
+    "trajectory",
+]
