@@ -99,6 +99,11 @@ class SourceEnv:
             await _Crew(self, tasks, sampler, outbox, context).work()
 
     @property
+    def sends_at_most_tokens(self) -> int | None:
+        """Tokens of the largest group, for `pipeline.check()`; None where `max_length` does not bound them."""
+        return None if self.max_length is None else self.group_size * self.max_length
+
+    @property
     def env_name(self) -> str:
         """The environment's name in every id."""
         if self.name:

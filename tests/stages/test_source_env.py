@@ -161,6 +161,11 @@ async def test_no_sequence_is_longer_than_max_length() -> None:
     assert group.stop_reasons.tolist() == [StopReason.LENGTH]
 
 
+def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
+    assert source(max_length=13).sends_at_most_tokens == 3 * 13
+    assert source().sends_at_most_tokens is None
+
+
 async def test_a_prompt_that_leaves_no_room_to_answer_is_rejected() -> None:
     driven = await sampled(source(max_length=4))
 
