@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self
@@ -18,7 +17,7 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ..schemas import GroupId, ProtocolMismatch
+from ..schemas import ProtocolMismatch
 from ..schemas.control import (
     PROTOCOL_VERSION,
     Closed,
@@ -34,12 +33,12 @@ from ..schemas.control import (
     decode,
     encode,
 )
-from ..schemas.descriptor import aligned, write_contents
+from ..schemas.descriptor import record_bytes, write_contents
 from .carrier import Outlet, Parcel, R, Record
 from .channel import ChannelStatistics
 from .door import Door
 from .errors import ChannelFull, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
-from .ledger import EndState
+from .ledger import Origin
 from .memory import CHECKPOINT_EVERY
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
@@ -68,7 +67,7 @@ class SenderLine:
         """Sequence number of the last record."""
         self.failure: PeerClosed | PeerLost | None = None
         """Why nothing can be sent any more."""
-        self.on_ended: Callable[[GroupId, int, EndState, int], None] | None = None
+        self.on_ended: Origin | None = None
         """Is told how trajectories ended."""
         self.waiting = Waiters()
         self._door = door
@@ -107,7 +106,7 @@ class SenderLine:
             raise self.failure
         columns = record.columns()
         contents = write_contents(record.kind, columns, record.header())
-        nbytes = aligned(len(contents)) + sum(aligned(column.nbytes) for column in columns.values())
+        nbytes = record_bytes(contents, columns)
         parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
         if parcel is None:
             self.drain()
@@ -234,6 +233,15 @@ class RemoteSender(Generic[R]):
         """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
         if not self._closed:
             self._line.tell(Observed(observed))
+
+    def on_ended(self, listener: Origin) -> None:
+        """Have `listener` told how trajectories ended that were sent here."""
+        self._line.on_ended = listener
+
+    @property
+    def failure(self) -> PeerClosed | PeerLost | None:
+        """What `send` raises from now on because the receiver closed the channel, or died; None while all is well."""
+        return self._line.failure
 
     def clone(self) -> RemoteSender[R]:
         """Another sending end of the same connection.

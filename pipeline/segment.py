@@ -97,7 +97,7 @@ class SegmentWriter:
         for column in columns.values():
             if size := column.nbytes:
                 target[offset : offset + size] = _as_bytes(column)
-                offset += -(-size // ALIGNMENT) * ALIGNMENT
+                offset += aligned(size)
 
     def publish(self, span: Span, sequence: int, contents_bytes: int, nbytes: int) -> None:
         """From now on the span is the reader's, also if this process is killed before it can say so."""
@@ -119,8 +119,10 @@ class SegmentWriter:
 
 
 def _as_bytes(column: Array) -> memoryview:
-    contiguous = column if column.flags.c_contiguous else np.ascontiguousarray(column)
-    return memoryview(contiguous).cast("B")  # type: ignore[arg-type]
+    try:
+        return column.data.cast("B")
+    except TypeError:  # not contiguous: cheaper to find out than to ask every time
+        return np.ascontiguousarray(column).data.cast("B")
 
 
 class Lease:

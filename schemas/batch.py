@@ -127,7 +127,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def lengths(self) -> NDArray[np.int64]:
         """[B] tokens of each sequence."""
-        return np.diff(self.cu_seqlens)
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def completion_lengths(self) -> NDArray[np.int64]:
         """[B] tokens of each sequence that train."""

@@ -129,7 +129,7 @@ def _check_shape(name: str, column: Array, rule: ColumnRule, lengths: dict[str, 
 def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """[S] how many entries of `mask` [N] are true in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
     counts = np.zeros(len(offsets) - 1, np.int64)
-    filled = np.diff(offsets) > 0
+    filled = offsets[1:] > offsets[:-1]
     if filled.any():
         counts[filled] = np.add.reduceat(mask.view(np.uint8), offsets[:-1][filled], dtype=np.uint32)
     return counts

@@ -15,7 +15,16 @@ import numpy as np
 from .columns import Array, ColumnSpec
 from .errors import InvalidRecord
 
-__all__ = ["ALIGNMENT", "Contents", "Descriptor", "aligned", "read_contents", "view_columns", "write_contents"]
+__all__ = [
+    "ALIGNMENT",
+    "Contents",
+    "Descriptor",
+    "aligned",
+    "read_contents",
+    "record_bytes",
+    "view_columns",
+    "write_contents",
+]
 
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
@@ -58,7 +67,15 @@ _decode = msgspec.msgpack.Decoder(Contents).decode
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def record_bytes(contents: bytes, columns: dict[str, Array]) -> int:
+    """Bytes that a record takes: its contents and its columns, each rounded up."""
+    nbytes = aligned(len(contents))
+    for column in columns.values():
+        nbytes += aligned(column.nbytes)
+    return nbytes
 
 
 def write_contents(kind: str, columns: dict[str, Array], header: bytes) -> bytes:
@@ -107,5 +124,5 @@ def view_columns(specs: Sequence[ColumnSpec], payload: Array, offset: int) -> di
                 f"{name}: expected {code} {list(shape)} within {len(payload)} bytes from byte {offset}, got {error}"
             ) from None
         columns[name] = column
-        offset += -(-column.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += aligned(column.nbytes)
     return columns

@@ -279,7 +279,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def lengths(self) -> NDArray[np.int64]:
         """[S] tokens of each sequence, prompt included."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def completion_lengths(self) -> NDArray[np.int64]:
         """[S] tokens of each sequence that the policy sampled and that train."""

@@ -1,4 +1,4 @@
-"""What penstock's own tests are made of, for yours: drive one stage alone, build records, hold a channel to its rules."""
+"""What penstock's own tests are made of, for yours: drive a stage alone, build records, hold a channel to the rules."""
 
 from __future__ import annotations
 
