@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from ..pipeline.channel import SendChannel
@@ -148,14 +149,21 @@ class _Crew:
     async def work(self) -> None:
         async with anyio.create_task_group() as groups:
             self._everyone = groups.cancel_scope
-            for number in self._source.numbers(self._context.worker):
-                await self._groups.acquire()
-                await self._pace.room()
-                group = GroupId(self._env, instance_id(number, self._context.worker))
-                self._context.ledger.admit(group, range(self._source.group_size))
-                groups.start_soon(self._group, group, number)
+            try:
+                await self._begin(groups)
+            except Exception as error:  # noqa: BLE001 (raised again below)
+                self._fail(error)
         if self._failure is not None:
             raise self._failure
+
+    async def _begin(self, groups: TaskGroup) -> None:
+        """Begin one group after another, each when there is a place for it and the trainer can keep up."""
+        for number in self._source.numbers(self._context.worker):
+            await self._groups.acquire()
+            await self._pace.room()
+            group = GroupId(self._env, instance_id(number, self._context.worker))
+            self._context.ledger.admit(group, range(self._source.group_size))
+            groups.start_soon(self._group, group, number)
 
     async def _group(self, group: GroupId, number: int) -> None:
         """Sample a group and send it, holding its place until it is sent."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from tests.fake_policy import FakePolicy, Letters, said
 
 from penstock.pipeline.context import Context, Worker, entered
-from penstock.pipeline.errors import InvalidConfig, InvalidRecord
+from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
 from penstock.pipeline.memory import memory_channel
 from penstock.schemas import GroupId, StopReason, TrajectoryGroup
 from penstock.stages.environments import Rollout
@@ -252,6 +253,40 @@ async def test_an_environment_that_blocks_for_ever_holds_up_neither_the_loop_nor
 
     release.set()
     assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 0.05 s": 3}
+
+
+def test_a_run_that_is_cancelled_waits_for_its_environments_two_seconds_at_most() -> None:
+    clock, stuck, release = VirtualClock(), threading.Event(), threading.Event()
+
+    class Stuck(Game):
+        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            stuck.set()
+            release.wait()
+            return super().reset(seed=seed)
+
+    async def main() -> None:
+        outbox, inbox = memory_channel[TrajectoryGroup](1)
+        async with inbox, outbox, anyio.create_task_group() as tasks:
+            tasks.start_soon(source(Stuck, timeout_s=math.inf).run, outbox)
+            while not stuck.is_set():
+                await checkpoint()
+            tasks.cancel_scope.cancel()
+
+    clock.run(main)
+
+    release.set()
+    assert clock.now_s == 2
+
+
+async def test_a_name_that_was_trained_before_ends_the_run() -> None:
+    context = Context()
+    context.ledger.restore({GroupId("Ready", "0"): 0b1}, step=5)
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+
+    with entered(context):
+        async with inbox, outbox:
+            with pytest.raises(LedgerImbalance, match="expected ids that are never reused"):
+                await SourceEnv(Ready, NoOpPolicy()).run(outbox)
 
 
 async def test_an_error_of_the_policy_ends_the_run_as_it_is() -> None:
