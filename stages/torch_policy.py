@@ -118,7 +118,7 @@ def generate(
     *,
     eos_id: int,
     generator: torch.Generator,
-    interrupted: Callable[[], bool] = bool,
+    before_token: Callable[[], None] = lambda: None,
 ) -> Sampled:
     """Sample one completion a request, all of them together.
 
@@ -127,15 +127,14 @@ def generate(
         requests: at least one.
         eos_id: the token that ends a completion.
         generator: on the model's device.
-        interrupted: asked before each token; once true, what is there is returned.
+        before_token: called before each token; what it raises ends the batch.
     """
     rows = _Rows.of(requests, generator.device)
     logits = rows.read_prompts(model, [request.prompt for request in requests])
     tokens = torch.full((len(requests), rows.allowance), eos_id, device=generator.device)
     logprobs = torch.zeros(tokens.shape, device=generator.device)
     for t in range(rows.allowance):
-        if interrupted():
-            break
+        before_token()
         chosen, logprob = rows.draw(logits, generator)
         tokens[rows.live, t] = chosen
         logprobs[rows.live, t] = logprob
@@ -312,8 +311,7 @@ class TorchSampler:
                 f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
                 f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
             )
-        if self._closed:
-            raise anyio.ClosedResourceError
+        self._check_open()
         if not prompts:
             return []
         requests = [Request(np.asarray(prompt, np.int32), max_tokens, temperature, greedy) for prompt in prompts]
@@ -376,8 +374,12 @@ class TorchSampler:
             requests,
             eos_id=self._eos_id,
             generator=self._generator,
-            interrupted=lambda: self._closed,
+            before_token=self._check_open,
         )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise anyio.ClosedResourceError
 
     def _observe(self, sampled: Sampled) -> None:
         metrics = current().metrics

@@ -1,4 +1,5 @@
 import pickle
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,6 +8,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from tests.tiny_model import TinyModel
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
 from penstock.stages.causal_model import KVCache, causal_attend
-from penstock.stages.policies import Completion
+from penstock.stages.policies import Completion, Sampler
 from penstock.stages.torch_policy import Request, TorchPolicy, TorchSampler, generate
 
 EOS = 3
@@ -136,12 +138,33 @@ def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> None:
     assert model.rows == [1, 4, 4]
 
 
-def test_an_interrupted_batch_returns_at_once() -> None:
-    model = Counting()
+async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_completion() -> None:
+    begun, closed, told = threading.Event(), threading.Event(), anyio.Event()
 
-    generate(model, [Request(prompt(1), 50)], eos_id=99, generator=seeded(), interrupted=lambda: len(model.rows) == 3)
+    class Waiting(Counting):
+        def new_cache(self, batch: int, capacity: int) -> KVCache:
+            begun.set()
+            closed.wait()
+            return super().new_cache(batch, capacity)
 
-    assert len(model.rows) == 3
+    async def ask(sampler: Sampler) -> None:
+        with pytest.raises(anyio.ClosedResourceError):
+            await sampler.sample([prompt(1)], max_tokens=50)
+        told.set()
+
+    model = Waiting()
+    sampler = TorchSampler(model, None, 99, seeded(), max_rows=8)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sampler.serve)
+        tasks.start_soon(ask, sampler)
+        while not begun.is_set():
+            await checkpoint()
+        sampler.close()
+        closed.set()
+        await told.wait()
+        tasks.cancel_scope.cancel()
+
+    assert model.rows == [1]
 
 
 async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
