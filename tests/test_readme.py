@@ -12,9 +12,9 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,26 +59,27 @@ def run_as_script(source: str, path: Path) -> None:
 
 
 def run_here(source: str, page: Path) -> None:
+    """The blocks, then the tests that they define; within an event loop only if the blocks await something."""
     module = ModuleType(f"{page.stem.replace('-', '_')}_page")
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    asyncio.run(run_blocks(code, module))
-
-
-async def run_blocks(code: CodeType, module: ModuleType) -> None:
-    """The blocks, then the tests that they define, in one event loop."""
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        await finished(eval(code, vars(module)))  # noqa: S307 (our own pages)
+        finish(lambda: eval(code, vars(module)), awaits=bool(code.co_flags & inspect.CO_COROUTINE))  # noqa: S307 (ours)
         for name, test in list(vars(module).items()):
-            if name.startswith("test_") and test.__module__ == module.__name__:
-                await finished(test())
+            if name.startswith("test_"):
+                finish(test, awaits=inspect.iscoroutinefunction(test))
     finally:
         del sys.modules[module.__name__]
 
 
-async def finished(result: Coroutine[Any, Any, object] | object) -> None:
-    if inspect.iscoroutine(result):
-        await result
+def finish(call: Callable[[], Any], *, awaits: bool) -> None:
+    async def awaited() -> None:
+        await call()
+
+    if awaits:
+        asyncio.run(awaited())
+    else:
+        call()
 
 
 def test_the_readme_is_short() -> None:

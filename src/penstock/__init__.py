@@ -14,38 +14,53 @@ if TYPE_CHECKING:
     from .pipeline.channel import ChannelStatistics, ReceiveChannel, SendChannel
     from .pipeline.context import Context, Worker, current, drop
     from .pipeline.each import each
+    from .pipeline.flow import Flow, Pipeline, source
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
     from .pipeline.placement import here, processes
+    from .pipeline.policy import WeightPublisher, WeightSubscriber
     from .pipeline.stage import Sink, Source, Stage
+    from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
     from .schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
     from .stages.advantage_normalizer import AdvantageNormalizer
+    from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
+    from .stages.losses import AdvantageWeighted, PPOClip
     from .stages.policies import Completion, NoOpPolicy, Policy, Sampler, Tokenizer
+    from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_env import SourceEnv
     from .stages.torch_policy import TorchPolicy
+    from .stages.torch_trainer import TorchTrainer
 
 __all__ = [
     "AdvantageNormalizer",
+    "AdvantageWeighted",
     "Balance",
+    "Batcher",
     "ChannelStatistics",
     "Completion",
     "Context",
     "EnvironmentFailed",
+    "Flow",
     "GroupId",
     "JsonlSink",
     "Ledger",
     "Metrics",
     "NoOpPolicy",
     "OutsideEnvironment",
+    "PPOClip",
+    "Pipeline",
+    "PipelineStatistics",
     "Policy",
     "ReceiveChannel",
+    "Report",
     "Rollout",
     "Sampler",
     "ScoredDataset",
     "SendChannel",
     "Sink",
+    "SinkTrainer",
     "Source",
     "SourceEnv",
     "Stage",
@@ -53,10 +68,15 @@ __all__ = [
     "StopReason",
     "Tokenizer",
     "TorchPolicy",
+    "TorchTrainer",
     "TrainBatch",
+    "Trainer",
     "Trajectory",
     "TrajectoryGroup",
     "TrajectoryId",
+    "WeightPublisher",
+    "WeightSubscriber",
+    "WeightedTrainer",
     "Worker",
     "connect",
     "current",
@@ -67,6 +87,7 @@ __all__ = [
     "memory_channel",
     "processes",
     "serve",
+    "source",
 ]
 
 _HOMES = {
@@ -74,17 +95,24 @@ _HOMES = {
     "pipeline.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
     "pipeline.context": ("Context", "Worker", "current", "drop"),
     "pipeline.each": ("each",),
+    "pipeline.flow": ("Flow", "Pipeline", "source"),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
     "pipeline.placement": ("here", "processes"),
+    "pipeline.policy": ("WeightPublisher", "WeightSubscriber"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
+    "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
     "schemas": ("GroupId", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
+    "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
+    "stages.losses": ("AdvantageWeighted", "PPOClip"),
     "stages.policies": ("Completion", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"),
+    "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_env": ("SourceEnv",),
     "stages.torch_policy": ("TorchPolicy",),
+    "stages.torch_trainer": ("TorchTrainer",),
 }
 """Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""
 

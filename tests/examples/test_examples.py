@@ -1,0 +1,53 @@
+"""Every example runs as its reader would run it, and prints what its README says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
+LONGEST = 80
+
+
+def run(name: str) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr
+    return ran.stdout
+
+
+def test_hello_prints_the_rewards_of_three_groups() -> None:
+    lines = run("hello.py").splitlines()
+
+    assert [line.partition(":")[0] for line in lines] == ["group 0", "group 1", "group 2"]
+
+
+def test_custom_stage_takes_its_penalty_off_the_reward() -> None:
+    assert "prompt 3: lengths [5, 9], rewards [1.0, 0.5]" in run("custom_stage.py").splitlines()
+
+
+def test_two_processes_count_every_token_that_was_sent() -> None:
+    assert run("two_processes.py") == "8000 trajectories, 8192000 tokens; the sampler exited with 0\n"
+
+
+@pytest.mark.parametrize("name", [*SMALL, "arithmetic_grpo.py"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= LONGEST
+
+
+def test_the_readme_names_every_example_in_reading_order() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+
+    assert re.findall(r"^\d\. \[(\w+\.py)\]", text, re.MULTILINE) == [*SMALL, "arithmetic_grpo.py"]
+
+
+def test_every_example_script_is_in_the_readme() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+
+    assert {name for name in scripts if not name.startswith("test_")} == {*SMALL, "arithmetic_grpo.py"}

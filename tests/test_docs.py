@@ -1,0 +1,61 @@
+"""Every public name is documented where it stands and mentioned where people read; examples in docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock
+import penstock.errors
+import penstock.testing
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = [penstock, penstock.errors, penstock.testing]
+
+
+def public_names() -> list[tuple[str, object]]:
+    return [(name, getattr(module, name)) for module in PUBLIC for name in module.__all__]
+
+
+def modules() -> list[str]:
+    """Every module of the package, by import name."""
+    folders = ("schemas", "pipeline", "stages")
+    paths = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [".".join(("penstock", *path.with_suffix("").parts)).removesuffix(".__init__") for path in paths]
+
+
+def pages() -> str:
+    return "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
+
+
+@pytest.mark.parametrize(("name", "value"), public_names(), ids=lambda each: each if isinstance(each, str) else "")
+def test_every_public_name_has_a_docstring_of_its_own(name: str, value: object) -> None:
+    written = inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else "a type alias"
+
+    assert written
+    assert not written.startswith(f"{name}("), "expected a sentence, got the signature that a dataclass makes up"
+
+
+def test_every_public_name_is_mentioned_in_the_docs() -> None:
+    words = set(re.findall(r"\w+", pages()))
+
+    assert [name for name, _ in public_names() if name not in words] == []
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_in_docstrings_run(name: str) -> None:
+    module = importlib.import_module(name)
+
+    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_says_what_it_owns(name: str) -> None:
+    assert importlib.import_module(name).__doc__
