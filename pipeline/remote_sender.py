@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Generic, Self
 
@@ -74,6 +75,8 @@ class SenderLine:
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Parcel] = []
+        self._severed = False
+        """Whether the socket has nobody to send to any more."""
         self._flush_scheduled = False
         self._parted = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
@@ -104,6 +107,8 @@ class SenderLine:
         """
         if self.failure is not None:
             raise self.failure
+        if self._severed:
+            raise ChannelFull(f"the connection to {self.welcome.name} is gone, and its door has not said why yet")
         columns = record.columns()
         contents = write_contents(record.kind, columns, record.header())
         nbytes = record_bytes(contents, columns)
@@ -127,16 +132,30 @@ class SenderLine:
     def flush(self) -> None:
         """Let the descriptors go."""
         self._flush_scheduled = False
-        if self._outgoing and self.failure is None:
+        if self._outgoing and self._connected:
             parcels, self._outgoing = self._outgoing, []
-            self.outlet.post(self._socket, parcels)
+            with self._noticing_severance():
+                self.outlet.post(self._socket, parcels)
             self.drain()
+
+    @property
+    def _connected(self) -> bool:
+        return self.failure is None and not self._severed
+
+    @contextmanager
+    def _noticing_severance(self) -> Iterator[None]:
+        """ZeroMQ refuses to send when the other end is gone; whether it closed or died, the door is about to tell."""
+        try:
+            yield
+        except zmq.Again:
+            self._severed = True
 
     def tell(self, message: Message) -> None:
         """Send a message of control, after the descriptors that precede it."""
         self.flush()
-        if self.failure is None:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+        if self._connected:
+            with self._noticing_severance():
+                self._socket.send(encode(message), zmq.NOBLOCK)
             self.drain()
 
     def drain(self) -> None:
