@@ -53,8 +53,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What was said: a Completion by the policy, bare token ids by anybody else. The prompt comes first."""
     reward: float
     stop_reason: StopReason = StopReason.STOP
-    text: str | None = None
-    """What the policy said, as text, for rewards that read it."""
 
 
 @runtime_checkable
@@ -241,7 +239,7 @@ class _Question:
             return Rollout(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH)
         text = _text(self._tokenizer, answer)
         reward = await self._caller(partial(self._dataset.score_answer, text, self._entry), _reward)
-        return Rollout(turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason, text=text)
+        return Rollout(turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason)
 
 
 # -- step-wise environments ----------------------------------------------------------------------------------------
@@ -368,20 +366,19 @@ class _Game:
 
     async def _played(self, env: _Copy, speak: Speak) -> Rollout:
         turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
-        reward, texts, stop_reason = 0.0, list[str](), StopReason.LENGTH
+        reward, stop_reason = 0.0, StopReason.LENGTH
         while (answer := await speak(turns)) is not None:
             turns.append(answer)
-            texts.append(_text(self._tokenizer, answer))
-            step = await env.step(texts[-1])
+            step = await env.step(_text(self._tokenizer, answer))
             reward += step.reward
             if step.terminated or step.truncated:
                 cut = step.truncated or answer.stop_reason == StopReason.LENGTH
                 stop_reason = StopReason.LENGTH if cut else StopReason.STOP
                 break
             turns.append(step.observation)
-        if texts and not isinstance(turns[-1], Completion):
+        if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # nobody answered it
-        return Rollout(turns=turns, reward=reward, stop_reason=stop_reason, text="".join(texts))
+        return Rollout(turns=turns, reward=reward, stop_reason=stop_reason)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------

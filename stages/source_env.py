@@ -264,16 +264,13 @@ class _Crew:
         """The group of what succeeded, by repetition."""
         succeeded = list(rollouts.values())
         source = self._source
-        meta: dict[str, Any] = {"task": number, "temperature": source.temperature, "max_tokens": source.max_tokens}
-        if any(rollout.text is not None for rollout in succeeded):
-            meta["completions"] = [rollout.text for rollout in succeeded]
         return TrajectoryGroup.build(
             env=group.env,
             instance_id=group.instance_id,
             rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta=meta,
+            meta={"task": number, "temperature": source.temperature, "max_tokens": source.max_tokens},
             **columns_of(succeeded),
         )
 

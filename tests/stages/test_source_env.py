@@ -136,10 +136,10 @@ async def test_a_version_a_token_where_weights_changed_within_a_rollout() -> Non
     assert group.policy_versions.tolist() == [4] * 7 + [4] * 3 + [4] * 4 + [5] * 3
 
 
-async def test_what_the_policy_said_travels_as_text_with_how_it_was_sampled() -> None:
+async def test_how_a_group_was_sampled_travels_with_it() -> None:
     (group,) = await sampled(source(Game, max_tokens=5, temperature=0.5, group_size=2))
 
-    assert group.meta == {"task": 0, "temperature": 0.5, "max_tokens": 5, "completions": ["okok", "okok"]}
+    assert group.meta == {"task": 0, "temperature": 0.5, "max_tokens": 5}
 
 
 async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
