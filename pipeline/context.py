@@ -7,6 +7,7 @@ nobody listens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,6 +39,8 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     metrics: Metrics = field(default_factory=Metrics)
     worker: Worker = Worker()
+    dropped: Counter[EndState] = field(default_factory=Counter)
+    """What this stage has dropped, by the state that it ended in."""
 
 
 _context: ContextVar[Context] = ContextVar("penstock")
@@ -74,4 +77,5 @@ def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason
     ids = what if isinstance(what, TrajectoryGroup) else list(what)
     context = current()
     context.ledger.end(ids, state, reason)
+    context.dropped[state] += len(ids)
     context.metrics.total(f"dropped/{state}", len(ids))

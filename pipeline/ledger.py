@@ -227,22 +227,24 @@ class Ledger:
         """In the trainer's process: add a worker's counters to the books."""
         self._accounts.append(account)
 
-    def take_over(self, group: TrajectoryGroup, origin: Origin | None = None, account: Account | None = None) -> None:
-        """Take a group into these books that came from another process.
+    def take_over(
+        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, account: Account | None = None
+    ) -> None:
+        """Take a record into these books that came from another process.
 
         Args:
-            group: what came.
-            origin: is told when the group's trajectories end here.
-            account: the worker's counters, where it keeps any; without one the group is admitted here.
+            record: what came.
+            origin: is told when the record's trajectories end here.
+            account: the worker's counters, where it keeps any; without one the record is admitted here.
         """
-        group_id, mask = group.id, _mask(group.repetition_ids.tolist())
-        new = self._enter(group_id, mask)
-        if account is None:
-            self._admitted += new
-        else:
-            account.taken_over += new
-        if origin is not None:
-            self._origins[group_id] = origin
+        for group_id, mask in _masks(record if isinstance(record, TrajectoryGroup) else record.ids).items():
+            new = self._enter(group_id, mask)
+            if account is None:
+                self._admitted += new
+            else:
+                account.taken_over += new
+            if origin is not None:
+                self._origins[group_id] = origin
 
     def close_account(self, account: Account, reason: str) -> int:
         """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
@@ -290,6 +292,10 @@ class Ledger:
         """Continue from a checkpoint: these were trained by a run that this one resumes."""
         self._committed = dict(committed)
         self.step = step
+
+    def is_open(self, trajectory: TrajectoryId) -> bool:
+        """Whether the trajectory is in flight in these books."""
+        return bool(self._open.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
 
     def is_committed(self, trajectory: TrajectoryId) -> bool:
         """Whether the trajectory was trained."""

@@ -114,9 +114,13 @@ class PeerListener(Protocol):
         """The sender died; all that it had published was received before."""
         ...
 
+    def parted(self, peer: Peer) -> None:
+        """The sender said goodbye; all that it had sent was received before."""
+        ...
 
-Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost]
-"""A record, or the notice that no more will come from its sender."""
+
+Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
+"""A record, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
 
 Enter: TypeAlias = Callable[[Door], Coroutine[Any, Any, Inlet]]
 """The part of an introduction that differs by carrier."""
@@ -316,6 +320,8 @@ class RemoteReceiver(Generic[R]):
         if sequence != peer.sequence:
             raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
         peer.open = False
+        if self._listener is not None:
+            self._arrivals.append((peer, None))
         self._flush_peer(peer)
         self._say(peer, Farewell())
 
@@ -397,7 +403,10 @@ class RemoteReceiver(Generic[R]):
             if not self._arrivals:
                 raise anyio.EndOfStream if self._ended() else anyio.WouldBlock
             peer, arrival = self._arrivals.popleft()
-            if isinstance(arrival, PeerLost):
+            if arrival is None:
+                if self._listener is not None:
+                    self._listener.parted(peer)
+            elif isinstance(arrival, PeerLost):
                 if self._listener is None:
                     raise arrival
                 self._listener.lost(peer, arrival)

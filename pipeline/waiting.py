@@ -58,15 +58,19 @@ class Waiters:
 
 
 class WaitClock:
-    """What one end of a channel waits for, and how long it has waited in all."""
+    """What one end of a channel waits for, and how long it has waited in all.
 
-    __slots__ = ("_since", "_total_s", "waiting_for")
+    Several tasks may share an end and wait at once: time runs as long as any of them waits.
+    """
+
+    __slots__ = ("_since", "_total_s", "_waiting", "waiting_for")
 
     def __init__(self) -> None:
         self.waiting_for = ""
         """Empty while nothing is waited for."""
         self._since = 0.0
         self._total_s = 0.0
+        self._waiting = 0
 
     @property
     def waited_s(self) -> float:
@@ -77,9 +81,13 @@ class WaitClock:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Time the body under the name `what`."""
-        self.waiting_for, self._since = what, time.monotonic()
+        if not self._waiting:
+            self.waiting_for, self._since = what, time.monotonic()
+        self._waiting += 1
         try:
             yield
         finally:
-            self._total_s += time.monotonic() - self._since
-            self.waiting_for = ""
+            self._waiting -= 1
+            if not self._waiting:
+                self._total_s += time.monotonic() - self._since
+                self.waiting_for = ""

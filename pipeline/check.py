@@ -1,0 +1,101 @@
+"""What cannot work, found before anything starts: `problems` lists it all, in words that say what to change.
+
+A stage may help by plain attributes or properties, all of them optional:
+
+    sends_at_most_tokens: int | None    no group that it sends holds more tokens
+    takes_at_most_tokens: int | None    a group of more tokens can never be taken in
+    keeps_groups: int                   groups that it keeps, as they came, before it sends anything
+    stage_name: str                     what it is called, where the name of its class does not say enough
+    sends: type                         what it sends, where the annotation of its outbox does not say
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..schemas import TrainBatch, TrajectoryGroup
+from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, sends
+from .placement import Processes
+
+__all__ = ["problems"]
+
+BYTES_PER_TOKEN = 9
+"""What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
+
+
+def problems(links: Sequence[Link]) -> list[str]:
+    """Everything in a chain that cannot work; empty where nothing is found."""
+    found = [problem for position, link in enumerate(links) for problem in _of_stage(link, first=position == 0)]
+    group_tokens: int | None = None
+    for before, after in pairwise(links):
+        group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
+        found += _of_joint(before, after)
+        if sends(before.stage) is not TrainBatch:
+            found += _of_sizes(before, after, group_tokens)
+    return found
+
+
+def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
+    run = getattr(link.stage, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        ends = "outbox" if first else "inbox, outbox"
+        yield f"{link.name}: expected a stage with `async def run(self, {ends})`, got {link.stage!r}"
+    if isinstance(link.on, Processes):
+        yield from _of_processes(link)
+
+
+def _of_processes(link: Link) -> Iterator[str]:
+    if any(inner.remote for inner in getattr(link.stage, "links", ())):
+        yield f"{link.name}: it has processes within processes; place either the whole fragment there, or its parts"
+    record = sends(link.stage)
+    if record is not None and record not in {TrajectoryGroup, TrainBatch}:
+        yield (
+            f"{link.name}: it runs in {link.on.__class__.__name__.lower()} and sends {record.__name__}, but between "
+            f"processes only TrajectoryGroup and TrainBatch travel"
+        )
+    try:
+        pickle.dumps(link.stage)
+    except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
+        yield (
+            f"{link.name}: expected a stage that can be pickled to its process, got {error!r}; give it recipes that "
+            f"live in a module (functions by name), and open files, models and sockets in `run`"
+        )
+
+
+def _of_joint(before: Link, after: Link) -> Iterator[str]:
+    for name in ("capacity", "capacity_bytes"):
+        value = getattr(after, name)
+        if value is not None and value < 1:
+            yield f"{before.name} → {after.name}: expected a {name} of at least 1, got {value}"
+
+
+def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[str]:
+    joint = f"{before.name} → {after.name}"
+    accepted = _hint(after.stage, "takes_at_most_tokens")
+    if accepted is not None and group_tokens is not None and group_tokens > accepted:
+        yield (
+            f"{joint}: a group may hold {group_tokens} tokens, and {after.name} takes at most {accepted}: raise its "
+            f"token budget, or sample smaller groups or shorter completions"
+        )
+    remote = before.remote or after.remote
+    budget = after.capacity_bytes or (REMOTE_CAPACITY_BYTES if remote else None)
+    if budget is not None and group_tokens is not None and group_tokens * BYTES_PER_TOKEN > budget:
+        yield (
+            f"{joint}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the joint "
+            f"holds {budget}: raise capacity_bytes"
+        )
+    keeps = _hint(after.stage, "keeps_groups") or 0
+    if isinstance(before.on, Processes) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
+        yield (
+            f"{joint}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
+            f"they would wait for each other; raise capacity"
+        )
+
+
+def _hint(stage: Any, name: str) -> int | None:
+    value = getattr(stage, name, None)
+    return value if isinstance(value, int) else None

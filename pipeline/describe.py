@@ -1,0 +1,42 @@
+"""A pipeline as text: each stage with where it runs, each joint with what it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from .link import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link
+
+__all__ = ["drawn"]
+
+
+def drawn(links: Sequence[Link]) -> str:
+    """The chain from top to bottom, one line a stage and one a joint."""
+    width = max(len(link.name) for link in links)
+    lines = [_stage(links[0], width)]
+    for before, after in pairwise(links):
+        lines += [f"  │ {_joint(before, after)}", _stage(after, width)]
+    return "\n".join(lines)
+
+
+def _stage(link: Link, width: int) -> str:
+    return f"{link.name:<{width}}  {link.on}"
+
+
+def _joint(before: Link, after: Link) -> str:
+    if not (before.remote or after.remote):
+        capacity = _records(after.capacity or MEMORY_CAPACITY)
+        return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")
+    capacity = _records(after.capacity or REMOTE_CAPACITY)
+    return f"shm: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _bytes(count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.4g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,71 @@
+"""`each`: a stage made of an async function from one record to another."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_type_hints
+
+import anyio
+
+from .causes import sole_cause
+from .channel import ReceiveChannel, SendChannel
+
+__all__ = ["Each", "each"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True)
+class Each(Generic[In, Out]):
+    """Call `function` for every record, and send what it returns."""
+
+    function: Callable[[In], Awaitable[Out]]
+    concurrency: int = 1
+    """Calls at a time; above 1, results leave in the order in which they are ready."""
+
+    @property
+    def stage_name(self) -> str:
+        """The function's name."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    @property
+    def sends(self) -> type[Any] | None:
+        """What the function returns, by its annotation; None where it does not tell."""
+        try:
+            returned = get_type_hints(self.function).get("return")
+        except (NameError, TypeError):
+            return None
+        return returned if isinstance(returned, type) else None
+
+    async def run(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
+        """See `Stage`. A record is received only when a call of `function` can begin with it."""
+        try:
+            async with anyio.create_task_group() as calls:
+                for _ in range(self.concurrency):
+                    calls.start_soon(self._call, inbox, outbox)
+        except BaseExceptionGroup as group:
+            raise sole_cause(group) from None
+
+    async def _call(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
+        async for record in inbox:
+            await outbox.send(await self.function(record))
+
+
+def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> Each[In, Out]:
+    """A stage that calls `function` for every record, `concurrency` calls at a time.
+
+    async def shorten(group: TrajectoryGroup) -> TrajectoryGroup: ...
+
+    pipeline = source(SourceEnv(…)).then(each(judge, concurrency=16)).sink(…)
+
+    With one call at a time order is kept; with more, results leave in the order in which they are ready. An exception
+    in `function` ends the pipeline, with the function's name. To drop records, write a stage.
+
+    Raises:
+        ValueError: `concurrency` is below 1.
+    """
+    if concurrency < 1:
+        raise ValueError(f"expected a concurrency of at least 1, got {concurrency}")
+    return Each(function, concurrency)

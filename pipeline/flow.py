@@ -1,0 +1,185 @@
+"""Stages joined into a pipeline: `source(…).then(…).sink(…)`, typed so that a chain that does not fit is a type error.
+
+What is built here is a description, an immutable value; `Pipeline.run` brings it to life, any number of times. Capacity
+and placement belong to the joint, so they stand here and not in the stages.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from .channel import SendChannel
+from .check import problems
+from .context import Context, current
+from .describe import drawn
+from .errors import InvalidPipeline
+from .ledger import Ledger
+from .link import Link, name_of, named, sends
+from .placement import HERE, Here, Placement
+from .run import Run
+from .stage import Sink, Source, Stage
+from .statistics import PipelineStatistics, Report
+from .telemetry import Metrics, get_logger
+from .worker import refuse_while_importing_main
+
+__all__ = ["Flow", "Pipeline", "source"]
+
+log = get_logger("penstock.pipeline")
+
+Out_co = TypeVar("Out_co", covariant=True)
+Out = TypeVar("Out")
+New = TypeVar("New")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow(Generic[Out_co]):
+    """A source and the stages after it, open at its end. A source itself, so that fragments can be composed."""
+
+    links: tuple[Link, ...]
+    """The stages so far, each with the joint that leads to it."""
+
+    @property
+    def stage_name(self) -> str:
+        """The names of its stages."""
+        return " → ".join(link.name for link in self.links)
+
+    @property
+    def sends(self) -> type[Any] | None:
+        """What its last stage sends, where that can be told."""
+        return sends(self.links[-1].stage)
+
+    @property
+    def sends_at_most_tokens(self) -> int | None:
+        """The bound that the last stage which knows one gives."""
+        bounds = (getattr(link.stage, "sends_at_most_tokens", None) for link in reversed(self.links))
+        return next((bound for bound in bounds if bound is not None), None)
+
+    def then(
+        self,
+        stage: Stage[Out_co, New],
+        *,
+        on: Placement = HERE,
+        capacity: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> Flow[New]:
+        """The flow with `stage` at its end.
+
+        Args:
+            stage: receives what the flow sends.
+            on: `here()` or `processes(n)`.
+            capacity: records that may wait before `stage`: 2 by default; between processes 64 for each worker.
+            capacity_bytes: bytes that may wait; between processes 64 MiB for each worker, allocated when it starts.
+        """
+        return Flow(named((*self.links, Link(stage, name_of(stage), on, capacity, capacity_bytes))))
+
+    def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
+        """The pipeline that ends in `stage`, which runs here; capacities as in `then`."""
+        return Pipeline(named((*self.links, Link(stage, name_of(stage), HERE, capacity, capacity_bytes))))
+
+    async def run(self, outbox: SendChannel[Out_co], /) -> None:
+        """Run the stages and send what the last one sends: what makes a flow a source.
+
+        Raises:
+            StageFailed: a stage raised.
+        """
+        await Run(self.links, current(), outbox).run()
+
+
+class Pipeline:
+    """A chain from a source to a sink. Describes what is to run, runs it, and says how it is going."""
+
+    def __init__(self, links: tuple[Link, ...]) -> None:
+        self.links = links
+        """The stages, source first, each with the joint that leads to it."""
+        self.report: Report | None = None
+        """What the last run came to, also when it was cancelled or failed; None before, and while one runs."""
+        self._run: Run | None = None
+        """The run that is on, or was last."""
+        self._running = False
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {' → '.join(link.name for link in self.links)}>"
+
+    def check(self) -> None:
+        """Find what cannot work, before anything starts.
+
+        Raises:
+            InvalidPipeline: listing every problem, and what to change.
+        """
+        found = problems(self.links)
+        if found:
+            raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
+
+    def describe(self) -> str:
+        """The pipeline as text: each stage with where it runs, each joint with what it may hold."""
+        return drawn(self.links)
+
+    def statistics(self) -> PipelineStatistics:
+        """What every stage does and waits for, and what every joint holds: now, or as the last run left it."""
+        return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), joints=())
+
+    async def run(self, *, ledger: Ledger | None = None, metrics: Metrics | None = None) -> Report:
+        """Run until the sink has returned, which it does when the stream ends or when it has had enough.
+
+        Whatever ends the run, cancellation too, `report` says afterwards what it came to.
+
+        Args:
+            ledger: the books to keep, a restored one to continue a run; new ones by default.
+            metrics: where stages put their metrics; give one with sinks to see them.
+
+        Raises:
+            InvalidPipeline: `check` found something.
+            StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
+            WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
+            RuntimeError: the pipeline is running already.
+        """
+        refuse_while_importing_main()
+        self.check()
+        if self._running:
+            raise RuntimeError("expected one run at a time, got a second one while the first is on")
+        context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
+        run = self._run = Run(self.links, context)
+        self._running, self.report = True, None
+        started = time.monotonic()
+        try:
+            await run.run()
+        finally:
+            self._running = False
+            self.report = _report(run, context.ledger, time.monotonic() - started)
+        return self.report
+
+
+def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
+    """The beginning of a pipeline.
+
+    pipeline = (
+        source(SourceEnv(make_env, policy, group_size=8), on=processes(4))
+        .then(AdvantageNormalizer("grpo"))
+        .then(Batcher(max_tokens=16_384, max_lag=4), capacity=2)
+        .sink(SinkTrainer(trainer))
+    )
+    report = await pipeline.run()
+
+    Args:
+        stage: sends records until there are no more. A flow is one: `source(source(A()).then(B()), on=processes(4))`
+            runs A and B together in each of four processes.
+        on: `here()` or `processes(n)`.
+    """
+    if isinstance(stage, Flow) and isinstance(on, Here):
+        return stage
+    return Flow(named([Link(stage, name_of(stage), on)]))
+
+
+def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
+    ledger.lose(run.fate(ledger))
+    report = Report(
+        ended_by=run.ended_by,
+        seconds=seconds,
+        balance=ledger.balance(),
+        in_flight=run.in_flight_at_end,
+        statistics=run.statistics(),
+    )
+    log.info("run_ended", ended_by=report.ended_by, in_flight=report.in_flight, ended=report.balance.ended)
+    return report

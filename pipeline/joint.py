@@ -1,0 +1,169 @@
+"""What lies between two stages while a pipeline runs: a channel, and a count of the trajectories that pass.
+
+A stage is given an `Outbox`, which is the sending end of its channel with two things added: trajectories are counted,
+and behind a source they are admitted to the ledger, so that a source of one's own need not know that there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+
+from ..schemas import GroupId, TrainBatch, TrajectoryGroup
+from .channel import ChannelStatistics, ReceiveChannel, SendChannel
+from .ledger import Ledger
+from .statistics import JointStatistics
+
+__all__ = ["Joint", "Outbox", "Passage", "trajectories_of"]
+
+T = TypeVar("T")
+
+
+def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
+    """The repetitions of each prompt that `record` holds; nothing where it is neither a group nor a batch."""
+    if isinstance(record, TrajectoryGroup):
+        yield record.id, record.repetition_ids.tolist()
+    elif isinstance(record, TrainBatch):
+        repetitions = record.repetition_ids.tolist()
+        first = 0
+        for packed in record.groups:
+            yield packed.id, repetitions[first : first + packed.sequences]
+            first += packed.sequences
+
+
+class Passage:
+    """What is noted of the records that pass from one stage to the next."""
+
+    __slots__ = ("_admits_to", "_on_sent", "trajectories")
+
+    def __init__(self, admits_to: Ledger | None = None, on_sent: Callable[[], None] | None = None) -> None:
+        self.trajectories = 0
+        """How many have passed."""
+        self._admits_to = admits_to
+        """The ledger, behind a source."""
+        self._on_sent = on_sent
+        """Called after every record, in a worker: passes on what was observed meanwhile."""
+
+    def admit(self, record: object) -> None:
+        """`record` is about to be sent."""
+        if self._admits_to is not None:
+            for group, repetitions in trajectories_of(record):
+                self._admits_to.admit(group, repetitions)
+
+    def count(self, record: object) -> None:
+        """`record` has passed."""
+        if isinstance(record, TrajectoryGroup | TrainBatch):
+            self.trajectories += len(record)
+        if self._on_sent is not None:
+            self._on_sent()
+
+
+@dataclass(slots=True, eq=False)
+class _Ends:
+    """What an outbox and its clones share."""
+
+    open: list[Outbox[Any]] = field(default_factory=list)
+    waited_s: float = 0.0
+    """How long those waited that are closed."""
+
+
+class Outbox(Generic[T]):
+    """The sending end that a stage is given; see `SendChannel`."""
+
+    __slots__ = ("_end", "_ends", "_passage")
+
+    def __init__(self, end: SendChannel[T], passage: Passage, ends: _Ends | None = None) -> None:
+        self._end = end
+        self._passage = passage
+        self._ends = ends or _Ends()
+        self._ends.open.append(self)
+
+    def __repr__(self) -> str:
+        return f"<Outbox of {self._end!r}>"
+
+    async def send(self, record: T, /) -> None:
+        """Hand over `record`; see `SendChannel.send`."""
+        self._passage.admit(record)
+        await self._end.send(record)
+        self._passage.count(record)
+
+    def send_nowait(self, record: T, /) -> None:
+        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        self._passage.admit(record)
+        self._end.send_nowait(record)
+        self._passage.count(record)
+
+    def clone(self) -> Outbox[T]:
+        """Another sending end of the same channel; see `SendChannel.clone`."""
+        return Outbox(self._end.clone(), self._passage, self._ends)
+
+    async def aclose(self) -> None:
+        """Close this end. Closing twice is fine."""
+        if self in self._ends.open:
+            self._ends.open.remove(self)
+            self._ends.waited_s += self._end.statistics().waited_s
+            await self._end.aclose()
+
+    async def close_all(self) -> None:
+        """Close this end and its clones: the stage has returned, so nobody will."""
+        with anyio.CancelScope(shield=True):
+            while self._ends.open:
+                await self._ends.open[-1].aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        return self._end.statistics()
+
+    @property
+    def waits(self) -> tuple[bool, float]:
+        """Whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
+        taken = [end.statistics() for end in self._ends.open]
+        return any(each.waiting_for for each in taken), self._ends.waited_s + sum(each.waited_s for each in taken)
+
+
+class Joint:
+    """One joint of a running pipeline."""
+
+    def __init__(
+        self, upstream: str, downstream: str, inbox: ReceiveChannel[Any], passage: Passage, outbox: Outbox[Any] | None
+    ) -> None:
+        self.upstream = upstream
+        self.downstream = downstream
+        self.inbox = inbox
+        self.outbox = outbox
+        """None where the sending ends are in other processes."""
+        self.passage = passage
+
+    def statistics(self) -> JointStatistics:
+        """What lies between the two stages now."""
+        return JointStatistics(
+            upstream=self.upstream,
+            downstream=self.downstream,
+            trajectories=self.passage.trajectories,
+            channel=self.inbox.statistics(),
+        )
+
+    @property
+    def starved(self) -> bool:
+        """Whether the stage downstream waits for records."""
+        return self.inbox.statistics().waiting_for == "record"
+
+    @property
+    def congested(self) -> bool:
+        """Whether the stage upstream waits for credit; for one in processes, whether all of them have used theirs."""
+        if self.outbox is not None:
+            return self.outbox.waits[0]
+        channel = self.inbox.statistics()
+        return channel.senders > 0 and channel.fill >= 1

@@ -1,0 +1,69 @@
+"""Where a stage runs: `here()`, in the event loop of the pipeline, or in `processes(n)` of its own.
+
+Placement belongs to the joint, not to the stage: the same stage runs alone in a test, here, and in four processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
+
+STOP_WITHIN_S = 3.0
+"""How long a worker has between SIGTERM and SIGKILL: a run that is interrupted has ended within five seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """In the event loop that runs the pipeline."""
+
+    def __str__(self) -> str:
+        return "here"
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """In processes of its own, each with its own copy of the stage."""
+
+    count: int
+    """Workers, each of them one process."""
+    restarts: int = 1
+    """How often each worker that died is replaced before the run fails."""
+    stop_within_s: float = STOP_WITHIN_S
+    """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.count == 1 else f"{self.count} processes"
+        restarts = {0: "no restarts", 1: "1 restart each"}.get(self.restarts, f"{self.restarts} restarts each")
+        return f"{processes}, {restarts}"
+
+
+Placement: TypeAlias = Here | Processes
+
+HERE = Here()
+"""The default."""
+
+
+def here() -> Here:
+    """In the event loop that runs the pipeline."""
+    return HERE
+
+
+def processes(count: int, *, restarts: int = 1, stop_within_s: float = STOP_WITHIN_S) -> Processes:
+    """In `count` processes. The stage is pickled to each, so it has to be a recipe: open files and models in its `run`.
+
+    A worker that dies (a signal, `os._exit`) is started anew up to `restarts` times, and what it held is counted as
+    lost. An exception in a worker ends the pipeline as it would here.
+
+    >>> processes(4, restarts=2)
+    Processes(count=4, restarts=2, stop_within_s=3.0)
+
+    Raises:
+        ValueError: fewer than one process, or a negative number of restarts or seconds.
+    """
+    if count < 1 or restarts < 0 or stop_within_s < 0:
+        raise ValueError(
+            f"expected at least 1 process and no negative restarts or seconds, got {count}, {restarts}, {stop_within_s}"
+        )
+    return Processes(count, restarts, stop_within_s)

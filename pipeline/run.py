@@ -1,0 +1,282 @@
+"""One run of a chain of stages: channels are opened, stages run as tasks of one group, and everything ends together.
+
+How a stage ends decides what happens to the others. It returned: what it feeds ends when all is received, and what
+feeds it is cancelled, for nobody would receive it. It raised: all are cancelled, and the run raises `StageFailed`. A
+run that is cancelled ends likewise, without a failure.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from typing import Any
+
+import anyio
+
+from .causes import sole_cause
+from .channel import SendChannel
+from .context import Context, entered
+from .errors import PeerClosed, StageFailed
+from .joint import Joint, Outbox, Passage
+from .ledger import Ledger
+from .link import MEMORY_CAPACITY, Link
+from .memory import memory_channel
+from .placement import Here, Processes
+from .statistics import PipelineStatistics, StageState, StageStatistics
+from .telemetry import get_logger
+from .worker_books import RUN_ENDED
+from .workers import Workers
+
+__all__ = ["Run"]
+
+log = get_logger("penstock.pipeline")
+
+
+class _Outlet:
+    """The end of a fragment whose last stage runs in processes: hands its records on to the channel outside."""
+
+    async def run(self, inbox: Any, outbox: Any) -> None:
+        async for record in inbox:
+            await outbox.send(record)
+
+
+class _Part:
+    """One stage while it runs."""
+
+    def __init__(self, link: Link, context: Context) -> None:
+        self.link = link
+        self.context = Context(context.ledger, context.metrics, context.worker)
+        """Of its own, for what the stage drops is counted there."""
+        self.state: StageState = "not started"
+        self.scope = anyio.CancelScope()
+        self.before: Joint | None = None
+        """What it receives from; None for a source."""
+        self.after: Joint | None = None
+        """What it sends to; None for a sink."""
+        self.outbox: Outbox[Any] | None = None
+        self.workers: Workers | None = None
+        """Its processes, where it does not run here."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it receives nothing any more."""
+        return self.state not in {"not started", "running"}
+
+    def statistics(self) -> StageStatistics:
+        """What it does now."""
+        return StageStatistics(
+            name=self.link.name,
+            placement=str(self.link.on),
+            state=self.state,
+            waiting_for="" if self.over else self._waiting_for(),
+            waited_for_records_s=self.before.inbox.statistics().waited_s if self.before else 0.0,
+            waited_for_credit_s=self.outbox.waits[1] if self.outbox else 0.0,
+            dropped={state: count for state, count in self.context.dropped.items() if count},
+            workers=self.workers.statistics() if self.workers else (),
+        )
+
+    def _waiting_for(self) -> str:
+        if self.before is not None and self.before.starved:
+            return f"records from {self.before.upstream}"
+        if self.after is not None and self.after.congested:
+            return f"credit from {self.after.downstream}"
+        return ""
+
+    @property
+    def swallowed(self) -> int:
+        """Trajectories that it received, and neither sent nor dropped."""
+        received = self.before.passage.trajectories if self.before else 0
+        sent = self.after.passage.trajectories if self.after else 0
+        return max(0, received - sent - self.context.dropped.total())
+
+
+class Run:
+    """A chain of stages while it runs, and what can be said of it afterwards."""
+
+    def __init__(self, links: Sequence[Link], context: Context, outbox: SendChannel[Any] | None = None) -> None:
+        if outbox is not None and links[-1].remote:
+            links = [*links, Link(_Outlet(), "outlet", Here())]
+        self._context = context
+        self._outbox = outbox
+        """Where the last stage sends, when the chain is a fragment without a sink."""
+        self._parts = [_Part(link, context) for link in links]
+        self._joints: list[Joint] = []
+        self._failure: StageFailed | None = None
+        self._cancel: Callable[[], None] = _nothing
+        self.in_flight_at_end = 0
+        """Trajectories that were in flight when every stage had ended."""
+
+    # -- from beginning to end ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run the chain until its last stage has returned.
+
+        Raises:
+            StageFailed: a stage raised.
+        """
+        async with AsyncExitStack() as channels:
+            channels.callback(self._close_books)
+            await self._join(channels)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    self._cancel = tasks.cancel_scope.cancel
+                    for part in self._parts:
+                        tasks.start_soon(self._attend, part, name=part.link.name)
+            except BaseExceptionGroup as group:
+                raise sole_cause(group) from None
+        if self._failure is not None:
+            raise self._failure
+
+    async def _attend(self, part: _Part) -> None:
+        """Run one stage, and end what its end brings with it."""
+        part.state = "running"
+        try:
+            with part.scope, entered(part.context):
+                await self._body(part)
+                part.state = "returned"
+        except Exception as error:  # noqa: BLE001 (whatever a stage raises is reported with its name)
+            self._note_failure(part, error)
+        finally:
+            if part.state == "running":
+                part.state = "cancelled"
+            await _close_ends(part)
+        if part.state == "returned":
+            self._release_upstream(part)
+
+    async def _body(self, part: _Part) -> None:
+        if part.workers is not None:
+            await part.workers.run(part.before.inbox if part.before else None)
+        elif part.before is None:
+            await part.link.stage.run(part.outbox)
+        elif part.outbox is None:
+            await part.link.stage.run(part.before.inbox)
+        else:
+            await part.link.stage.run(part.before.inbox, part.outbox)
+
+    def _note_failure(self, part: _Part, error: Exception) -> None:
+        if _is_only(error, PeerClosed) and self._is_over_after(part):
+            return
+        part.state = "failed"
+        cause = sole_cause(error)
+        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{part.link.name} raised {_line(cause)}")
+        if failure is not cause:
+            failure.__cause__ = cause
+        if self._failure is None:
+            self._failure = failure
+        else:
+            self._failure.add_note(f"besides: {failure}")
+            log.warning("stage_failed_too", stage=part.link.name, error=_line(cause))
+        self._cancel()
+
+    def _is_over_after(self, part: _Part) -> bool:
+        """Whether the stage after `part` receives nothing any more, so that `part` need not send."""
+        position = self._parts.index(part)
+        return any(later.over for later in self._parts[position + 1 :])
+
+    def _release_upstream(self, part: _Part) -> None:
+        """Nobody will receive what the stages before `part` send."""
+        for earlier in self._parts[: self._parts.index(part)]:
+            earlier.scope.cancel()
+
+    def _close_books(self) -> None:
+        """What workers still hold is lost."""
+        self.in_flight_at_end = self._context.ledger.balance().in_flight
+        for part in self._parts:
+            if part.workers is not None:
+                part.workers.close()
+
+    # -- channels ----------------------------------------------------------------------------------------------------
+
+    async def _join(self, channels: AsyncExitStack) -> None:
+        """Open what lies between the stages."""
+        for before, after in pairwise(self._parts):
+            joint = await self._open(before, after, channels)
+            before.after = after.before = joint
+            before.outbox = joint.outbox
+            self._joints.append(joint)
+        if self._outbox is not None:
+            last = self._parts[-1]
+            last.outbox = Outbox(self._outbox.clone(), Passage(self._admits_to(last)))
+
+    async def _open(self, before: _Part, after: _Part, channels: AsyncExitStack) -> Joint:
+        passage = Passage(self._admits_to(before))
+        if isinstance(before.link.on, Processes):
+            inbox = await channels.enter_async_context(self._staffed(before, before.link.on, after, passage).serve())
+            return Joint(before.link.name, after.link.name, inbox, passage, None)
+        capacity = 1 if after.link.remote else after.link.capacity or MEMORY_CAPACITY
+        sender, receiver = memory_channel[Any](capacity, after.link.capacity_bytes)
+        channels.callback(receiver.close)
+        outbox = Outbox(sender, passage)
+        channels.push_async_callback(outbox.close_all)
+        return Joint(before.link.name, after.link.name, receiver, passage, outbox)
+
+    def _staffed(self, part: _Part, on: Processes, after: _Part, passage: Passage) -> Workers:
+        first = part is self._parts[0]
+        before = None if first else self._parts[self._parts.index(part) - 1].link
+        part.workers = Workers(part.link, on, part.context, passage, before=before, after=after.link)
+        return part.workers
+
+    def _admits_to(self, part: _Part) -> Ledger | None:
+        return self._context.ledger if part is self._parts[0] else None
+
+    # -- afterwards, and meanwhile -----------------------------------------------------------------------------------
+
+    def statistics(self) -> PipelineStatistics:
+        """Every stage and every joint now, or as they were left."""
+        return PipelineStatistics(
+            stages=tuple(part.statistics() for part in self._parts),
+            joints=tuple(joint.statistics() for joint in self._joints),
+        )
+
+    @property
+    def ended_by(self) -> str:
+        """Why the run ended, for people."""
+        if self._failure is not None:
+            return str(self._failure).partition("\n")[0]
+        if self._ran_dry:
+            return "end of stream"
+        returned = [part.link.name for part in self._parts if part.state == "returned"]
+        return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
+
+    @property
+    def _ran_dry(self) -> bool:
+        """Whether every stage returned by itself and nothing lies between them."""
+        channels = [joint.inbox.statistics() for joint in self._joints]
+        return all(channel.sent == channel.received for channel in channels) and all(
+            part.state == "returned" for part in self._parts
+        )
+
+    def fate(self, ledger: Ledger) -> str:
+        """The reason for which trajectories are lost that are in flight when the run has ended."""
+        if not self._ran_dry:
+            return RUN_ENDED
+        sink = self._parts[-1]
+        taken = {part: part.swallowed for part in self._parts[1:]}
+        taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
+        taken[self._parts[0]] = max(0, ledger.in_flight - sum(taken.values()))
+        names = [part.link.name for part in self._parts if taken[part]]
+        return f"swallowed by {' and '.join(names)}"
+
+
+def _nothing() -> None:
+    """Nothing runs yet, so there is nothing to cancel."""
+
+
+async def _close_ends(part: _Part) -> None:
+    """A stage has ended: what it feeds ends, and what feeds it is refused."""
+    if part.outbox is not None:
+        await part.outbox.close_all()
+    if part.before is not None and part.before.outbox is not None:
+        await part.before.inbox.aclose()
+
+
+def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kind)[1] is None
+    return isinstance(error, kind)
+
+
+def _line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -1,0 +1,88 @@
+"""What a pipeline says of itself: frozen values, taken at one moment."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from .channel import ChannelStatistics
+from .ledger import Balance
+
+__all__ = [
+    "JointStatistics",
+    "PipelineStatistics",
+    "Report",
+    "StageState",
+    "StageStatistics",
+    "WorkerState",
+    "WorkerStatistics",
+]
+
+StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
+"""returned: its stream ended, or it had enough · cancelled: the pipeline, or the stage after it, needed no more."""
+
+WorkerState: TypeAlias = Literal["starting", "running", "stopping", "finished", "failed", "dead"]
+"""failed: it raised · dead: it ended without a word, by a signal or `os._exit`."""
+
+
+class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a stage that runs in processes."""
+
+    name: str
+    """`SourceEnv 2/4`: the second of four."""
+    pid: int | None
+    """The process that runs it now, or ran it last; None before it was started."""
+    state: WorkerState
+    restarts: int
+    """How often it died and was started anew."""
+
+
+class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage does, and what it has waited for."""
+
+    name: str
+    placement: str
+    """`here`, or how many processes."""
+    state: StageState
+    waiting_for: str
+    """What it waits for right now, and from whom: `records from Batcher`, `credit from SinkTrainer`; "" while busy."""
+    waited_for_records_s: float
+    """Seconds that it has waited for records in all, the present wait included."""
+    waited_for_credit_s: float
+    """Seconds that it has waited for room in the next channel in all, the present wait included."""
+    dropped: dict[str, int]
+    """Trajectories that it dropped here, by the state they ended in."""
+    workers: tuple[WorkerStatistics, ...]
+    """Its processes; none where it runs here."""
+
+
+class JointStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies between two stages."""
+
+    upstream: str
+    downstream: str
+    trajectories: int
+    """Trajectories that passed so far; records that are neither groups nor batches are not counted."""
+    channel: ChannelStatistics
+
+
+class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Every stage and every joint, source first; both are empty before the first run."""
+
+    stages: tuple[StageStatistics, ...]
+    joints: tuple[JointStatistics, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to."""
+
+    ended_by: str
+    """`end of stream`, `SinkTrainer returned`, `cancelled`, or the failure in a line."""
+    seconds: float
+    balance: Balance
+    """The books at the end: nothing is in flight any more; what was, is lost with its reason."""
+    in_flight: int
+    """Trajectories that were in flight when the run ended, and were counted as lost then."""
+    statistics: PipelineStatistics
+    """As the stages left it."""
