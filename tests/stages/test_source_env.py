@@ -218,6 +218,21 @@ async def test_a_prompt_that_cannot_be_made_costs_its_group() -> None:
     assert driven.ledger.balance().reasons["failed"] == {"environment raised KeyError": 3}
 
 
+async def test_a_prompt_that_takes_too_long_costs_its_group() -> None:
+    release = threading.Event()
+
+    class Slow(Sums):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            release.wait()
+            return super().__getitem__(index)
+
+    driven = await sampled(source(Slow, timeout_s=0.05))
+
+    release.set()
+    assert driven == []
+    assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 0.05 s": 3}
+
+
 async def test_a_group_of_which_nothing_succeeded_is_not_sent() -> None:
     driven = await sampled(source(Touchy, FakePolicy(answer=lambda _: "bad"), groups=4))
 
