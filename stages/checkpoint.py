@@ -1,0 +1,52 @@
+"""Folders that are there whole or not at all: one a checkpoint, named after its optimizer step.
+
+A checkpoint is written under a temporary name, brought to the disk file by file, and renamed. A machine that loses its
+power on the way leaves the checkpoints before. Knows nothing about what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["latest_checkpoint", "write_checkpoint"]
+
+PREFIX = "step-"
+UNFINISHED = ".unfinished-"
+
+
+def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Make the checkpoint of `step` in `folder` and return its path. `write` fills the directory it is given. Blocks.
+
+    One that is there already, of a run that went on from an earlier step, is replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(UNFINISHED + "*"):
+        shutil.rmtree(left_over)
+    unfinished = folder / f"{UNFINISHED}{step}"
+    unfinished.mkdir()
+    write(unfinished)
+    for path in [*unfinished.iterdir(), unfinished]:
+        _to_disk(path)
+    finished = folder / f"{PREFIX}{step:08d}"
+    if finished.exists():
+        finished.rename(folder / f"{UNFINISHED}{step}-replaced")
+    unfinished.rename(finished)
+    _to_disk(folder)
+    shutil.rmtree(folder / f"{UNFINISHED}{step}-replaced", ignore_errors=True)
+    return finished
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The checkpoint of the highest step in `folder`, or None where there is none."""
+    return max(Path(folder).glob(PREFIX + "*"), key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+
+
+def _to_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

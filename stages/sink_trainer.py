@@ -1,0 +1,277 @@
+"""SinkTrainer: the end of a pipeline. Feeds batches to a trainer, publishes its weights, commits what was trained.
+
+In this order for each batch: the optimizer step, off the event loop; the new weights to those who sample; the commit
+to the ledger; a checkpoint where one is due; the metrics. A trainer is any object with `step(batch) -> metrics`; knows
+nothing about torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.abc import TaskStatus
+
+from ..pipeline.channel import ReceiveChannel
+from ..pipeline.context import current
+from ..pipeline.ledger import Ledger
+from ..pipeline.telemetry import get_logger
+from ..schemas import GroupId, StopReason, TrainBatch
+
+__all__ = ["Checkpointed", "Generation", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
+
+T = TypeVar("T")
+
+log = get_logger("penstock.sink_trainer")
+
+GRACE_S = 4.0
+"""How long a cancelled run waits for the step it is in: a run that is interrupted ends within five seconds."""
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Anything that trains."""
+
+    def step(self, batch: TrainBatch, /) -> Mapping[str, float]:
+        """Train on `batch` once and return metrics. May block; always called from one thread at a time."""
+        ...
+
+
+@runtime_checkable
+class WeightedTrainer(Trainer, Protocol):
+    """A trainer whose weights can be published."""
+
+    def weights(self) -> Mapping[str, Any]:
+        """The tensors by name, as they stand after the last step. Nobody trains while they are published."""
+        ...
+
+
+@runtime_checkable
+class Checkpointed(Trainer, Protocol):
+    """A trainer that a run can stop with, and go on from."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, those before a resumption included."""
+        ...
+
+    @property
+    def committed(self) -> Mapping[GroupId, int]:
+        """What had been trained when it was resumed, as `Ledger.committed`."""
+        ...
+
+    def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
+        """Write a checkpoint of this moment into `folder`. May block."""
+        ...
+
+
+class Generation(Protocol):
+    """Where the policy samples, as the trainer sees it: a WeightPublisher, for one."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published; −1 before the first."""
+        ...
+
+    async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
+        """Make `tensors` the newest weights."""
+        ...
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Within the body nobody samples."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTrainer:
+    """Train on every batch until the stream ends.
+
+    Args:
+        trainer: any object with `step(batch) -> metrics`; see `TorchTrainer`.
+        publisher: takes the weights after every step, and those the run begins with; None publishes nothing.
+        external_generation: sampling happens outside, under somebody else's control: no weights are published and
+            nobody is paused, whatever `publisher` and `sampling` say.
+        sampling: `overlap` lets it go on while a step trains; `pause` stops it from before the step until the new
+            weights are published, for samplers that share the trainer's processor or memory.
+        max_steps: the run ends when this optimizer step is done, steps before a resumption included.
+        checkpoints: folder for checkpoints; one is also written when the run ends. None writes none.
+        checkpoint_every: optimizer steps between checkpoints; None writes only the last.
+        grace_s: how long cancellation waits for the step that runs.
+
+    Raises:
+        TypeError: the trainer lacks what `publisher` or `checkpoints` need of it.
+        ValueError: a count below 1, or `checkpoint_every` without `checkpoints`.
+    """
+
+    trainer: Trainer
+    publisher: Generation | None = None
+    external_generation: bool = False
+    sampling: Literal["overlap", "pause"] = "overlap"
+    max_steps: int | None = None
+    checkpoints: str | Path | None = None
+    checkpoint_every: int | None = None
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
+        _require(self.trainer, Trainer, "a trainer", "step(batch) -> metrics")
+        if self._generation is not None:
+            _require(self.trainer, WeightedTrainer, "publishing", "weights() -> tensors by name")
+        if self.checkpoints is not None:
+            _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
+        for name in ("max_steps", "checkpoint_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.checkpoint_every is not None and self.checkpoints is None:
+            raise ValueError("checkpoint_every: expected with a folder for checkpoints, got none")
+
+    @property
+    def _generation(self) -> Generation | None:
+        return None if self.external_generation else self.publisher
+
+    async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
+        """See `Sink`. A batch is committed when its step is done, or not at all.
+
+        Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than `grace_s`.
+
+        Raises:
+            Exception: what the trainer's `step` raises, as it raised it; that batch is not committed.
+        """
+        thread = anyio.CapacityLimiter(1)
+        ledger = current().ledger
+        self._restore(ledger)
+        await self._publish(ledger.step)
+        ended = time.monotonic()
+        while ledger.step != self.max_steps:
+            try:
+                batch = await inbox.receive()
+            except anyio.EndOfStream:
+                break
+            step, waited_s = ledger.step + 1, time.monotonic() - ended
+            await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.grace_s, step)
+            ended = time.monotonic()
+            del batch  # the next one may be long in coming
+        if not self._saves_at(ledger.step):
+            await self._save(ledger, thread)
+
+    def _restore(self, ledger: Ledger) -> None:
+        """Where the trainer goes on from a checkpoint, so does the ledger."""
+        if isinstance(self.trainer, Checkpointed) and self.trainer.steps > ledger.step:
+            ledger.restore(dict(self.trainer.committed), self.trainer.steps)
+
+    async def _train(self, batch: TrainBatch, step: int, waited_s: float, thread: anyio.CapacityLimiter) -> None:
+        """Step `step`, from the batch to the commit and its metrics."""
+        context, began = current(), time.monotonic()
+        async with self._sampling():
+            trained = await _in_thread(partial(self._step, batch, step), thread)
+            stepped = time.monotonic()
+            await self._publish(step)
+        published = time.monotonic()
+        context.ledger.commit(batch, step)
+        if self._saves_at(step):
+            await self._save(context.ledger, thread)
+        seconds = waited_s + time.monotonic() - began
+        timing = {
+            "perf/throughput": len(batch.tokens) / seconds,
+            "timing_s/wait_batch": waited_s,
+            "timing_s/train": stepped - began,
+            "timing_s/sync_weights": published - stepped,
+        }
+        context.metrics.emit(step, trained | timing)
+
+    def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        return batch_metrics(batch, step - 1) | dict(self.trainer.step(batch))
+
+    def _sampling(self) -> AbstractAsyncContextManager[None]:
+        generation = self._generation
+        return nullcontext() if generation is None or self.sampling == "overlap" else generation.paused()
+
+    async def _publish(self, version: int) -> None:
+        generation = self._generation
+        if generation is not None and generation.version < version and isinstance(self.trainer, WeightedTrainer):
+            await generation.publish(self.trainer.weights(), version)
+
+    def _saves_at(self, step: int) -> bool:
+        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+
+    async def _save(self, ledger: Ledger, thread: anyio.CapacityLimiter) -> None:
+        if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
+            path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), dict(ledger.committed)), thread)
+            log.info("checkpoint_written", path=str(path), step=ledger.step)
+
+
+def _require(trainer: object, protocol: type, purpose: str, methods: str) -> None:
+    if not isinstance(trainer, protocol):
+        raise TypeError(f"trainer: expected {methods} for {purpose}, got {type(trainer).__name__}")
+
+
+async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
+    """What `work` returns, from a worker thread; given up on where the wait for it is cancelled."""
+    return await anyio.to_thread.run_sync(work, limiter=thread, abandon_on_cancel=True)
+
+
+async def _uninterrupted(work: Callable[[], Awaitable[None]], grace_s: float, step: int) -> None:
+    """Do `work` to its end also where the caller is cancelled, but from then on for `grace_s` at most."""
+    failure: list[Exception] = []
+    shield = anyio.CancelScope(shield=True)
+
+    async def set_deadline(*, task_status: TaskStatus[None]) -> None:
+        task_status.started()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            shield.deadline = anyio.current_time() + grace_s
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(set_deadline)
+        with shield:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 (raised below, bare instead of inside a group)
+                failure.append(error)
+        tasks.cancel_scope.cancel()
+    if failure:
+        raise failure[0]
+    if shield.cancelled_caught:
+        log.warning("step_abandoned", step=step, waited_s=grace_s)
+
+
+def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
+    """What a batch says of itself, under the names that TRL and verl use. `current_version` is that of the weights.
+
+    Means over sequences: `reward`, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over the tokens that
+    train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio` is the share that was cut.
+    """
+    responses = batch.completion_lengths()
+    lags = batch.lags(current_version)
+    metrics: dict[str, float] = {
+        "reward": _mean(batch.rewards),
+        "response_length/mean": _mean(responses),
+        "response_length/max": float(responses.max()),
+        "response_length/min": float(responses.min()),
+        "response_length/clip_ratio": _mean(batch.stop_reasons == StopReason.LENGTH),
+        "prompt_length/mean": _mean(batch.lengths() - responses),
+        "staleness/mean": _mean(lags),
+        "staleness/max": float(lags.max()),
+        "batch/groups": float(len(batch.groups)),
+        "batch/trajectories": float(len(batch)),
+        "perf/total_num_tokens": float(len(batch.tokens)),
+    }
+    metrics |= {f"rewards/{name}": _mean(part) for name, part in batch.reward_parts.items()}
+    if batch.advantages is not None and batch.loss_mask.any():
+        advantages = batch.advantages[batch.loss_mask]
+        metrics["advantages/mean"] = _mean(advantages)
+        metrics["advantages/max"] = float(advantages.max())
+        metrics["advantages/min"] = float(advantages.min())
+    return metrics
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values, dtype=np.float64))

@@ -1,0 +1,43 @@
+"""From an optimizer step to a sampler's model, over a real segment and a real door."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import torch
+from tests.tiny_model import TinyModel
+
+from penstock.pipeline.policy import WeightPublisher, WeightSubscriber
+from penstock.schemas import TrainBatch
+from penstock.stages.losses import AdvantageWeighted
+from penstock.stages.sink_trainer import SinkTrainer
+from penstock.stages.torch_trainer import TorchTrainer
+from penstock.testing import batch, drive_sink
+
+
+def made() -> TrainBatch:
+    packed = batch(groups=1)
+    tokens = packed.tokens % 11
+    return msgspec.structs.replace(packed, tokens=tokens, advantages=np.ones(len(tokens), np.float32))
+
+
+async def test_a_sampler_holds_the_trainers_weights_after_every_step() -> None:
+    model = TinyModel(seed=1)
+    trainer = TorchTrainer(
+        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=AdvantageWeighted(), micro_batch_tokens=8
+    )
+    sampled, before = TinyModel(seed=2), TinyModel(seed=1)
+
+    async with WeightPublisher(trainer.weights()) as publisher, WeightSubscriber(publisher.url) as subscriber:
+        subscriber.attach(sampled.state_dict())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drive_sink, SinkTrainer(trainer, publisher, sampling="pause"), [made()])
+            assert await subscriber.newer(than=0) == 1
+        assert await anyio.to_thread.run_sync(subscriber.refresh) == trainer.steps == 1
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(sampled.parameters(), model.parameters(), strict=True))
+    assert not torch.equal(sampled.head.weight, before.head.weight)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.stages.checkpoint import latest_checkpoint, write_checkpoint
+
+
+def write(text: str, folder: Path, step: int) -> Path:
+    return write_checkpoint(folder, step, lambda into: _write(into, text))
+
+
+def _write(into: Path, text: str) -> None:
+    (into / "file").write_text(text)
+
+
+def test_the_latest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    for step in (9, 10, 123_456_789):
+        write(f"of {step}", tmp_path, step)
+
+    latest = latest_checkpoint(tmp_path)
+
+    assert latest is not None
+    assert (latest / "file").read_text() == "of 123456789"
+
+
+def test_where_nothing_was_saved_there_is_no_checkpoint(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_checkpoint_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
+    def fail(into: Path) -> None:
+        _write(into, "half")
+        raise OSError("the disk is full")
+
+    before = write("whole", tmp_path, 1)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_checkpoint(tmp_path, 2, fail)
+
+    assert latest_checkpoint(tmp_path) == before
+
+
+def test_what_a_killed_run_left_half_way_is_swept_by_the_next_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-1").mkdir()
+    (tmp_path / ".unfinished-1" / "file").write_text("half")
+
+    write("whole", tmp_path, 2)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write("first", tmp_path, 1)
+
+    second = write("second", tmp_path, 1)
+
+    assert (second / "file").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [second]

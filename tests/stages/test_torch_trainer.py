@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.tiny_model import TinyModel
+from torch import Tensor, nn
+
+from penstock.errors import WeightsMismatch
+from penstock.schemas import GroupId, InvalidRecord, TrainBatch
+from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock.stages.causal_model import KVCache
+from penstock.stages.losses import AdvantageWeighted, Loss, PPOClip
+from penstock.stages.sink_trainer import Checkpointed, WeightedTrainer
+from penstock.stages.torch_trainer import TorchTrainer
+from penstock.testing import batch, drive, group
+
+VOCABULARY = 11
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads than on one, above all beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(seed: int = 0, **columns: Any) -> TrainBatch:
+    """Two groups of sequences of different lengths, with advantages; log-probabilities are random."""
+    numbers = np.random.default_rng(seed)
+    packed = batch(groups=2, completion_lengths=[3, 7, 5], **columns)
+    return msgspec.structs.replace(
+        packed,
+        tokens=numbers.integers(0, VOCABULARY, len(packed.tokens)).astype(np.int32),
+        advantages=numbers.standard_normal(len(packed.tokens)).astype(np.float32),
+    )
+
+
+def trainer(model: nn.Module | None = None, **options: Any) -> TorchTrainer:
+    given: dict[str, Any] = {"optimizer": ADAM, "loss": AdvantageWeighted()} | options
+    return TorchTrainer(model or TinyModel(vocabulary=VOCABULARY), **given)  # type: ignore[arg-type]
+
+
+def reference_logprobs(model: TinyModel, packed: TrainBatch) -> np.ndarray[Any, Any]:
+    """[N] of each token, one sequence at a time, label by label."""
+    rows: list[Tensor] = []
+    for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
+        tokens = torch.from_numpy(packed.tokens[first:last]).long()[None]
+        length = tokens.shape[1]
+        attend = torch.ones(1, length, length, dtype=torch.bool).tril()
+        with torch.no_grad():
+            logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
+        predicted = [torch.log_softmax(logits[t - 1], -1)[tokens[0, t]] for t in range(1, length)]
+        rows.append(torch.stack([torch.zeros(()), *predicted]))
+    return torch.cat(rows).numpy()
+
+
+def on_policy(model: TinyModel, packed: TrainBatch) -> TrainBatch:
+    """The batch with the log-probabilities that `model` gives its tokens."""
+    logprobs = np.where(packed.loss_mask, reference_logprobs(model, packed), 0)
+    return msgspec.structs.replace(packed, behavior_logprobs=logprobs.astype(np.float32))
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_every_sequence_evaluated_alone() -> None:
+    model, packed = TinyModel(vocabulary=VOCABULARY), made()
+    kept = packed.loss_mask
+    assert packed.advantages is not None
+    expected = -(packed.advantages[kept] * reference_logprobs(model, packed)[kept]).mean()
+
+    metrics = trainer(model).step(packed)
+
+    assert metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", [AdvantageWeighted(), PPOClip(aggregation="seq-mean-token-mean")], ids=repr)
+def test_micro_batches_change_neither_gradient_nor_metrics(loss: Loss) -> None:
+    def stepped(micro_batch_tokens: int | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+        model = TinyModel(vocabulary=VOCABULARY)
+        options = {"optimizer": SGD, "loss": loss, "max_grad_norm": None, "micro_batch_tokens": micro_batch_tokens}
+        return trainer(model, **options).step(on_policy(TinyModel(vocabulary=VOCABULARY), made())), model.state_dict()
+
+    metrics, weights = stepped(None)
+
+    for tokens in (1, 12, 20):
+        other_metrics, other_weights = stepped(tokens)
+        assert other_metrics == pytest.approx(metrics, abs=1e-6)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+    packed = on_policy(model, made())
+    before = reference_logprobs(model, packed)
+
+    trainer(model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=PPOClip()).step(packed)
+
+    assert packed.advantages is not None
+    change = reference_logprobs(model, packed) - before
+    assert (change * packed.advantages)[packed.loss_mask].sum() > 0
+
+
+def test_prompt_tokens_do_not_train() -> None:
+    packed, model = made(), TinyModel(vocabulary=VOCABULARY)
+    assert packed.advantages is not None
+    shouted = msgspec.structs.replace(packed, advantages=np.where(packed.loss_mask, packed.advantages, 1e6))
+
+    expected, got = (trainer(TinyModel(vocabulary=VOCABULARY)).step(each) for each in (packed, shouted))
+
+    assert got == expected
+    assert trainer(model).step(shouted)["grad_norm"] == expected["grad_norm"]
+
+
+def test_on_policy_the_divergence_is_zero_and_nothing_is_clipped() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+
+    metrics = trainer(model, loss=PPOClip()).step(on_policy(model, made()))
+
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["pg_clipfrac"] == 0
+
+
+def test_off_policy_the_divergence_is_positive() -> None:
+    packed = on_policy(TinyModel(vocabulary=VOCABULARY, seed=5), made())
+
+    assert trainer().step(packed)["kl"] > 1e-4
+
+
+def test_a_reference_policy_gets_a_divergence_of_its_own() -> None:
+    model, packed = TinyModel(vocabulary=VOCABULARY), made()
+    own = on_policy(model, packed).behavior_logprobs
+    assert own is not None
+
+    same = trainer(model).step(msgspec.structs.replace(packed, ref_logprobs=own))
+    other = trainer().step(msgspec.structs.replace(packed, ref_logprobs=own - 0.5))
+
+    assert same["ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert other["ref_kl"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-5)
+
+
+def test_an_untrained_policy_has_nearly_the_entropy_of_a_fair_draw() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+    assert trainer(model).step(made())["entropy"] == pytest.approx(math.log(VOCABULARY))
+
+
+def test_the_temperature_of_the_sampler_belongs_into_the_ratio() -> None:
+    class Tempered(TinyModel):
+        def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+            return super().forward(tokens, positions=positions, attend=attend, cache=cache) / 0.5
+
+    sampled = on_policy(Tempered(vocabulary=VOCABULARY), made())
+
+    assert trainer(temperature=0.5).step(sampled)["kl"] == pytest.approx(0, abs=1e-6)
+    assert trainer(temperature=1.0).step(sampled)["kl"] > 1e-4
+
+
+def test_long_gradients_are_scaled_down_to_the_bound() -> None:
+    bound = 0.001
+    model, before = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
+
+    norm = trainer(model, optimizer=SGD, max_grad_norm=bound).step(made())["grad_norm"]
+
+    moved = torch.cat([(new - old).flatten() for new, old in zip(model.parameters(), before.parameters(), strict=True)])
+    assert norm > bound
+    assert moved.norm().item() == pytest.approx(bound, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_model_as_it_was() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+    packed = made()
+    broken = msgspec.structs.replace(packed, advantages=np.full(len(packed.tokens), np.inf, np.float32))
+
+    with pytest.raises(FloatingPointError, match="expected a finite gradient in step 1, got norm nan"):
+        trainer(model).step(broken)
+
+    for parameter, other in zip(model.parameters(), TinyModel(vocabulary=VOCABULARY).parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_a_batch_that_trains_nothing_changes_nothing_by_itself() -> None:
+    packed = made()
+    nothing = msgspec.structs.replace(
+        packed, loss_mask=np.zeros_like(packed.loss_mask), loss_tokens=0, loss_sequences=0
+    )
+
+    metrics = trainer(optimizer=SGD).step(nothing)
+
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+
+
+def test_a_batch_without_advantages_says_what_to_put_before_the_trainer() -> None:
+    with pytest.raises(InvalidRecord, match="put an AdvantageNormalizer before the trainer"):
+        trainer().step(batch())
+
+
+def test_steps_count_and_the_learning_rate_is_told() -> None:
+    each = trainer()
+
+    metrics = [each.step(made(seed)) for seed in range(3)]
+
+    assert each.steps == 3
+    assert metrics[-1]["lr"] == 0.01
+
+
+def test_frozen_parameters_stay() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+    model.token.weight.requires_grad_(False)
+    before = model.token.weight.clone()
+
+    trainer(model).step(made())
+
+    assert torch.equal(model.token.weight, before)
+
+
+def test_a_trainer_can_be_published_and_saved() -> None:
+    assert isinstance(trainer(), WeightedTrainer)
+    assert isinstance(trainer(), Checkpointed)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Noisy(TinyModel):
+    """Drops out, so that every step depends on torch's generator."""
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
+        return nn.functional.dropout(logits, 0.2, training=self.training)
+
+
+def fresh(seed: int = 0, state: Mapping[str, Any] | None = None) -> TorchTrainer:
+    return trainer(Noisy(vocabulary=VOCABULARY, seed=seed), loss=PPOClip(), micro_batch_tokens=12, state=state)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    whole = fresh()
+    for seed in range(3):
+        whole.step(made(seed))
+    checkpoint = whole.save(tmp_path, {})
+    expected = [whole.step(made(seed)) for seed in range(3, 6)]
+
+    torch.manual_seed(99)
+    resumed = fresh(seed=7)
+    resumed.resume(checkpoint)
+    got = [resumed.step(made(seed)) for seed in range(3, 6)]
+
+    assert got == expected
+    assert resumed.steps == whole.steps == 6
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name])
+
+
+def test_every_random_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    def drawn() -> tuple[float, float, float, float]:
+        return random.random(), np.random.random(), np.random.standard_normal(), torch.rand(()).item()  # noqa: NPY002, S311
+
+    np.random.standard_normal()  # noqa: NPY002 (leaves a second deviate in store)
+    checkpoint = fresh().save(tmp_path, {})
+    expected = drawn()
+    drawn()
+
+    fresh().resume(checkpoint)
+
+    assert drawn() == expected
+
+
+def test_committed_ids_come_back(tmp_path: Path) -> None:
+    committed = {GroupId("env", "1"): 0b101, GroupId("env", "zwei/2"): 1 << 300}
+    checkpoint = fresh().save(tmp_path, committed)
+    resumed = fresh()
+
+    resumed.resume(checkpoint)
+
+    assert resumed.committed == committed
+
+
+async def test_statistics_of_the_normalizer_come_back_bit_for_bit(tmp_path: Path) -> None:
+    normalizer, restored = AdvantageNormalizer("global"), AdvantageNormalizer("global")
+    await drive(normalizer, [group(rewards=[0.1, 1 / 3]), group(instance_id="1", rewards=[2 / 7, 1e-9])])
+
+    saved = fresh(state={"normalizer": normalizer})
+    checkpoint = await anyio.to_thread.run_sync(saved.save, tmp_path, {})
+    await anyio.to_thread.run_sync(fresh(state={"normalizer": restored}).resume, checkpoint)
+
+    assert restored.state_dict() == normalizer.state_dict()
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
+    checkpoint = fresh().save(tmp_path, {})
+    other = trainer(TinyModel(vocabulary=VOCABULARY + 1))
+
+    with pytest.raises(WeightsMismatch) as caught:
+        other.resume(checkpoint)
+
+    assert "head.bias: expected float32 [12], found float32 [11]" in str(caught.value)
+    assert other.steps == 0
+
+
+def test_a_checkpoint_with_other_state_is_refused(tmp_path: Path) -> None:
+    checkpoint = fresh(state={"normalizer": AdvantageNormalizer("global")}).save(tmp_path, {})
+
+    with pytest.raises(ValueError, match=r"expected a checkpoint with state \[\], got \['normalizer'\]"):
+        fresh().resume(checkpoint)
+
+
+def test_tied_weights_are_saved_under_each_of_their_names(tmp_path: Path) -> None:
+    def tied() -> TinyModel:
+        model = TinyModel(vocabulary=VOCABULARY)
+        model.head.weight = model.token.weight
+        return model
+
+    first, second = trainer(tied()), trainer(tied())
+    first.step(made())
+
+    second.resume(first.save(tmp_path, {}))
+
+    assert torch.equal(first.weights()["head.weight"], second.weights()["token.weight"])
+    assert first.step(made(1)) == second.step(made(1))
+
+
+def test_nothing_in_a_checkpoint_runs_when_it_is_loaded(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (pytest.fail, ("code of the checkpoint ran",))
+
+    checkpoint = fresh().save(tmp_path, {})
+    torch.save({"optimizer": Trap()}, checkpoint / "optimizer.pt")
+
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        fresh().resume(checkpoint)
+
+
+def test_weights_can_be_read_by_anyone_who_reads_safetensors(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file  # noqa: PLC0415 (without torch)
+
+    each = fresh()
+
+    loaded = load_file(each.save(tmp_path, {}) / "weights.safetensors")
+
+    assert {name: array.tolist() for name, array in loaded.items()} == {
+        name: tensor.tolist() for name, tensor in each.weights().items()
+    }
