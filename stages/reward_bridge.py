@@ -1,0 +1,278 @@
+"""RewardBridge: the environment's raw score to the reward that trains, shaped by configuration and by functions.
+
+Only what the policy sampled is judged: tokens outside the loss mask (prompts, observations, tool results) are never
+decoded, and nothing is decoded at all where nothing configured reads text. The arithmetic stands in `reward_shaping`,
+the calling of Python functions in `reward_functions`; this stage decodes, gathers and accounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from ..pipeline.causes import sole_cause
+from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.context import current, drop
+from ..pipeline.waiting import Waiters
+from ..schemas import TrajectoryGroup, TrajectoryId
+from ..schemas.config import load_config, parse_config
+from .policies import Tokenizer
+from .reward_functions import Answer, Calls, Failure, RewardFunction, calling
+from .reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
+
+__all__ = ["RewardBridge"]
+
+Turns: TypeAlias = list[list[str]]
+"""What the policy said in each sequence, turn by turn."""
+
+DECODE_IN_THREAD_TOKENS = 4096
+"""From this many tokens on, decoding a group would hold up the event loop for milliseconds."""
+
+OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "fallback", "clip"})
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBridge:
+    """Shape rewards. With nothing configured, groups pass as they are.
+
+    >>> bridge = RewardBridge.from_config({"length_bounty": {"reward": -0.01, "cap": 0.5}, "clip": [-1, 1]})
+    >>> bridge.config.length_bounty.unit
+    'token'
+
+    Args:
+        config: what is configured.
+        tokenizer: gives the text of a completion; needed where a marker, a bounty by character or a function reads it.
+        functions: further components, in Python.
+
+    Raises:
+        ValueError: text is needed and there is no tokenizer, or two components have one name.
+    """
+
+    config: RewardConfig = field(default_factory=RewardConfig)
+    tokenizer: Tokenizer | None = None
+    functions: Sequence[RewardFunction] = ()
+
+    def __post_init__(self) -> None:
+        if self._reads_text and self.tokenizer is None:
+            raise ValueError("tokenizer: expected one, because format markers, characters or functions read text")
+        names = [function.name for function in self.functions]
+        if taken := OWN_PARTS.intersection(names) or {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"functions: expected names of their own, got {sorted(taken)} twice")
+
+    @classmethod
+    def from_yaml(
+        cls, path: str | Path, *, tokenizer: Tokenizer | None = None, functions: Sequence[RewardFunction] = ()
+    ) -> Self:
+        """The bridge that a YAML file describes; `reward_shaping` shows one.
+
+        Raises:
+            InvalidConfig: the file does not fit; the message gives the path of the value, what was expected and came.
+            ValueError: see the class.
+        """
+        return cls(load_config(RewardConfig, path, root="reward"), tokenizer, functions)
+
+    @classmethod
+    def from_config(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        tokenizer: Tokenizer | None = None,
+        functions: Sequence[RewardFunction] = (),
+    ) -> Self:
+        """The bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
+        return cls(parse_config(RewardConfig, values, root="reward"), tokenizer, functions)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`. Groups leave in the order in which they came, also where functions judge several at a time."""
+        if self.functions:
+            await self._run_concurrently(inbox, outbox)
+            return
+        async for group in inbox:
+            turns = await self._turns(group) if self._reads_text else []
+            await outbox.send(self._shaped(group, turns, {}))
+            del group  # it may lie in a producer's slots, and the next one may be long in coming
+
+    # -- one group ---------------------------------------------------------------------------------------------------
+
+    def _shaped(
+        self, group: TrajectoryGroup, turns: Turns, judged: Mapping[str, NDArray[np.float64]]
+    ) -> TrajectoryGroup:
+        """`group` with its reward, given its text, where that is read, and what the functions said [S]."""
+        if not judged and self.config == RewardConfig():
+            return group
+        scores = group.rewards.astype(np.float64)
+        added = combined(scores, {**self._components(group, turns), **judged}, self.config)
+        for name, values in ({"score": scores} | added).items():
+            current().metrics.mean(f"rewards/{name}", values)
+        before = group.reward_parts  # of a bridge that this one follows
+        parts = {name: before.get(name, 0.0) + part for name, part in added.items()}
+        if "score" not in before:
+            parts["score"] = scores
+        return group.with_rewards(scores + sum(added.values(), np.zeros(len(group))), parts=parts)
+
+    def _components(self, group: TrajectoryGroup, turns: Turns) -> dict[str, NDArray[np.float64]]:
+        """[S] each: what the configuration adds, before any correction."""
+        config = self.config
+        components: dict[str, NDArray[np.float64]] = {}
+        if config.format_markers:
+            components["format_markers"] = np.array([reward_of_format(said, config) for said in turns], np.float64)
+        if (bounty := config.length_bounty) is not None:
+            by_character = bounty.unit == "character"
+            lengths = [sum(map(len, said)) for said in turns] if by_character else group.completion_lengths()
+            components["length_bounty"] = bounty_of_lengths(np.asarray(lengths, np.int64), bounty)
+        return components
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _reads_text(self) -> bool:
+        bounty = self.config.length_bounty
+        return (
+            bool(self.config.format_markers)
+            or (bounty is not None and bounty.unit == "character")
+            or any(function.reads_text for function in self.functions)
+        )
+
+    async def _turns(self, group: TrajectoryGroup) -> Turns:
+        assert self.tokenizer is not None  # noqa: S101 (held to it when constructed)
+        if len(group.tokens) < DECODE_IN_THREAD_TOKENS:
+            return turns_of(group, self.tokenizer)
+        return await anyio.to_thread.run_sync(turns_of, group, self.tokenizer)
+
+    # -- functions ---------------------------------------------------------------------------------------------------
+
+    async def _run_concurrently(
+        self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]
+    ) -> None:
+        """Begin with a group while the functions have room for more calls; send in order."""
+        limit = max(function.concurrency for function in self.functions)
+        line = _Line()
+        try:
+            with calling(self.functions) as calls:
+                async with anyio.create_task_group() as tasks:
+                    async for group in inbox:
+                        tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, line, line.enter(group))
+                        del group
+                        await line.below(limit)
+        except BaseExceptionGroup as error:
+            raise sole_cause(error) from None
+
+    async def _judge_and_send(
+        self,
+        group: TrajectoryGroup,
+        outbox: SendChannel[TrajectoryGroup],
+        calls: Mapping[str, Calls],
+        line: _Line,
+        place: int,
+    ) -> None:
+        turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
+        outcomes = await self._judged(group, turns, calls)
+        keep = _kept(group, outcomes)
+        if keep.all():
+            shaped: TrajectoryGroup | None = self._shaped(group, turns, _values(outcomes, keep))
+        elif keep.any():
+            said = [turns[s] for s in np.flatnonzero(keep).tolist()]
+            shaped = self._shaped(group.select(keep), said, _values(outcomes, keep))
+        else:
+            shaped = None
+        await line.turn(place)
+        if shaped is not None:
+            await outbox.send(shaped)
+        line.leave(len(group))
+
+    async def _judged(
+        self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
+    ) -> dict[str, list[float | Failure]]:
+        """What each function says of each sequence; 0 for right answers that a fallback does not touch."""
+        asked = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
+        outcomes: dict[str, list[float | Failure]] = {f.name: [0.0] * len(group) for f in self.functions}
+
+        async def judge(function: RewardFunction, s: int) -> None:
+            text = "\n".join(turns[s]) if function.reads_text else ""
+            answer = Answer(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
+            outcomes[function.name][s] = await calls[function.name].value(answer)
+
+        async with anyio.create_task_group() as tasks:
+            for function in self.functions:
+                for s in asked:
+                    tasks.start_soon(judge, function, s)
+        return outcomes
+
+
+class _Line:
+    """Groups that functions judge at the same time, leaving in the order in which they came."""
+
+    __slots__ = ("_changed", "_entered", "_left", "_trajectories")
+
+    def __init__(self) -> None:
+        self._entered = 0
+        self._left = 0
+        self._trajectories = 0
+        """Trajectories of the groups in line."""
+        self._changed = Waiters()
+
+    def enter(self, group: TrajectoryGroup) -> int:
+        """Take the last place."""
+        self._entered += 1
+        self._trajectories += len(group)
+        return self._entered - 1
+
+    def leave(self, size: int) -> None:
+        """Leave the first place, with a group of `size` trajectories."""
+        self._left += 1
+        self._trajectories -= size
+        self._changed.wake_all()
+
+    async def turn(self, place: int) -> None:
+        """Wait until everyone before `place` has left."""
+        while self._left < place:
+            await self._changed.wait()
+
+    async def below(self, limit: int) -> None:
+        """Wait until fewer than `limit` trajectories are in line."""
+        while self._trajectories >= limit:
+            await self._changed.wait()
+
+
+def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | Failure]]) -> NDArray[np.bool_]:
+    """[S] the sequences for which every function has a value; the others are accounted as failed."""
+    lost: dict[str, list[TrajectoryId]] = {}
+    keep = np.ones(len(group), np.bool_)
+    for s, id_ in enumerate(group.ids):
+        failure = next((outcome for said in outcomes.values() if isinstance(outcome := said[s], Failure)), None)
+        if failure is not None:
+            keep[s] = False
+            lost.setdefault(failure.reason, []).append(id_)
+    for reason, ids in lost.items():
+        drop(ids, "failed", reason)
+    return keep
+
+
+def _values(
+    outcomes: Mapping[str, Sequence[float | Failure]], keep: NDArray[np.bool_]
+) -> dict[str, NDArray[np.float64]]:
+    """[kept S] what each function said."""
+    places = np.flatnonzero(keep).tolist()
+    return {name: np.array([said[s] for s in places], np.float64) for name, said in outcomes.items()}
+
+
+def turns_of(group: TrajectoryGroup, tokenizer: Tokenizer) -> Turns:
+    """What the policy said in each sequence, turn by turn, without end-of-sequence tokens."""
+    return [[_decoded(row.tokens[a:b], tokenizer) for a, b in _runs(row.loss_mask)] for row in group]
+
+
+def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where `mask` is true without a gap, as half-open spans."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _decoded(tokens: NDArray[np.int32], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(tokens[tokens != tokenizer.eos_id].tolist())

@@ -1,0 +1,535 @@
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidConfig
+from penstock.pipeline.context import Context, entered
+from penstock.pipeline.memory import memory_channel
+from penstock.schemas import TrajectoryGroup
+from penstock.stages.reward_bridge import RewardBridge
+from penstock.stages.reward_functions import Answer, RewardFunction
+from penstock.testing import VirtualClock, drive, group
+
+patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+
+
+class Characters:
+    """One token a character; remembers what it was asked to decode."""
+
+    eos_id = 0
+
+    def __init__(self) -> None:
+        self.decoded: list[str] = []
+
+    def encode(self, text: str, /) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        self.decoded.append("".join(map(chr, ids)))
+        return self.decoded[-1]
+
+
+def said(
+    *completions: str | Sequence[str], rewards: Sequence[float] | None = None, prompt: str = "?", instance_id: str = "0"
+) -> TrajectoryGroup:
+    """A group of completions. One given as several texts is a conversation: the policy says every other one of them."""
+    sequences, masks = [], []
+    for completion in completions:
+        turns = [prompt, completion] if isinstance(completion, str) else [prompt, *completion]
+        sequences.append([ord(c) for turn in turns for c in turn])
+        masks.append([i % 2 == 1 for i, turn in enumerate(turns) for _ in turn])
+    return TrajectoryGroup.build(
+        env="test",
+        instance_id=instance_id,
+        sequences=sequences,
+        loss_mask=masks,
+        rewards=[0.0] * len(completions) if rewards is None else rewards,
+    )
+
+
+def bridge(*functions: RewardFunction, **config: Any) -> RewardBridge:
+    return RewardBridge.from_config(config, tokenizer=Characters(), functions=functions)
+
+
+def parts(shaped: TrajectoryGroup) -> dict[str, list[float]]:
+    return {name: [round(x, 6) for x in part.tolist()] for name, part in shaped.reward_parts.items()}
+
+
+MARK = {"marker": "<a>", "reward": 0.5}
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+async def test_with_nothing_configured_groups_pass_as_they_are() -> None:
+    given = [group(), group(instance_id="1")]
+
+    out = await drive(RewardBridge(), given)
+
+    assert out[0] is given[0]
+    assert out[1] is given[1]
+
+
+def test_a_yaml_file_without_code_shapes_the_reward(tmp_path: Path) -> None:
+    path = tmp_path / "reward.yaml"
+    path.write_text(
+        """
+        format_markers:
+          - {marker: <think>, closing: </think>, reward: 0.1}
+          - {marker: <answer>, closing: </answer>, reward: 0.2, counted: once}
+        ordered: true
+        length_bounty: {reward: -1e-2, unit: character, cap: 0.05}
+        combine: add
+        clip: [-1, 1.2]
+        """
+    )
+
+    stage = RewardBridge.from_yaml(path, tokenizer=Characters())
+    (out,) = anyio.run(drive, stage, [said("<think>2+2</think><answer>4</answer>", "4", rewards=[1, 1])])
+
+    assert parts(out) == {
+        "score": [1, 1],
+        "format_markers": [0.3, 0],
+        "length_bounty": [-0.05, -0.01],
+        "clip": [-0.05, 0],
+    }
+    assert out.rewards.tolist() == pytest.approx([1.2, 0.99])
+
+
+def test_a_mistake_in_the_file_is_told_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "reward.yaml"
+    path.write_text("format_markers:\n- {marker: a, reward: 1}\n- {marker: b, reward: much}\n")
+
+    with pytest.raises(
+        InvalidConfig, match=r"reward\.format_markers\[1\]\.reward: expected float, got str \(in .*yaml"
+    ):
+        RewardBridge.from_yaml(path)
+
+
+def test_text_without_a_tokenizer_is_refused_at_once() -> None:
+    for config in ({"format_markers": [MARK]}, {"length_bounty": {"reward": 1, "cap": 1, "unit": "character"}}):
+        with pytest.raises(ValueError, match="tokenizer: expected one"):
+            RewardBridge.from_config(config)
+    with pytest.raises(ValueError, match="tokenizer: expected one"):
+        RewardBridge(functions=[RewardFunction(length)])
+
+
+def test_components_of_one_name_are_refused() -> None:
+    for functions in ([RewardFunction(length), RewardFunction(length)], [RewardFunction(length, name="score")]):
+        with pytest.raises(ValueError, match="functions: expected names of their own, got"):
+            bridge(*functions)
+
+
+def test_a_bridge_can_be_sent_to_its_process() -> None:
+    stage = bridge(RewardFunction(length), format_markers=[MARK])
+
+    assert pickle.loads(pickle.dumps(stage)).config == stage.config  # noqa: S301 (our own bytes)
+
+
+# -- only what the policy said ---------------------------------------------------------------------------------------
+
+
+async def test_a_marker_in_the_prompt_pays_nothing() -> None:
+    (out,) = await drive(bridge(format_markers=[MARK]), [said("no", "<a>", prompt="Say <a>!")])
+
+    assert out.rewards.tolist() == [0, 0.5]
+
+
+async def test_a_marker_in_an_observation_pays_nothing() -> None:
+    (out,) = await drive(bridge(format_markers=[MARK]), [said(["go", "<a>", "on"], ["go", "", "<a>"])])
+
+    assert out.rewards.tolist() == [0, 0.5]
+
+
+async def test_a_marker_around_an_observation_is_no_marker() -> None:
+    (out,) = await drive(bridge(format_markers=[MARK]), [said(["<", "x", "a>"])])
+
+    assert out.rewards.tolist() == [0]
+
+
+async def test_only_sampled_tokens_are_decoded_and_no_end_of_sequence() -> None:
+    stage = bridge(format_markers=[MARK])
+
+    await drive(stage, [said(["one\0", "two", "three\0"], "", prompt="zero")])
+
+    assert isinstance(stage.tokenizer, Characters)
+    assert stage.tokenizer.decoded == ["one", "three"]
+
+
+async def test_nothing_is_decoded_where_nothing_reads_text() -> None:
+    stage = bridge(
+        RewardFunction(lambda answer: len(answer.text), name="blind", reads_text=False),
+        length_bounty={"reward": 0.1, "cap": 1},
+        clip=[-1, 1],
+    )
+
+    (out,) = await drive(stage, [said("abc")])
+
+    assert isinstance(stage.tokenizer, Characters)
+    assert stage.tokenizer.decoded == []
+    assert parts(out)["blind"] == [0]
+
+
+async def test_a_large_group_is_decoded_off_the_event_loop() -> None:
+    where: list[str] = []
+
+    class Watched(Characters):
+        def decode(self, ids: Sequence[int], /) -> str:
+            where.append(threading.current_thread().name)
+            return super().decode(ids)
+
+    stage = RewardBridge.from_config({"format_markers": [MARK]}, tokenizer=Watched())
+    await drive(stage, [said("<a>" * 2000), said("<a>", instance_id="1")])
+
+    assert where[0] != threading.main_thread().name
+    assert where[1] == threading.main_thread().name
+
+
+TEXT = st.text(st.sampled_from("<a/>b"), max_size=12)
+
+
+@patiently
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), TEXT)
+def test_the_prompt_and_observations_never_change_a_reward(turns: list[tuple[str, str]], noise: str) -> None:
+    config = {
+        "format_markers": [MARK | {"counted": "each"}, {"marker": "b", "reward": 1, "closing": "/"}],
+        "length_bounty": {"reward": 0.1, "cap": 3, "unit": "character"},
+    }
+    plain = said(*([first, ".", second] for first, second in turns), prompt=".")
+    noisy = said(*([first, noise + ".", second] for first, second in turns), prompt=noise + ".")
+
+    one, other = (anyio.run(drive, bridge(**config), [g])[0] for g in (plain, noisy))
+
+    assert one.rewards.tolist() == other.rewards.tolist()
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+scores = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5)
+
+
+@patiently
+@given(scores, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_parts_always_sum_to_the_reward(
+    scores: list[float],
+    marked: bool,  # noqa: FBT001
+    bounty: bool,  # noqa: FBT001
+    fallback: bool,  # noqa: FBT001
+    clipped: bool,  # noqa: FBT001
+) -> None:
+    config: dict[str, Any] = {"combine": "fallback" if fallback else "add"}
+    config |= {"format_markers": [MARK]} if marked else {}
+    config |= {"length_bounty": {"reward": 0.3, "cap": 1}} if bounty else {}
+    config |= {"clip": [-1, 1]} if clipped else {}
+
+    given = said(*("<a>" if i % 2 else "no" for i in range(len(scores))), rewards=scores)
+    (out,) = anyio.run(drive, bridge(**config), [given])
+
+    if config != {"combine": "add"}:
+        assert np.sum(list(out.reward_parts.values()), axis=0) == pytest.approx(out.rewards, abs=1e-5)
+        assert out.reward_parts["score"].tolist() == given.rewards.tolist()
+    else:
+        assert out is given
+
+
+async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
+    first = bridge(format_markers=[MARK])
+    second = bridge(format_markers=[MARK], length_bounty={"reward": 0.1, "cap": 1})
+
+    (between,) = await drive(first, [said("<a>", rewards=[1])])
+    (out,) = await drive(second, [between])
+
+    assert parts(out) == {"score": [1], "format_markers": [1], "length_bounty": [0.3]}
+    assert out.rewards.tolist() == pytest.approx([2.3])
+
+
+async def test_metrics_tell_what_each_part_adds() -> None:
+    out = await drive(bridge(format_markers=[MARK]), [said("<a>", "no", rewards=[1, 0])])
+
+    metrics = out.metrics.emit(0)
+    assert metrics["rewards/score"] == 0.5
+    assert metrics["rewards/format_markers"] == 0.25
+
+
+async def test_everything_else_of_a_group_stays_as_it_is() -> None:
+    given = said("<a>", "no")
+
+    (out,) = await drive(bridge(format_markers=[MARK]), [given])
+
+    assert out.tokens is given.tokens
+    assert out.loss_mask is given.loss_mask
+    assert out.ids == given.ids
+
+
+async def test_an_empty_group_passes() -> None:
+    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[], loss_mask=[], rewards=[])
+
+    for stage in (bridge(format_markers=[MARK]), bridge(RewardFunction(length))):
+        (out,) = await drive(stage, [empty])
+        assert len(out) == 0
+
+
+# -- functions -------------------------------------------------------------------------------------------------------
+
+
+def length(answer: Answer) -> float:
+    """A plain function: runs in a thread."""
+    return float(len(answer.text))
+
+
+async def test_a_plain_function_runs_in_a_thread() -> None:
+    names: list[str] = []
+
+    def where(_answer: Answer) -> float:
+        names.append(threading.current_thread().name)
+        return 0.25
+
+    (out,) = await drive(bridge(RewardFunction(where)), [said("abc", rewards=[1])])
+
+    assert names != [threading.main_thread().name]
+    assert parts(out) == {"score": [1], "where": [0.25]}
+
+
+async def test_an_async_function_runs_on_the_event_loop() -> None:
+    names: list[str] = []
+
+    async def where(_answer: Answer) -> float:
+        await anyio.lowlevel.checkpoint()
+        names.append(threading.current_thread().name)
+        return 0.25
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, answer: Answer) -> float:
+            return await where(answer)
+
+    (out,) = await drive(bridge(RewardFunction(where), RewardFunction(Judge())), [said("abc", rewards=[1])])
+
+    assert names == [threading.main_thread().name] * 2
+    assert out.rewards.tolist() == [1.5]
+
+
+async def test_a_function_sees_text_score_trajectory_and_meta() -> None:
+    seen: list[Answer] = []
+
+    async def look(answer: Answer) -> float:
+        seen.append(answer)
+        return 0.0
+
+    given = said(["one", "?", "two"], rewards=[0.5], prompt="Question")
+    await drive(bridge(RewardFunction(look)), [given])
+
+    assert seen[0].text == "one\ntwo"
+    assert seen[0].score == 0.5
+    assert seen[0].trajectory.id == given.ids[0]
+    assert seen[0].trajectory.tokens.tolist() == given.tokens.tolist()
+    assert seen[0].meta == {}
+
+
+async def test_no_more_calls_run_at_a_time_than_were_allowed() -> None:
+    running, most = 0, 0
+
+    async def count(_answer: Answer) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await anyio.lowlevel.checkpoint()
+        running -= 1
+        return 0.0
+
+    await drive(bridge(RewardFunction(count, concurrency=3)), [said(*"abcdefgh", instance_id=str(i)) for i in range(3)])
+
+    assert most == 3
+
+
+async def test_several_groups_are_judged_at_a_time_and_leave_in_order() -> None:
+    last_began = anyio.Event()
+
+    async def first_waits_for_last(answer: Answer) -> float:
+        if answer.text == "last":
+            last_began.set()
+        elif answer.text == "first":
+            await last_began.wait()
+        return 0.0
+
+    given = [said(text, instance_id=text) for text in ("first", "middle", "last")]
+    out = await drive(bridge(RewardFunction(first_waits_for_last)), given)
+
+    assert [g.instance_id for g in out] == ["first", "middle", "last"]
+
+
+async def test_groups_are_taken_in_only_while_there_is_room_for_calls() -> None:
+    feed, inbox = memory_channel[TrajectoryGroup](10)
+    outbox, shaped = memory_channel[TrajectoryGroup](10)
+
+    async def never(_answer: Answer) -> float:
+        await anyio.sleep_forever()
+        return 0.0
+
+    async with feed, inbox, outbox, shaped, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(bridge(RewardFunction(never, concurrency=4)).run, inbox, outbox)
+            for i in range(5):
+                await feed.send(said("a", "b", instance_id=str(i)))
+            await anyio.wait_all_tasks_blocked()
+            assert feed.statistics().items == 3  # 2 groups of 2 fill the 4 calls
+            tasks.cancel_scope.cancel()
+
+
+async def test_groups_that_functions_judge_are_held_as_copies() -> None:
+    feed, inbox = memory_channel[TrajectoryGroup](1)
+    outbox, shaped = memory_channel[TrajectoryGroup](1)
+    began, go = anyio.Event(), anyio.Event()
+
+    async def wait(_answer: Answer) -> float:
+        began.set()
+        await go.wait()
+        return 0.0
+
+    given = said("abc")
+    expected = given.tokens.tolist()
+    async with feed, inbox, outbox, shaped, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(bridge(RewardFunction(wait)).run, inbox, outbox)
+            await feed.send(given)
+            await began.wait()
+            given.tokens.flags.writeable = True
+            given.tokens[:] = 0  # the producer reuses the slot
+            go.set()
+            assert (await shaped.receive()).tokens.tolist() == expected
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_fallback_asks_functions_about_failed_answers_only() -> None:
+    asked: list[str] = []
+
+    async def ask(answer: Answer) -> float:
+        asked.append(answer.text)
+        return 5.0
+
+    (out,) = await drive(bridge(RewardFunction(ask), combine="fallback"), [said("right", "wrong", rewards=[1, 0])])
+
+    assert asked == ["wrong"]
+    assert out.rewards.tolist() == [1, 1]
+    assert parts(out) == {"score": [1, 0], "ask": [0, 5], "fallback": [0, -4]}
+
+
+# -- functions that fail ---------------------------------------------------------------------------------------------
+
+
+async def fragile(answer: Answer) -> float:
+    if answer.text == "raise":
+        raise KeyError(answer.text)
+    if answer.text == "hang":
+        await anyio.sleep_forever()
+    return math.nan if answer.text == "nan" else 0.5
+
+
+def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> None:
+    given = [said("fine", "raise", "nan", "hang", "good", rewards=[1, 2, 3, 4, 5])]
+
+    out = VirtualClock().run(lambda: drive(bridge(RewardFunction(fragile)), given))
+
+    assert out[0].repetition_ids.tolist() == [0, 4]
+    assert out[0].rewards.tolist() == [1.5, 5.5]
+    balance = out.ledger.balance()
+    assert balance.ended["failed"] == 3
+    assert balance.reasons["failed"] == {"fragile: KeyError": 1, "fragile: ValueError": 1, "fragile: TimeoutError": 1}
+    assert balance.in_flight == 2
+    metrics = out.metrics.emit(0)
+    assert metrics["rewards/fragile/failed"] == 3
+    assert metrics["dropped/failed"] == 3
+
+
+async def test_a_group_of_which_nothing_is_left_is_not_sent() -> None:
+    out = await drive(bridge(RewardFunction(fragile)), [said("raise", "nan"), said("fine", instance_id="1")])
+
+    assert [g.instance_id for g in out] == ["1"]
+    assert out.ledger.balance().ended["failed"] == 2
+
+
+async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
+    out = await drive(bridge(RewardFunction(fragile, on_failure=-1.0)), [said("fine", "raise")])
+
+    assert out[0].rewards.tolist() == [0.5, -1]
+    assert out.ledger.balance().ended["failed"] == 0
+    assert out.metrics.emit(0)["rewards/fragile/failed"] == 1
+
+
+async def test_a_failure_can_end_the_pipeline() -> None:
+    with pytest.raises(KeyError, match="raise"):
+        await drive(bridge(RewardFunction(fragile, on_failure="raise")), [said("fine", "raise")])
+
+
+def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
+    stage = bridge(RewardFunction(fragile, timeout_s=7, on_failure="raise"))
+
+    with pytest.raises(TimeoutError, match="fragile: expected an answer within 7 s, got none"):
+        VirtualClock().run(lambda: drive(stage, [said("hang")]))
+
+
+def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
+    async def slow(_answer: Answer) -> float:
+        await anyio.sleep(20)
+        return 1.0
+
+    clock = VirtualClock()
+    out = clock.run(lambda: drive(bridge(RewardFunction(slow, concurrency=1, timeout_s=30)), [said(*"abcd")]))
+
+    assert out[0].rewards.tolist() == [1, 1, 1, 1]
+    assert clock.now_s == pytest.approx(80)
+
+
+async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> None:
+    done = threading.Event()
+
+    def hang(_answer: Answer) -> float:
+        done.wait()
+        return 0.0
+
+    stage = bridge(RewardFunction(hang, timeout_s=0.01, concurrency=1))
+    try:
+        out = await drive(stage, [said("a", "b")])
+    finally:
+        done.set()
+
+    assert out == []
+    assert out.ledger.balance().reasons["failed"] == {"hang: TimeoutError": 2}
+
+
+async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> None:
+    stage = bridge(RewardFunction(fragile), RewardFunction(fragile, name="again"))
+
+    out = await drive(stage, [said("raise", "fine")])
+
+    assert out.ledger.balance().reasons["failed"] == {"fragile: KeyError": 1}
+    assert out[0].rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"function": lambda _: 0.0}, "name: expected one"),
+        ({"function": length, "concurrency": 0}, "expected a concurrency of at least 1"),
+        ({"function": length, "timeout_s": 0}, "a positive timeout_s"),
+        ({"function": length, "timeout_s": math.nan}, "a positive timeout_s"),
+        ({"function": length, "on_failure": "ignore"}, "on_failure: expected 'drop', 'raise' or a finite number"),
+        ({"function": length, "on_failure": math.nan}, "on_failure: expected 'drop', 'raise' or a finite number"),
+    ],
+)
+def test_a_function_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardFunction(**arguments)
