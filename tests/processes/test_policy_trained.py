@@ -25,11 +25,16 @@ def made() -> TrainBatch:
     return msgspec.structs.replace(packed, tokens=tokens, advantages=np.ones(len(tokens), np.float32))
 
 
-async def test_a_sampler_holds_the_trainers_weights_after_every_step() -> None:
-    model = TinyModel(seed=1)
-    trainer = TorchTrainer(
+def trainer_of(model: TinyModel) -> TorchTrainer:
+    """Not on the event loop: the first optimizer that torch makes imports its compiler, which takes a second."""
+    return TorchTrainer(
         model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=AdvantageWeighted(), micro_batch_tokens=8
     )
+
+
+async def test_a_sampler_holds_the_trainers_weights_after_every_step() -> None:
+    model = TinyModel(seed=1)
+    trainer = await anyio.to_thread.run_sync(trainer_of, model)
     sampled, before = TinyModel(seed=2), TinyModel(seed=1)
 
     async with WeightPublisher(trainer.weights()) as publisher, WeightSubscriber(publisher.url) as subscriber:
