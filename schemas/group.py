@@ -344,7 +344,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, advantages=column)
 
     def select(self, keep: NDArray[np.bool_]) -> Self:
-        """A copy with only the sequences for which `keep` [S] is true."""
+        """A copy with only the sequences for which `keep` [S] is true; `meta` stays as it is."""
         tokens = keep[self.sequence_of_token()]
         taken = {
             name: column[tokens if self._over_tokens(name) else keep]

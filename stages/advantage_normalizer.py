@@ -96,11 +96,11 @@ class AdvantageNormalizer:
 
     def _filled(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         rewards = np.concatenate([group.rewards for group in groups])
-        lengths = np.concatenate([group.completion_lengths() for group in groups])
+        live = np.concatenate([group.completion_lengths() for group in groups]) > 0
         sizes = np.array([len(group) for group in groups])
-        raw = self._advantages(rewards, lengths > 0, sizes)
+        raw = self._advantages(rewards, live, sizes)
         advantages = np.clip(raw, *self._bounds)
-        self._observe(rewards, lengths, sizes, raw, advantages)
+        self._observe(rewards, live, sizes, raw != advantages)
         pieces = np.split(advantages, np.cumsum(sizes)[:-1])
         return [group.with_advantages(spread(piece, group)) for group, piece in zip(groups, pieces, strict=True)]
 
@@ -127,20 +127,16 @@ class AdvantageNormalizer:
     def _observe(
         self,
         rewards: NDArray[np.float32],
-        lengths: NDArray[np.int64],
+        live: NDArray[np.bool_],
         sizes: NDArray[np.int64],
-        raw: NDArray[np.float64],
-        advantages: NDArray[np.float64],
+        clipped: NDArray[np.bool_],
     ) -> None:
-        metrics, live = current().metrics, lengths > 0
+        metrics = current().metrics
         spreads = deviations(rewards, live, sizes)
         metrics.mean("reward_std", spreads)
         metrics.mean("frac_reward_zero_std", spreads == 0)
-        metrics.mean("advantages/mean", advantages, weight=lengths)
-        metrics.maximum("advantages/max", advantages[live])
-        metrics.minimum("advantages/min", advantages[live])
         if self.clip is not None:
-            metrics.mean("advantages/clip_fraction", raw != advantages, weight=live)
+            metrics.mean("advantages/clip_fraction", clipped, weight=live)
 
 
 def spread(per_sequence: NDArray[np.float64], group: TrajectoryGroup) -> NDArray[np.float32]:

@@ -172,8 +172,5 @@ class _Filling:
 
     def _observe(self, batch: TrainBatch) -> None:
         metrics, lengths = current().metrics, batch.lengths()
-        metrics.mean("batch/sequences", len(batch))
-        metrics.mean("batch/groups", len(batch.groups))
-        metrics.mean("batch/tokens", len(batch.tokens))
         metrics.mean("batch/packing_efficiency", len(batch.tokens) / self._rules.max_tokens)
         metrics.mean("batch/padding_efficiency", lengths.mean() / lengths.max(), weight=lengths.max() * len(batch))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..pipeline.causes import sole_cause
 from ..pipeline.channel import ReceiveChannel, SendChannel
-from ..pipeline.context import current, drop
+from ..pipeline.context import drop
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
@@ -109,8 +109,6 @@ class RewardBridge:
             return group
         scores = group.rewards.astype(np.float64)
         added = combined(scores, {**self._components(group, turns), **judged}, self.config)
-        for name, values in ({"score": scores} | added).items():
-            current().metrics.mean(f"rewards/{name}", values)
         before = group.reward_parts  # of a bridge that this one follows
         parts = {name: before.get(name, 0.0) + part for name, part in added.items()}
         if "score" not in before:

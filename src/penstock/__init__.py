@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.losses import AdvantageWeighted, PPOClip
     from .stages.policies import Completion, NoOpPolicy, Policy, Sampler, Tokenizer
+    from .stages.reward_bridge import RewardBridge
+    from .stages.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_env import SourceEnv
     from .stages.torch_policy import TorchPolicy
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdvantageNormalizer",
     "AdvantageWeighted",
+    "Answer",
     "Balance",
     "Batcher",
     "ChannelStatistics",
@@ -55,6 +58,8 @@ __all__ = [
     "Policy",
     "ReceiveChannel",
     "Report",
+    "RewardBridge",
+    "RewardFunction",
     "Rollout",
     "Sampler",
     "ScoredDataset",
@@ -109,6 +114,8 @@ _HOMES = {
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.losses": ("AdvantageWeighted", "PPOClip"),
     "stages.policies": ("Completion", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"),
+    "stages.reward_bridge": ("RewardBridge",),
+    "stages.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_env": ("SourceEnv",),
     "stages.torch_policy": ("TorchPolicy",),

@@ -190,9 +190,6 @@ async def test_metrics_tell_what_became_of_the_rewards() -> None:
     out = await drive(AdvantageNormalizer("dr_grpo", clip=1.0), given)
 
     metrics = out.metrics.emit(0)
-    assert metrics["advantages/max"] == 1
-    assert metrics["advantages/min"] == -1
-    assert metrics["advantages/mean"] == pytest.approx((3 - 1) / 6)  # by token that trains
     assert metrics["advantages/clip_fraction"] == 0.5
     assert metrics["frac_reward_zero_std"] == 0.5
     assert metrics["reward_std"] == pytest.approx(np.std([0, 3], ddof=1) / 2)

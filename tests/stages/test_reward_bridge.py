@@ -255,14 +255,6 @@ async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
     assert out.rewards.tolist() == pytest.approx([2.3])
 
 
-async def test_metrics_tell_what_each_part_adds() -> None:
-    out = await drive(bridge(format_markers=[MARK]), [said("<a>", "no", rewards=[1, 0])])
-
-    metrics = out.metrics.emit(0)
-    assert metrics["rewards/score"] == 0.5
-    assert metrics["rewards/format_markers"] == 0.25
-
-
 async def test_everything_else_of_a_group_stays_as_it_is() -> None:
     given = said("<a>", "no")
 
