@@ -236,11 +236,11 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], grace_s: float, st
                 await work()
             except Exception as error:  # noqa: BLE001 (raised below, bare instead of inside a group)
                 failure.append(error)
+        if shield.cancelled_caught:
+            log.warning("step_abandoned", step=step, waited_s=grace_s)
         tasks.cancel_scope.cancel()
     if failure:
         raise failure[0]
-    if shield.cancelled_caught:
-        log.warning("step_abandoned", step=step, waited_s=grace_s)
 
 
 def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
+from structlog.testing import capture_logs
 
 from penstock.pipeline.context import Context, entered
 from penstock.pipeline.ledger import Ledger
@@ -282,11 +283,13 @@ async def test_a_cancelled_run_finishes_and_commits_the_step_it_is_in() -> None:
 async def test_a_cancelled_run_gives_a_step_up_that_takes_too_long_and_commits_nothing() -> None:
     trainer = Slow()
 
-    async with running(SinkTrainer(trainer, grace_s=0.01), trainer) as (context, scope):
-        scope.cancel()
+    with capture_logs() as logs:
+        async with running(SinkTrainer(trainer, grace_s=0.01), trainer) as (context, scope):
+            scope.cancel()
+        trainer.may_end.set()
 
     assert context.ledger.balance().ended["trained"] == 0
-    trainer.may_end.set()
+    assert [(entry["event"], entry["step"]) for entry in logs] == [("step_abandoned", 1)]
 
 
 async def test_a_step_that_nobody_cancels_may_take_longer_than_the_grace() -> None:
