@@ -45,8 +45,11 @@ def _holdings() -> set[str]:
 
 def _children() -> set[str]:
     """Processes whose parent this is, zombies included."""
-    listed = [task.joinpath("children").read_text().split() for task in Path("/proc/self/task").iterdir()]
-    return {f"child process {pid}" for pids in listed for pid in pids}
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+            found |= {f"child process {pid}" for pid in task.joinpath("children").read_text().split()}
+    return found
 
 
 def _descriptors() -> set[str]:
