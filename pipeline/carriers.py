@@ -10,7 +10,7 @@ import os
 from contextlib import AbstractAsyncContextManager
 
 from .carrier import R
-from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
 from .tcp import connect_tcp, serve_tcp
@@ -56,28 +56,16 @@ def serve(
     """
     if min(capacity, capacity_bytes, max_senders) < 1:
         raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
-    if url.startswith("shm://"):
-        return serve_shm(
-            record_type,
-            capacity=capacity,
-            capacity_bytes=capacity_bytes,
-            senders=senders,
-            max_senders=max_senders,
-            listener=listener,
-            name=name or f"process {os.getpid()}",
-        )
-    if url.startswith("tcp://"):
-        return serve_tcp(
-            url,
-            record_type,
-            capacity=capacity,
-            capacity_bytes=capacity_bytes,
-            senders=senders,
-            max_senders=max_senders,
-            listener=listener,
-            name=name or f"process {os.getpid()}",
-        )
-    raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+    terms = Terms(
+        capacity=capacity,
+        capacity_bytes=capacity_bytes,
+        senders=senders,
+        max_senders=max_senders,
+        listener=listener,
+        name=name or f"process {os.getpid()}",
+    )
+    opened = serve_shm if _scheme(url) == "shm" else serve_tcp
+    return opened(url, record_type, terms)
 
 
 def connect(url: str, record_type: type[R], *, name: str | None = None) -> AbstractAsyncContextManager[RemoteSender[R]]:
@@ -90,8 +78,12 @@ def connect(url: str, record_type: type[R], *, name: str | None = None) -> Abstr
         OutOfSharedMemory: the machine has no room for the segment.
         ValueError: an unknown scheme.
     """
-    if url.startswith("shm://"):
-        return connect_shm(url, record_type, name=name or f"process {os.getpid()}")
-    if url.startswith("tcp://"):
-        return connect_tcp(url, record_type, name=name or f"process {os.getpid()}")
-    raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+    opened = connect_shm if _scheme(url) == "shm" else connect_tcp
+    return opened(url, record_type, name=name or f"process {os.getpid()}")
+
+
+def _scheme(url: str) -> str:
+    scheme = url.partition("://")[0]
+    if scheme not in {"shm", "tcp"}:
+        raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+    return scheme

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from types import TracebackType
-from typing import Self
 
 import anyio
 from anyio.abc import SocketAttribute, SocketStream, UNIXSocketStream
 from anyio.lowlevel import checkpoint
 
 from ..schemas.control import Message, decode, encode
+from .ends import Closing
 from .errors import ProtocolMismatch
 
 __all__ = ["Door"]
@@ -29,7 +28,7 @@ LARGEST_FRAME = 64 * 1024
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Door:
+class Door(Closing):
     """One side of a connection. Knows frames and file descriptors, not what is said."""
 
     def __init__(self, stream: SocketStream) -> None:
@@ -37,14 +36,6 @@ class Door:
         self._raw: socket.socket = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 (of anyio, not of Django)
         self._buffer = bytearray()
         self._fds: list[int] = []
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Close this side, and the file descriptors that nobody took."""

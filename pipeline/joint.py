@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup
 from .channel import ChannelStatistics, ReceiveChannel, SendChannel
+from .ends import Closing
 from .ledger import Ledger
 from .statistics import JointStatistics
 
@@ -71,7 +71,7 @@ class _Ends:
     """How long those waited that are closed."""
 
 
-class Outbox(Generic[T]):
+class Outbox(Closing, Generic[T]):
     """The sending end that a stage is given; see `SendChannel`."""
 
     __slots__ = ("_end", "_ends", "_passage")
@@ -113,14 +113,6 @@ class Outbox(Generic[T]):
         with anyio.CancelScope(shield=True):
             while self._ends.open:
                 await self._ends.open[-1].aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""

@@ -7,9 +7,7 @@ receiving end; each record goes to one of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 from warnings import warn
 
@@ -17,6 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from .channel import ChannelStatistics
+from .ends import Closing, Receiving
 from .errors import ChannelFull, PeerClosed, RecordTooLarge
 from .waiting import WaitClock, Waiters
 
@@ -65,7 +64,7 @@ class _Queue(Generic[T]):
         )
 
 
-class _End(Generic[T]):
+class _End(Closing, Generic[T]):
     """What both ends have in common: they open, close once, wait under a name, and complain when forgotten."""
 
     __slots__ = ("_clock", "_closed", "_queue", "_until_checkpoint")
@@ -86,14 +85,6 @@ class _End(Generic[T]):
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
         return self._queue.statistics(self._clock)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Close this end. Closing twice is fine."""
@@ -183,7 +174,7 @@ class MemorySender(_End[T]):
             self._queue.waiting_receivers.wake_all()
 
 
-class MemoryReceiver(_End[T]):
+class MemoryReceiver(_End[T], Receiving[T]):
     """The receiving end; see `ReceiveChannel`."""
 
     __slots__ = ()
@@ -227,15 +218,6 @@ class MemoryReceiver(_End[T]):
         if self._closed:
             raise anyio.ClosedResourceError
         return MemoryReceiver(self._queue)
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
 
     def _leave(self) -> None:
         self._queue.receivers -= 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -41,13 +41,14 @@ from ..schemas.descriptor import Contents, Descriptor
 from .carrier import HANDSHAKE_S, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .door import Door
+from .ends import Receiving
 from .errors import PeerLost, StaleDescriptor
 from .ledger import EndState
 from .memory import CHECKPOINT_EVERY
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
-__all__ = ["Peer", "PeerListener", "RemoteReceiver"]
+__all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
 
 log = get_logger("penstock.channel")
 
@@ -125,6 +126,19 @@ Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
 Enter: TypeAlias = Callable[[Door], Coroutine[Any, Any, Inlet]]
 """The part of an introduction that differs by carrier."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On what terms senders are let in; see `serve`."""
+
+    capacity: int
+    capacity_bytes: int
+    senders: int
+    max_senders: int
+    listener: PeerListener | None
+    name: str
+
+
 _FAILED_INTRODUCTIONS = (
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
@@ -136,7 +150,7 @@ _FAILED_INTRODUCTIONS = (
 )
 
 
-class RemoteReceiver(Generic[R]):
+class RemoteReceiver(Receiving[R]):
     """The receiving end of a channel from other processes; see `ReceiveChannel`."""
 
     def __init__(
@@ -146,29 +160,22 @@ class RemoteReceiver(Generic[R]):
         carrier: str,
         url: str,
         socket: zmq.Socket[bytes],
-        capacity: int,
-        capacity_bytes: int,
-        senders: int,
-        max_senders: int,
-        listener: PeerListener | None,
-        name: str,
+        terms: Terms,
     ) -> None:
         self.url = url
         """Where senders connect."""
-        self.name = name
         self.rejected = 0
         """Connections and messages that were refused: strangers, other versions, nonsense."""
         self._record_type = record_type
         self._carrier = carrier
         self._socket = socket
-        self._capacity = capacity
-        self._capacity_bytes = capacity_bytes
-        self._expected = senders
-        self._max_senders = max_senders
+        self._terms = terms
+        self._expected = terms.senders
+        """How many senders must have come before the stream may end."""
         self._entering = 0
         self._joined = 0
         self._peers: dict[bytes, Peer] = {}
-        self._listener = listener
+        self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()
         self._received = 0
         self._waiting = Waiters()
@@ -248,8 +255,8 @@ class RemoteReceiver(Generic[R]):
         if (hello.carrier, hello.kind) != (self._carrier, self._record_type.kind):
             expected = f"{self._record_type.kind} over {self._carrier}"
             return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
-        if len(self._peers) + self._entering > self._max_senders:
-            return Refused("TooManySenders", f"expected at most {self._max_senders} senders: raise max_senders")
+        if len(self._peers) + self._entering > self._terms.max_senders:
+            return Refused("TooManySenders", f"expected at most {self._terms.max_senders} senders: raise max_senders")
         if hello.identity in self._peers:
             return Refused("PeerClosed", "the identity is taken")
         return None
@@ -260,7 +267,9 @@ class RemoteReceiver(Generic[R]):
 
     def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
         """What a sender is granted."""
-        return Welcome(PROTOCOL_VERSION, endpoint, self.name, self._capacity, self._capacity_bytes, slot_bytes)
+        return Welcome(
+            PROTOCOL_VERSION, endpoint, self._terms.name, self._terms.capacity, self._terms.capacity_bytes, slot_bytes
+        )
 
     def expect(self, more: int) -> None:
         """The stream shall not end before `more` further senders have come and gone (fewer where negative)."""
@@ -311,9 +320,9 @@ class RemoteReceiver(Generic[R]):
             peer.sequence += 1
             peer.nbytes += descriptor.nbytes
             self._arrivals.append((peer, (descriptor, frames)))
-        if peer.sequence - peer.returned > self._capacity:
+        if peer.sequence - peer.returned > self._terms.capacity:
             raise ProtocolMismatch(
-                f"expected at most {self._capacity} records in flight, got {peer.sequence - peer.returned}"
+                f"expected at most {self._terms.capacity} records in flight, got {peer.sequence - peer.returned}"
             )
 
     def _part(self, peer: Peer, sequence: int) -> None:
@@ -446,23 +455,14 @@ class RemoteReceiver(Generic[R]):
                     if not self._arrivals and not self._ended():
                         await self._waiting.wait()
 
-    def __aiter__(self) -> AsyncIterator[R]:
-        return self
-
-    async def __anext__(self) -> R:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
         peers = [peer for peer in self._peers.values() if peer.open]
         return ChannelStatistics(
             carrier=self._carrier,
-            capacity=self._capacity * max(1, len(peers)),
+            capacity=self._terms.capacity * max(1, len(peers)),
             items=sum(peer.sequence - peer.returned for peer in peers),
-            capacity_bytes=self._capacity_bytes * max(1, len(peers)),
+            capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
             nbytes=sum(peer.nbytes - peer.returned_bytes for peer in peers),
             sent=self._received + len(self._arrivals),
             received=self._received,
@@ -485,14 +485,8 @@ class RemoteReceiver(Generic[R]):
                     await peer.door.say(Closed())
             await self._resources.aclose()
         self._socket.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
+        self._arrivals.clear()  # with the peers, their segments are unmapped now, not when cycles are collected
+        self._peers.clear()
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -11,8 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Generic, Self
+from typing import Generic
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +37,7 @@ from ..schemas.descriptor import record_bytes, write_contents
 from .carrier import Outlet, Parcel, R, Record
 from .channel import ChannelStatistics
 from .door import Door
+from .ends import Closing
 from .errors import ChannelFull, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
 from .ledger import Origin
 from .memory import CHECKPOINT_EVERY
@@ -202,7 +202,7 @@ class SenderLine:
         self.outlet.close()
 
 
-class RemoteSender(Generic[R]):
+class RemoteSender(Closing, Generic[R]):
     """The sending end of a channel to another process; see `SendChannel`."""
 
     def __init__(self, line: SenderLine, carrier: str) -> None:
@@ -279,14 +279,6 @@ class RemoteSender(Generic[R]):
             self._line.ends -= 1
             if not self._line.ends:
                 await self._line.part()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""

@@ -24,7 +24,7 @@ from ..schemas.descriptor import Contents, Descriptor, aligned, read_contents, v
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge
-from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine, introduce
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable
@@ -115,17 +115,14 @@ async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> In
 
 
 @asynccontextmanager
-async def serve_shm(
-    record_type: type[R],
-    *,
-    capacity: int,
-    capacity_bytes: int,
-    senders: int,
-    max_senders: int,
-    listener: PeerListener | None,
-    name: str,
-) -> AsyncIterator[RemoteReceiver[R]]:
-    """The receiving end of a channel on this host; see `serve`."""
+async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
+    """The receiving end of a channel on this host; see `serve`.
+
+    Raises:
+        ValueError: the URL says where: the sockets lie where this process may put them.
+    """
+    if url != SCHEME:
+        raise ValueError(f"expected {SCHEME} and nothing behind it, got {url!r}: senders are given `inbox.url`")
     async with AsyncExitStack() as stack:
         directory = await _enter_in_thread(stack, socket_directory())
         socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory)
@@ -136,12 +133,7 @@ async def serve_shm(
             carrier="shm",
             url=f"{SCHEME}{directory}",
             socket=socket,
-            capacity=capacity,
-            capacity_bytes=capacity_bytes,
-            senders=senders,
-            max_senders=max_senders,
-            listener=listener,
-            name=name,
+            terms=terms,
         )
         receiver.attend(listener_at_door, lambda opened: _enter(opened, receiver, endpoint), stack.pop_all())
         async with receiver:

@@ -27,7 +27,7 @@ from ..schemas.descriptor import DTYPES, Contents, Descriptor, read_contents
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
-from .remote_receiver import PeerListener, RemoteReceiver
+from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine, introduce
 
 __all__ = ["connect_tcp", "serve_tcp"]
@@ -130,17 +130,7 @@ def _address(url: str) -> tuple[str, int]:
 
 
 @asynccontextmanager
-async def serve_tcp(
-    url: str,
-    record_type: type[R],
-    *,
-    capacity: int,
-    capacity_bytes: int,
-    senders: int,
-    max_senders: int,
-    listener: PeerListener | None,
-    name: str,
-) -> AsyncIterator[RemoteReceiver[R]]:
+async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
     host, port = await anyio.to_thread.run_sync(_address, url)
     socket = router()
@@ -159,12 +149,7 @@ async def serve_tcp(
         carrier="tcp",
         url=wildcard.replace("*", str(bound)),
         socket=socket,
-        capacity=capacity,
-        capacity_bytes=capacity_bytes,
-        senders=senders,
-        max_senders=max_senders,
-        listener=listener,
-        name=name,
+        terms=terms,
     )
 
     async def enter(opened: Door) -> Inlet:
