@@ -294,7 +294,7 @@ CHANNEL_RULES: tuple[Callable[[MakeChannel], Awaitable[None]], ...] = (
 """Every rule, each an async function of a `MakeChannel`: parametrize a test over them, so that a broken one is named."""
 
 
-# -- what the rules are made of ------------------------------------------------------------------------------------
+# -- what the rules are made of --------------------------------------------------------------------------------------
 
 _CANCELLED = object()
 

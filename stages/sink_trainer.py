@@ -7,9 +7,10 @@ nothing about torch.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,11 @@ log = get_logger("penstock.sink_trainer")
 
 GRACE_S = 4.0
 """How long a cancelled run waits for the step it is in: a run that is interrupted ends within five seconds."""
+
+
+SWITCH_S = 0.0005
+"""How long a training thread that runs Python may keep the interpreter from the event loop. At Python's own 5 ms every
+record that arrives meanwhile waits that long; at 0.5 ms it waits a tenth, and training is no slower."""
 
 
 @runtime_checkable
@@ -148,6 +154,14 @@ class SinkTrainer:
         ledger = current().ledger
         self._restore(ledger)
         await self._publish(ledger.step)
+        with _brisk_switches():
+            await self._train_all(inbox, ledger, thread)
+        if not self._saves_at(ledger.step):
+            await self._save(ledger, thread)
+
+    async def _train_all(
+        self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter
+    ) -> None:
         ended = time.monotonic()
         while ledger.step != self.max_steps:
             try:
@@ -158,8 +172,6 @@ class SinkTrainer:
             await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.grace_s, step)
             ended = time.monotonic()
             del batch  # the next one may be long in coming
-        if not self._saves_at(ledger.step):
-            await self._save(ledger, thread)
 
     def _restore(self, ledger: Ledger) -> None:
         """Where the trainer goes on from a checkpoint, so does the ledger."""
@@ -205,6 +217,17 @@ class SinkTrainer:
         if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
             path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), dict(ledger.committed)), thread)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
+
+
+@contextmanager
+def _brisk_switches() -> Iterator[None]:
+    """Threads give the interpreter up sooner within the body."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _require(trainer: object, protocol: type, purpose: str, methods: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -134,6 +135,20 @@ async def test_a_step_runs_off_the_event_loop() -> None:
     await drive_sink(SinkTrainer(trainer), batches(2))
 
     assert threading.get_ident() not in trainer.threads
+
+
+async def test_a_step_that_runs_python_gives_way_to_the_event_loop_soon() -> None:
+    before, seen = sys.getswitchinterval(), list[float]()
+
+    class Watching:
+        def step(self, batch: TrainBatch, /) -> dict[str, float]:
+            seen.append(sys.getswitchinterval())
+            return {"sequences": len(batch)}
+
+    await drive_sink(SinkTrainer(Watching()), batches(1))
+
+    assert seen == [pytest.approx(0.0005)]
+    assert sys.getswitchinterval() == before
 
 
 async def test_each_step_is_trained_then_published_then_saved() -> None:
