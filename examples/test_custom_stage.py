@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from examples.custom_stage import LengthPenalty
-
+from custom_stage import LengthPenalty
 from penstock.testing import drive, group
 
 

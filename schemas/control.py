@@ -50,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 # -- at the door ---------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """A sender asks to be let in."""
 
     version: int
@@ -65,7 +65,7 @@ class Hello(_Message):
     pid: int
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """The receiver lets it in, and says what it may use."""
 
     version: int
@@ -81,7 +81,7 @@ class Welcome(_Message):
     """Bytes of a slot (shm)."""
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """The receiver does not let it in."""
 
     error: str
@@ -89,7 +89,7 @@ class Refused(_Message):
     reason: str
 
 
-class Offer(_Message):
+class Offer(_Message, frozen=True):
     """A sender hands over its segment; the file descriptor travels with this message."""
 
     slots: int
@@ -98,26 +98,26 @@ class Offer(_Message):
     """Bytes of the whole segment, header table included."""
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The receiver knows the sender's socket; descriptors may come."""
 
 
 # -- over ZeroMQ, sender to receiver -------------------------------------------------------------------------------
 
 
-class Publish(_Message):
+class Publish(_Message, frozen=True):
     """Records that lie ready."""
 
     descriptors: tuple[Descriptor, ...]
 
 
-class Observed(_Message):
+class Observed(_Message, frozen=True):
     """What the sending process has observed: an encoded `telemetry.Observations`."""
 
     payload: bytes
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True):
     """The sender is done; `sequence` is that of its last record."""
 
     sequence: int
@@ -126,30 +126,30 @@ class Goodbye(_Message):
 # -- over ZeroMQ, receiver to sender -------------------------------------------------------------------------------
 
 
-class Release(_Message):
+class Release(_Message, frozen=True):
     """Credit: spans that are free again, as (first slot, generation)."""
 
     spans: tuple[tuple[int, int], ...]
 
 
-class Ended(_Message):
+class Ended(_Message, frozen=True):
     """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit."""
 
     entries: tuple[tuple[GroupId, tuple[int, ...], str, int], ...]
 
 
-class Farewell(_Message):
+class Farewell(_Message, frozen=True):
     """The receiver has everything up to the sender's goodbye."""
 
 
-class Closed(_Message):
+class Closed(_Message, frozen=True):
     """The receiver takes no more."""
 
 
 # -- at the door of a weights publisher ----------------------------------------------------------------------------
 
 
-class Subscribe(_Message):
+class Subscribe(_Message, frozen=True):
     """A subscriber asks for the weights."""
 
     version: int
@@ -158,7 +158,7 @@ class Subscribe(_Message):
     pid: int
 
 
-class Weights(_Message):
+class Weights(_Message, frozen=True):
     """The publisher hands over its segment; the file descriptor travels with this message."""
 
     version: int
@@ -172,29 +172,29 @@ class Weights(_Message):
     """Number of the pause that is on; 0 where sampling may go on."""
 
 
-class NewVersion(_Message):
+class NewVersion(_Message, frozen=True):
     """Newer weights lie ready."""
 
     policy_version: int
 
 
-class Pause(_Message):
+class Pause(_Message, frozen=True):
     """Sampling is to stop; the subscriber answers when it has."""
 
     number: int
 
 
-class Paused(_Message):
+class Paused(_Message, frozen=True):
     """Sampling has stopped, as pause `number` asked."""
 
     number: int
 
 
-class Resume(_Message):
+class Resume(_Message, frozen=True):
     """Sampling may go on."""
 
 
-class Final(_Message):
+class Final(_Message, frozen=True):
     """The publisher is done: the weights that lie ready are the last."""
 
 

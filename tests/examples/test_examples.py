@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
-LONGEST = 80
+LONGEST = 90
 
 
 def run(name: str) -> str:
