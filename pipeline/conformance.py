@@ -291,7 +291,7 @@ CHANNEL_RULES: tuple[Callable[[MakeChannel], Awaitable[None]], ...] = (
     groups_of_no_tokens_and_of_very_many_arrive,
     statistics_name_what_is_waited_for,
 )
-"""Every rule, each an async function of a `MakeChannel`: parametrize a test over them, so that a broken one is named."""
+"""Every rule, an async function of a `MakeChannel`: parametrize a test over them, so that a broken one is named."""
 
 
 # -- what the rules are made of --------------------------------------------------------------------------------------

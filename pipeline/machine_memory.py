@@ -29,15 +29,19 @@ def _machine() -> int:
 
 
 def _control_groups() -> list[int]:
-    """What is left of each limit from this process' group (version 2) up to the root."""
+    """What is left of each limit, from this process' memory group up to the root; of both versions of cgroups."""
     left: list[int] = []
     for line in CGROUPS.read_text().splitlines():
-        if line.startswith("0::"):
-            group = CGROUP_ROOT / line.removeprefix("0::").strip().lstrip("/")
-            for folder in (group, *group.parents):
-                if not folder.is_relative_to(CGROUP_ROOT):
-                    break
-                limit, used = folder / "memory.max", folder / "memory.current"
-                if limit.exists() and (bound := limit.read_text().strip()) != "max":
-                    left.append(max(0, int(bound) - int(used.read_text())))
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += _left(CGROUP_ROOT, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            left += _left(CGROUP_ROOT / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
     return left
+
+
+def _left(root: Path, path: str, limit: str, used: str) -> list[int]:
+    group = root / path.strip().lstrip("/")
+    folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    bounds = [(folder, (folder / limit).read_text().strip()) for folder in folders if (folder / limit).exists()]
+    return [max(0, int(bound) - int((folder / used).read_text())) for folder, bound in bounds if bound != "max"]

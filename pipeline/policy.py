@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ from ..schemas.control import (
     Subscribe,
     Weights,
 )
+from .blocking import enter_in_thread
 from .door import Door
 from .errors import NobodyListens, PeerClosed, PeerLost
 from .socket_directory import socket_directory
@@ -130,7 +131,7 @@ class WeightPublisher:
         async with AsyncExitStack() as stack:
             self._writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
             stack.callback(self._close)
-            directory, door = await _enter_in_thread(stack, _opened_door())
+            directory, door = await enter_in_thread(stack, _opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(listener.serve, self._attend)
@@ -563,15 +564,3 @@ def _opened_door() -> Iterator[tuple[Path, socket.socket]]:
             yield directory, door
         finally:
             door.close()
-
-
-async def _enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager[R]) -> R:
-    """Enter a context manager that blocks, and leave it likewise with `stack`."""
-    entered = await anyio.to_thread.run_sync(context.__enter__)
-
-    async def leave() -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(context.__exit__, None, None, None)
-
-    stack.push_async_callback(leave)
-    return entered

@@ -21,6 +21,7 @@ from anyio.abc import SocketListener
 from ..schemas import Array, ProtocolMismatch
 from ..schemas.control import Offer, Publish, Ready, encode
 from ..schemas.descriptor import Contents, Descriptor, aligned, read_contents, view_columns
+from .blocking import enter_in_thread
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge
@@ -124,7 +125,7 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
     if url != SCHEME:
         raise ValueError(f"expected {SCHEME} and nothing behind it, got {url!r}: senders are given `inbox.url`")
     async with AsyncExitStack() as stack:
-        directory = await _enter_in_thread(stack, socket_directory())
+        directory = await enter_in_thread(stack, socket_directory())
         socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory)
         stack.callback(socket.close)
         listener_at_door = await SocketListener.from_socket(door)
@@ -175,14 +176,3 @@ def _bind(directory: Path) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
     for path in (directory / DOOR, directory / DATA):
         path.chmod(0o600)
     return socket, door, endpoint
-
-
-async def _enter_in_thread(stack: AsyncExitStack, context: Any) -> Any:
-    """Enter a context manager that blocks, and leave it likewise with `stack`."""
-    entered = await anyio.to_thread.run_sync(context.__enter__)
-
-    async def leave() -> None:
-        await anyio.to_thread.run_sync(context.__exit__, None, None, None)
-
-    stack.push_async_callback(leave)
-    return entered
