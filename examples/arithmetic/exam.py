@@ -1,0 +1,47 @@
+"""How good the policy is: the share of held-out problems that it answers rightly, decoding greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from penstock import TorchTrainer, TrainBatch
+from penstock.stages.torch_policy import Request, generate
+
+from .model import Transformer
+from .task import LONGEST_ANSWER, held_out, is_right
+from .tokenizer import TOKENIZER
+
+__all__ = ["ExaminedTrainer", "accuracy"]
+
+
+def accuracy(model: Transformer) -> float:
+    """Share of the held-out problems that `model` answers rightly, 0 to 1."""
+    problems = held_out()
+    prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
+    requests = [Request(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
+    sampled = generate(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
+    answers = [
+        TOKENIZER.decode(tokens[: length - ended].tolist())
+        for tokens, length, ended in zip(sampled.tokens, sampled.lengths, sampled.ended, strict=True)
+    ]
+    return sum(is_right(answer, entry) for answer, entry in zip(answers, problems, strict=True)) / len(problems)
+
+
+class ExaminedTrainer:
+    """A trainer that has the policy examined after every so many steps, and adds `accuracy` to those steps' metrics."""
+
+    def __init__(self, trainer: TorchTrainer, model: Transformer, *, every: int = 10) -> None:
+        self._trainer = trainer
+        self._model = model
+        self._every = every
+        self.weights = trainer.weights
+
+    def step(self, batch: TrainBatch) -> Mapping[str, float]:
+        """See `Trainer`."""
+        metrics = self._trainer.step(batch)
+        if self._trainer.steps % self._every == 0:
+            metrics["accuracy"] = accuracy(self._model)
+        return metrics

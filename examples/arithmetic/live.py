@@ -1,0 +1,175 @@
+"""What a run looks like while it goes on and when it is over: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics
+
+from .run import Run, Summary
+
+__all__ = ["kept", "show_summary", "view", "watched"]
+
+REFRESH_S = 0.25
+LINE_EVERY = 10
+"""Optimizer steps between plain lines."""
+
+RECENT = 10
+"""Optimizer steps over which what is shown is averaged."""
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+INTERRUPTED = 130
+"""What a program that Ctrl-C ended exits with, by custom."""
+
+
+@contextmanager
+def kept(run: Run) -> Iterator[Run]:
+    """Whatever ends the body, Ctrl-C too: keep what came of `run` until then, and show it."""
+    console = Console()
+    console.print("warming up on the demonstrations of somebody careless …")
+    try:
+        yield run
+    except KeyboardInterrupt:
+        run.end("interrupted")
+        sys.exit(INTERRUPTED)
+    finally:
+        run.end("failed")
+        show_summary(run, run.keep(), console)
+
+
+@asynccontextmanager
+async def watched(run: Run) -> AsyncIterator[None]:
+    """Show `run` within the body."""
+    console = Console()
+    console.print(f"reinforcement from {run.accuracy:.1%} of the held-out problems")
+    if not console.is_terminal:
+        run.on_step(lambda: _print_line(run, console))
+        yield
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_refresh, run, live)
+            yield
+            tasks.cancel_scope.cancel()
+        live.update(view(run), refresh=True)
+
+
+async def _refresh(run: Run, live: Live) -> None:
+    while True:
+        live.update(view(run), refresh=True)
+        await anyio.sleep(REFRESH_S)
+
+
+def _print_line(run: Run, console: Console) -> None:
+    if len(run.steps) % LINE_EVERY == 0:
+        shown = ", ".join(f"{name} {value}" for name, value in _figures(run).items())
+        console.print(f"step {len(run.steps)}: {shown}", soft_wrap=True, highlight=False)
+
+
+# -- while it goes on ----------------------------------------------------------------------------------------------
+
+
+def view(run: Run) -> RenderableType:
+    """Everything that is shown, as it stands."""
+    statistics = run.pipeline.statistics() if run.pipeline else PipelineStatistics(stages=(), joints=())
+    return Group(_progress(run), _stages(statistics))
+
+
+def _figures(run: Run) -> dict[str, str]:
+    """Reward, accuracy, tokens per second and lag, as text."""
+    recent = run.steps[-RECENT:]
+    return {
+        "reward": f"{mean_of(run.rewards[-RECENT:]):.2f}",
+        "accuracy": f"{run.accuracy:.1%}",
+        "tokens/s": f"{mean_of([step['perf/throughput'] for step in recent]):,.0f}",
+        "lag": f"{mean_of([step['staleness/mean'] for step in recent]):.1f}",
+    }
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Their mean; 0 where there are none."""
+    return sum(values) / max(1, len(values))
+
+
+def _progress(run: Run) -> Table:
+    figures = _figures(run)
+    table = Table.grid(padding=(0, 2))
+    shown = (f"{name} [bold]{value}[/]" for name, value in figures.items())
+    table.add_row(f"[bold]step {len(run.steps)}[/], {run.seconds:.0f} s", *shown)
+    table.add_row("reward", Text(_sparkline(run.rewards), style="green"))
+    table.add_row("accuracy", Text(_sparkline(list(run.accuracies.values())), style="cyan"))
+    return table
+
+
+def _sparkline(values: Sequence[float], width: int = 30) -> str:
+    """`values`, 0 to 1, as at most `width` little bars."""
+    share = max(1, -(-len(values) // width))
+    means = [mean_of(values[i : i + share]) for i in range(0, len(values), share)]
+    return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int(mean * len(SPARKS))))] for mean in means)
+
+
+def _stages(statistics: PipelineStatistics) -> Table:
+    """Each stage with what it waits for, and the channel that leads to it with its fill."""
+    table = Table("stage", "where", "waits for", "waited", "channel before it", box=None, padding=(0, 2))
+    joints: list[JointStatistics | None] = [None, *statistics.joints]
+    for stage, joint in zip(statistics.stages, joints, strict=True):
+        table.add_row(stage.name, stage.placement, stage.waiting_for or "—", _waited(stage), _fill(joint))
+    return table
+
+
+def _waited(stage: StageStatistics) -> str:
+    return f"{stage.waited_for_records_s + stage.waited_for_credit_s:.0f} s"
+
+
+def _fill(joint: JointStatistics | None) -> RenderableType:
+    if joint is None:
+        return ""
+    channel = joint.channel
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(total=1, completed=channel.fill, width=16),
+        f"{channel.items}/{channel.capacity} {channel.carrier}, {joint.trajectories:,} trajectories passed",
+    )
+    return bar
+
+
+# -- when it is over -----------------------------------------------------------------------------------------------
+
+
+def show_summary(run: Run, summary: Summary, console: Console) -> None:
+    """Before and after, the ledger's balance, and where everything lies."""
+    console.print(f"\n{summary.ended_by} after {summary.seconds:.0f} s and {summary.steps} optimizer steps")
+    console.print(_before_and_after(run, summary), _balance(run, summary))
+    if summary.in_flight_at_end:
+        console.print(f"{summary.in_flight_at_end} trajectories were in flight when training ended, and are lost")
+    console.print(f"kept in {run.folder}", highlight=False, soft_wrap=True)
+
+
+def _before_and_after(run: Run, summary: Summary) -> Table:
+    table = Table("", "before", "after", title=f"chain_sum, seed {summary.seed}")
+    before = "—" if summary.accuracy_before is None else f"{summary.accuracy_before:.1%}"
+    table.add_row("accuracy, held out, greedy", before, f"{summary.accuracy_after:.1%}")
+    if run.rewards:
+        table.add_row("reward, sampled", *(f"{mean_of(r):.2f}" for r in (run.rewards[:RECENT], run.rewards[-RECENT:])))
+    return table
+
+
+def _balance(run: Run, summary: Summary) -> Table:
+    table = Table("trajectories", "", "why", title="the ledger's balance")
+    reasons = run.report.balance.reasons if run.report else {}
+    table.add_row("admitted", f"{summary.ledger['admitted']:,}", "")
+    for state, count in summary.ledger["ended"].items():
+        if count:
+            table.add_row(state, f"{count:,}", ", ".join(filter(None, reasons.get(state, {}))))
+    table.add_row("in flight", f"{summary.ledger['in_flight']:,}", "")
+    return table

@@ -1,0 +1,28 @@
+"""The optimizer of the reinforcement: AdamW, its learning rate annealed towards zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["annealed_adamw"]
+
+LEARNING_RATE = 2e-3
+RAMP = 10
+"""Steps until the full learning rate: Adam's first steps are large for the little that they know."""
+
+FLOOR = 0.05
+"""Share of the learning rate that is left at the end."""
+
+
+def annealed_adamw(parameters: Iterable[torch.nn.Parameter], steps: int) -> torch.optim.Optimizer:
+    """AdamW for a run of `steps` optimizer steps; the rate falls in a straight line, which settles what was learned."""
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
+
+    def share(step: int) -> float:
+        return min((step + 1) / RAMP, max(FLOOR, 1 - step / steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer

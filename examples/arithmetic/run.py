@@ -1,0 +1,172 @@
+"""What one run of the demo comes to, and the folder that keeps it: `runs/<time>/`, with `runs/latest` pointing to it.
+
+Filled in as the run goes, so that whatever ends it, there is something to keep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from safetensors.torch import save_file
+
+from penstock import JsonlSink, Metrics, Pipeline, Report
+
+from .exam import accuracy
+from .model import Transformer
+
+__all__ = ["Run", "Summary"]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What summary.json holds."""
+
+    accuracy_before: float | None
+    """Share of the held-out problems answered rightly after the warm-up; null if the run ended before."""
+    accuracy_after: float
+    """The same when training ended."""
+    seconds: float
+    """From the start of the warm-up to the end of training."""
+    seconds_warm_up: float
+    seed: int
+    steps: int
+    """Optimizer steps of reinforcement."""
+    trajectories: int
+    """Trajectories that an optimizer step trained."""
+    ended_by: str
+    in_flight_at_end: int
+    """Trajectories that were in flight when training ended: counted as lost."""
+    ledger: dict[str, Any]
+    """{admitted, in_flight, ended: {state: count}}."""
+
+
+class Run:
+    """One run of the demo."""
+
+    def __init__(self, seed: int, model: Transformer, runs: Path = Path("runs")) -> None:
+        self.seed = seed
+        self.model = model
+        self.folder = _new_folder(runs)
+        self.metrics = Metrics(JsonlSink(self.folder / "metrics.jsonl"), self._note)
+        """Give it to the pipeline: every step is written, and noted here."""
+        self.steps: list[dict[str, float]] = []
+        """The metrics of every optimizer step so far."""
+        self.rewards: list[float] = []
+        """Mean raw score of what arrived before each step; a step for which nothing new arrived repeats the last."""
+        self.accuracies: dict[int, float] = {}
+        """What the policy was found to be worth, by optimizer step; step 0 is after the warm-up."""
+        self.pipeline: Pipeline | None = None
+        self.ended_by = ""
+        """Why training ended; empty while it goes on."""
+        self._listeners: list[Callable[[], None]] = []
+        self._began = time.monotonic()
+        self._warm_s = 0.0
+        self._ended_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, or took."""
+        return self._ended_s or time.monotonic() - self._began
+
+    @property
+    def accuracy(self) -> float:
+        """What the policy was last found to be worth; 0 before the first exam."""
+        return next(reversed(self.accuracies.values()), 0.0)
+
+    def on_step(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every optimizer step."""
+        self._listeners.append(listener)
+
+    def stop_at(self, target: float, scope: anyio.CancelScope) -> None:
+        """Cancel `scope` once the policy was found to be worth `target`."""
+
+        def stop() -> None:
+            if self.accuracy >= target:
+                self.end(f"{target:.0%} of the held-out problems answered rightly")
+                scope.cancel()
+
+        self.on_step(stop)
+
+    def warmed_up(self) -> None:
+        """The warm-up is done."""
+        self._warm_s = self.seconds
+        self.accuracies[0] = accuracy(self.model)
+
+    def _note(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(metrics)
+        last = self.rewards[-1] if self.rewards else metrics["reward"]
+        self.rewards.append(metrics.get("rollout/reward", last))
+        if "accuracy" in metrics:
+            self.accuracies[step] = metrics["accuracy"]
+        for listener in self._listeners:
+            listener()
+
+    def end(self, reason: str) -> None:
+        """Training has ended, for `reason`; the first one counts."""
+        self.ended_by = self.ended_by or reason
+        self._ended_s = self._ended_s or self.seconds
+
+    @property
+    def report(self) -> Report | None:
+        """What the pipeline came to; None where none has run."""
+        return self.pipeline.report if self.pipeline else None
+
+    def keep(self) -> Summary:
+        """Write weights, summary and picture; metrics.jsonl was written on the way."""
+        summary = self._summary()
+        save_file(self.model.state_dict(), self.folder / "weights.safetensors")
+        encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+        (self.folder / "summary.json").write_bytes(encoded + b"\n")
+        self._draw(self.folder / "reward.png")
+        return summary
+
+    def _summary(self) -> Summary:
+        balance = self.report.balance if self.report else None
+        ended = balance.ended if balance else {}
+        return Summary(
+            accuracy_before=self.accuracies.get(0),
+            accuracy_after=accuracy(self.model),
+            seconds=round(self.seconds, 2),
+            seconds_warm_up=round(self._warm_s or self.seconds, 2),
+            seed=self.seed,
+            steps=len(self.steps),
+            trajectories=ended.get("trained", 0),
+            ended_by=self.ended_by,
+            in_flight_at_end=self.report.in_flight if self.report else 0,
+            ledger={
+                "admitted": balance.admitted if balance else 0,
+                "in_flight": balance.in_flight if balance else 0,
+                "ended": ended,
+            },
+        )
+
+    def _draw(self, path: Path) -> None:
+        """Reward of every step and accuracy of every exam, as a picture."""
+        from matplotlib.figure import Figure  # noqa: PLC0415 (half a second, and only at the end)
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(range(1, len(self.rewards) + 1), self.rewards, label="reward, sampled")
+        axes.plot(list(self.accuracies), list(self.accuracies.values()), "o-", label="accuracy, held out, greedy")
+        axes.set(xlabel="optimizer step", ylim=(0, 1), title=f"chain_sum, seed {self.seed}")
+        axes.legend(loc="lower right")
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+
+
+def _new_folder(runs: Path) -> Path:
+    """`runs/<time>/`, and `runs/latest` pointing to it."""
+    runs.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+    names = [stamp, *(f"{stamp}_{number}" for number in range(2, 100))]
+    folder = next(runs / name for name in names if not (runs / name).exists())
+    folder.mkdir()
+    pointer = runs / f".latest-{folder.name}"
+    pointer.symlink_to(folder.name)
+    pointer.replace(runs / "latest")
+    return folder

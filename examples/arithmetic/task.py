@@ -1,0 +1,92 @@
+"""The task: sums and differences of three one-digit numbers, made and scored by reasoning-gym's chain_sum.
+
+There are 4,000 different problems. Four hundred of them are held out, by their text: whatever is drawn for training,
+for the warm-up too, is drawn again if its text is among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import count, islice
+from typing import Any
+
+from reasoning_gym.arithmetic import ChainSumConfig, ChainSumDataset
+
+__all__ = ["LONGEST_ANSWER", "TrainingProblems", "held_out", "is_right"]
+
+LONGEST_ANSWER = 4
+"""Tokens: a sign, two digits and the full stop."""
+
+HELD_OUT = 400
+"""How many problems are held out: enough to tell 90 % from 93 %."""
+
+LENGTH = 1_000_000
+"""How many problems a training set has; they repeat, as there are only 4,000."""
+
+DRAWS = 100
+"""How often a problem is drawn again before one gives up: nine of ten are not held out."""
+
+HELD_OUT_SEED = 0
+"""chain_sum makes its problem i from the seed plus i, so seeds lie further apart than any set is long."""
+
+
+def _chain_sum(seed: int, size: int) -> ChainSumDataset:
+    return ChainSumDataset(ChainSumConfig(min_terms=3, max_terms=3, min_digits=1, max_digits=1, seed=seed, size=size))
+
+
+def _without_words(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The problem with only its expression as question: `3+4-5=`."""
+    return {**entry, "question": entry["metadata"]["expression"].replace(" ", "") + "="}
+
+
+@cache
+def held_out() -> tuple[dict[str, Any], ...]:
+    """The problems that are never trained on, each once: the same in every run, whatever its seed."""
+    problems = _chain_sum(HELD_OUT_SEED, LENGTH)
+    different: dict[str, dict[str, Any]] = {}
+    for number in count():
+        entry = _without_words(problems[number])
+        different.setdefault(entry["question"], entry)
+        if len(different) == HELD_OUT:
+            return tuple(different.values())
+    raise AssertionError
+
+
+@cache
+def _held_out_questions() -> frozenset[str]:
+    return frozenset(entry["question"] for entry in held_out())
+
+
+class TrainingProblems:
+    """A scored data set of problems that are not held out, in an order that `seed` (0 or more) decides.
+
+    >>> TrainingProblems(seed=0)[7] == TrainingProblems(seed=0)[7]
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._problems = _chain_sum((1 + seed) * DRAWS * LENGTH, DRAWS * LENGTH)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Problem `number`: question, answer and metadata, as reasoning-gym has them."""
+        draws = (_without_words(self._problems[number + draw * LENGTH]) for draw in range(DRAWS))
+        fresh = (entry for entry in draws if entry["question"] not in _held_out_questions())
+        return next(islice(fresh, 1))
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        """Reasoning-gym's own score: 1 for the right number, part of it where the answer merely contains it."""
+        return float(self._problems.score_answer(answer, entry))
+
+
+def is_right(answer: str, entry: dict[str, Any]) -> bool:
+    """Whether reasoning-gym gives `answer` its full score."""
+    return bool(_scorer().score_answer(answer, entry) == 1)
+
+
+@cache
+def _scorer() -> ChainSumDataset:
+    return _chain_sum(HELD_OUT_SEED, 1)

@@ -1,0 +1,81 @@
+"""A whole run: two worker processes sample a small transformer on sums, and a trainer learns from what they send.
+
+    python examples/arithmetic_grpo.py --seed 3
+
+Problems and scores are reasoning-gym's. After seconds of imitation the policy gets about a third of the held-out
+problems right; reinforcement alone brings it above nine tenths. Every new version of the weights goes back to the
+workers through shared memory while they sample. Ctrl-C ends the run early and keeps what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import anyio
+import torch
+
+from arithmetic.exam import ExaminedTrainer
+from arithmetic.live import kept, watched
+from arithmetic.model import make_model
+from arithmetic.optimizer import annealed_adamw
+from arithmetic.run import Run
+from arithmetic.task import LONGEST_ANSWER, TrainingProblems
+from arithmetic.tokenizer import TOKENIZER
+from arithmetic.warm_up import warm_up
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    RewardBridge,
+    SinkTrainer,
+    SourceEnv,
+    TorchPolicy,
+    TorchTrainer,
+    WeightPublisher,
+    processes,
+    source,
+)
+
+STEPS, TARGET, TIME_LIMIT_S = 250, 0.96, 100.0
+REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
+
+
+async def reinforce(run: Run) -> None:
+    """Train `run.model` until it answers enough held-out problems rightly, or the steps or the time are used up."""
+    trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
+    problems = partial(TrainingProblems, run.seed)
+    async with WeightPublisher(run.model.state_dict()) as publisher:
+        policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
+        run.pipeline = (
+            source(
+                SourceEnv(problems, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2),
+                on=processes(2),
+            )
+            .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))
+            .then(AdvantageNormalizer("grpo"))
+            .then(Batcher(max_tokens=8192, sequences=512, max_lag=4, drop_zero_variance=True))
+            .sink(SinkTrainer(trainer, publisher, max_steps=STEPS))
+        )
+        with anyio.move_on_after(TIME_LIMIT_S) as limit:
+            run.stop_at(TARGET, limit)
+            async with watched(run):
+                await run.pipeline.run(metrics=run.metrics)
+                run.end("all steps done")
+        run.end("out of time")
+
+
+def main() -> None:
+    """Warm up, reinforce, and keep what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
+    seed = parser.parse_args().seed
+    torch.manual_seed(seed)
+    with kept(Run(seed, make_model())) as run:
+        warm_up(run.model, seed)
+        run.warmed_up()
+        anyio.run(reinforce, run)
+
+
+if __name__ == "__main__":
+    main()
