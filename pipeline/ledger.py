@@ -308,7 +308,7 @@ class Ledger:
 
     def balance(self) -> Balance:
         """The books now, with those of all workers that keep an account."""
-        ended = {state: self._ended[state] for state in END_STATES}
+        ended: dict[str, int] = {state: self._ended[state] for state in END_STATES}
         reasons: dict[str, dict[str, int]] = {state: {} for state in END_STATES}
         for (state, reason), count in self._reasons.items():
             reasons[state][reason] = count
@@ -322,7 +322,7 @@ class Ledger:
                     reasons[state][f"in {account.name}"] = count
             admitted += entered
             in_flight += entered - sum(in_account.values()) - account.taken_over
-        return Balance(admitted, in_flight, dict(ended), reasons)
+        return Balance(admitted, in_flight, ended, reasons)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

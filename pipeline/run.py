@@ -105,6 +105,8 @@ class Run:
         self._joints: list[Joint] = []
         self._failure: StageFailed | None = None
         self._cancel: Callable[[], None] = _nothing
+        self._ran_dry = False
+        """Whether every stage returned by itself and nothing was left between them."""
         self.in_flight_at_end = 0
         """Trajectories that were in flight when every stage had ended."""
 
@@ -117,8 +119,8 @@ class Run:
             StageFailed: a stage raised.
         """
         async with AsyncExitStack() as channels:
-            channels.callback(self._close_books)
             await self._join(channels)
+            channels.callback(self._conclude)  # while the channels are still open
             try:
                 async with anyio.create_task_group() as tasks:
                     self._cancel = tasks.cancel_scope.cancel
@@ -141,9 +143,9 @@ class Run:
         finally:
             if part.state == "running":
                 part.state = "cancelled"
-            await _close_ends(part)
         if part.state == "returned":
             self._release_upstream(part)
+            await _close_ends(part)
 
     async def _body(self, part: _Part) -> None:
         if part.workers is not None:
@@ -180,8 +182,11 @@ class Run:
         for earlier in self._parts[: self._parts.index(part)]:
             earlier.scope.cancel()
 
-    def _close_books(self) -> None:
-        """What workers still hold is lost."""
+    def _conclude(self) -> None:
+        """Every stage has ended: note how things stand, and what workers still hold is lost."""
+        channels = [joint.inbox.statistics() for joint in self._joints]
+        empty = all(channel.sent == channel.received for channel in channels)
+        self._ran_dry = empty and all(part.state == "returned" for part in self._parts)
         self.in_flight_at_end = self._context.ledger.balance().in_flight
         for part in self._parts:
             if part.workers is not None:
@@ -199,6 +204,7 @@ class Run:
         if self._outbox is not None:
             last = self._parts[-1]
             last.outbox = Outbox(self._outbox.clone(), Passage(self._admits_to(last)))
+            channels.push_async_callback(last.outbox.close_all)
 
     async def _open(self, before: _Part, after: _Part, channels: AsyncExitStack) -> Joint:
         passage = Passage(self._admits_to(before))
@@ -240,14 +246,6 @@ class Run:
         returned = [part.link.name for part in self._parts if part.state == "returned"]
         return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
 
-    @property
-    def _ran_dry(self) -> bool:
-        """Whether every stage returned by itself and nothing lies between them."""
-        channels = [joint.inbox.statistics() for joint in self._joints]
-        return all(channel.sent == channel.received for channel in channels) and all(
-            part.state == "returned" for part in self._parts
-        )
-
     def fate(self, ledger: Ledger) -> str:
         """The reason for which trajectories are lost that are in flight when the run has ended."""
         if not self._ran_dry:
@@ -265,7 +263,10 @@ def _nothing() -> None:
 
 
 async def _close_ends(part: _Part) -> None:
-    """A stage has ended: what it feeds ends, and what feeds it is refused."""
+    """A stage has returned: what it feeds ends, and what feeds it is refused.
+
+    Not where it raised or was cancelled: the stage after it would take that for the end of the stream.
+    """
     if part.outbox is not None:
         await part.outbox.close_all()
     if part.before is not None and part.before.outbox is not None:

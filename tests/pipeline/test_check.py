@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack, Train
+
+from penstock import Pipeline, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, processes, source
+from penstock.errors import InvalidPipeline
+
+
+@dataclass(frozen=True)
+class BigGroups(Groups):
+    sends_at_most_tokens: int = 5_000
+
+
+@dataclass(frozen=True)
+class Narrow:
+    takes_at_most_tokens: int = 4_096
+    keeps_groups: int = 0
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
+        async for group in inbox:
+            await outbox.send(TrainBatch.pack([group]))
+
+
+@dataclass(frozen=True)
+class Pass:
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            await outbox.send(group)
+
+
+def complaint(pipeline: Pipeline) -> str:
+    with pytest.raises(InvalidPipeline) as raised:
+        pipeline.check()
+    return str(raised.value)
+
+
+def test_a_pipeline_that_can_work_passes() -> None:
+    source(Groups(3), on=processes(2)).then(Narrow(keeps_groups=8)).sink(Train()).check()
+
+
+def test_a_group_larger_than_a_batch_is_found_through_the_stages_between() -> None:
+    told = complaint(source(BigGroups(1)).then(Pass()).then(Narrow()).sink(Train()))
+
+    assert "Pass → Narrow: a group may hold 5000 tokens, and Narrow takes at most 4096" in told
+
+
+def test_a_byte_budget_smaller_than_one_record_is_found() -> None:
+    told = complaint(source(BigGroups(1)).then(Pass(), capacity_bytes=40_000).then(Pack()).sink(Train()))
+
+    assert "BigGroups → Pass: a group may take 45000 bytes (5000 tokens), and the joint holds 40000" in told
+
+
+def test_behind_a_stage_that_packs_the_size_of_groups_bounds_nothing() -> None:
+    source(BigGroups(1)).then(Pack()).sink(Train(), capacity_bytes=40_000).check()
+
+
+def test_a_bound_that_starves_a_stage_which_keeps_groups_is_found() -> None:
+    told = complaint(source(Groups(1), on=processes(2)).then(Narrow(keeps_groups=9), capacity=4).sink(Train()))
+
+    assert "Narrow keeps 9 groups before it sends, and its senders have credit for 8" in told
+
+
+def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
+    class Local:
+        async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None: ...
+
+    told = complaint(source(Local(), on=processes(1)).sink(Collect()))
+
+    assert "Local: expected a stage that can be pickled to its process" in told
+    assert "recipes that live in a module" in told
+
+
+def test_what_is_no_record_does_not_travel_between_processes() -> None:
+    told = complaint(source(Count(1), on=processes(1)).sink(Collect()))
+
+    assert "Count: it runs in processes and sends int" in told
+
+
+def test_processes_within_processes_are_refused() -> None:
+    inner = source(Groups(1), on=processes(2)).then(Pass())
+
+    assert "processes within processes" in complaint(source(inner, on=processes(2)).sink(Collect()))
+
+
+def test_a_run_that_is_no_coroutine_is_found() -> None:
+    class Plain:
+        def run(self, inbox: ReceiveChannel[int], outbox: SendChannel[int]) -> None: ...
+
+    stage: Any = Plain()
+
+    assert "Plain: expected a stage with `async def run(self, inbox, outbox)`" in complaint(
+        source(Count(1)).then(stage).sink(Collect())
+    )
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    told = complaint(source(Count(1)).then(Double(), capacity=0).sink(Collect(), capacity_bytes=0))
+
+    assert told.splitlines() == [
+        "2 in this pipeline cannot work:",
+        "Count → Double: expected a capacity of at least 1, got 0",
+        "Double → Collect: expected a capacity_bytes of at least 1, got 0",
+    ]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from penstock import GroupId, Ledger, TrainBatch, memory_channel
+from penstock.errors import ChannelFull
+from penstock.pipeline.joint import Outbox, Passage, trajectories_of
+from penstock.testing import group
+
+
+def test_the_trajectories_of_a_batch_are_those_of_its_groups() -> None:
+    first, second = group(instance_id="a"), group(instance_id="b", completion_lengths=[1, 2, 3])
+
+    held = list(trajectories_of(TrainBatch.pack([first, second])))
+
+    assert held == [(GroupId("test", "a"), [0, 1]), (GroupId("test", "b"), [0, 1, 2])]
+    assert list(trajectories_of(first)) == held[:1]
+    assert list(trajectories_of("neither")) == []
+
+
+async def test_behind_a_source_records_are_admitted_and_counted() -> None:
+    ledger = Ledger()
+    passage = Passage(ledger)
+    sender, receiver = memory_channel[object](8)
+
+    async with Outbox(sender, passage) as outbox, receiver:
+        await outbox.send(group(instance_id="a"))
+        outbox.send_nowait(TrainBatch.pack([group(instance_id="b")]))
+        await outbox.send("neither")
+
+    assert ledger.in_flight == passage.trajectories == 4
+
+
+async def test_what_found_no_room_is_not_counted() -> None:
+    passage = Passage()
+    sender, receiver = memory_channel[object](1)
+
+    async with Outbox(sender, passage) as outbox, receiver:
+        outbox.send_nowait(group())
+        with pytest.raises(ChannelFull):
+            outbox.send_nowait(group())
+
+    assert passage.trajectories == 2
+
+
+async def test_closing_all_closes_the_clones_too() -> None:
+    sender, receiver = memory_channel[object](1)
+    outbox = Outbox(sender, Passage())
+    outbox.clone()
+
+    async with receiver:
+        await outbox.close_all()
+        await outbox.aclose()
+
+        with pytest.raises(anyio.EndOfStream):
+            await receiver.receive()
+
+
+async def test_how_long_a_closed_clone_waited_is_remembered() -> None:
+    sender, receiver = memory_channel[object](1)
+
+    async with Outbox(sender, Passage()) as outbox, receiver:
+        async with outbox.clone() as clone, anyio.create_task_group() as tasks:
+            await clone.send(1)
+            tasks.start_soon(clone.send, 2)
+            await anyio.wait_all_tasks_blocked()
+            assert outbox.waits[0]
+            await receiver.receive()
+
+        waits, waited_s = outbox.waits
+
+    assert not waits
+    assert waited_s > 0

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock import here, processes
+
+
+def test_a_placement_reads_like_a_sentence() -> None:
+    assert str(here()) == "here"
+    assert str(processes(1, restarts=0)) == "1 process, no restarts"
+    assert str(processes(4)) == "4 processes, 1 restart each"
+    assert str(processes(4, restarts=3)) == "4 processes, 3 restarts each"
+
+
+@pytest.mark.parametrize(("count", "options"), [(0, {}), (1, {"restarts": -1}), (1, {"stop_within_s": -0.1})])
+def test_impossible_numbers_are_refused(count: int, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected at least 1 process"):
+        processes(count, **options)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""A pipeline in a script of its own: started, interrupted, killed; and no worker outlives it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("script_of_a_user.py")
+
+
+@contextmanager
+def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The script runs in a process group of its own, as it would under a terminal."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def workers_of(running: subprocess.Popen[str]) -> list[int]:
+    """Pidfds of the script's workers, once the first group has arrived."""
+    assert running.stdout is not None
+    for line in running.stdout:
+        if line.startswith("workers "):
+            return [os.pidfd_open(int(pid)) for pid in line.split()[1:]]
+    raise AssertionError(f"the script ended: {running.stderr.read() if running.stderr else ''}")
+
+
+def all_gone(workers: list[int], within_s: float) -> bool:
+    """Whether all workers end within the time."""
+    deadline = time.monotonic() + within_s
+    gone = [bool(select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0]) for pidfd in workers]
+    for pidfd in workers:
+        os.close(pidfd)
+    return all(gone)
+
+
+def test_stages_that_live_in_the_script_reach_their_workers() -> None:
+    with script() as running:
+        out, errors = running.communicate()
+
+    assert running.returncode == 0, errors
+    assert "ended end of stream" in out
+    assert out.count("imported") == 3  # here, and in each of two workers, which need its stages
+
+
+def test_ctrl_c_reaches_the_parent_alone_which_ends_everything() -> None:
+    with script("forever") as running:
+        workers = workers_of(running)
+        began = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)
+        out, errors = running.communicate()
+
+    assert all_gone(workers, within_s=0)
+    assert time.monotonic() - began < 5
+    assert "ended cancelled" in out
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert "worker.py" not in errors  # workers end in silence
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "frozen"])
+def test_workers_die_with_their_parent(stopped: bool) -> None:  # noqa: FBT001 (a parameter)
+    with script("forever") as running:
+        workers = workers_of(running)
+        if stopped:
+            for pidfd in workers:
+                signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        running.kill()
+
+    assert all_gone(workers, within_s=1)
+
+
+def test_a_script_without_a_guard_is_told_to_have_one() -> None:
+    with script("unguarded") as running:
+        _, errors = running.communicate()
+
+    assert running.returncode == 1
+    assert "WorkerFailed" in errors
+    assert "expected the run to stand under `if __name__ == '__main__':`" in errors

@@ -1,0 +1,161 @@
+"""Stages that the tests of workers send to processes; they kill themselves where a test wants them dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import anyio
+
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, drop
+from penstock.testing import group
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sends `count` groups of two trajectories, its share of them in each worker."""
+
+    count: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker = current().worker
+        for number in range(worker.index, self.count, worker.count):
+            await outbox.send(group(instance_id=f"{number}.{worker.incarnation}", seed=number))
+
+
+@dataclass(frozen=True)
+class SampleAndDie(Sample):
+    """The first worker admits one group more than it sends, and dies, unless it was restarted `lives` times."""
+
+    after: int = 3
+    lives: int = 1
+    signal: int = signal.SIGKILL
+    """0 for `os._exit(3)`."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        context = current()
+        if context.worker.index or context.worker.incarnation >= self.lives:
+            return await super().run(outbox)
+        for number in range(self.after):
+            await outbox.send(group(instance_id=f"doomed {number}.{context.worker.incarnation}"))
+        context.ledger.admit(group(instance_id=f"unsent.{context.worker.incarnation}").id, [0, 1])
+        if self.signal:
+            os.kill(os.getpid(), self.signal)
+            await anyio.sleep_forever()
+        os._exit(3)
+
+
+@dataclass(frozen=True)
+class SampleForever:
+    """Never ends by itself."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker, number = current().worker, 0
+        while True:
+            await outbox.send(group(instance_id=f"{number}.{worker.index}"))
+            number += 1
+
+
+@dataclass(frozen=True)
+class SamplePaced:
+    """Begins a group only while none of its own is in flight."""
+
+    count: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        ledger = current().ledger
+        for number in range(self.count):
+            await ledger.room(1)
+            await outbox.send(group(instance_id=str(number)))
+
+
+@dataclass(frozen=True)
+class SampleObserved(Sample):
+    """Observes a metric and drops a group, as sources do."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        context = current()
+        context.metrics.mean("temperature", [1.0, 3.0])
+        failed = group(instance_id="failed")
+        context.ledger.admit(failed.id, [0, 1])
+        drop(failed, "failed", "no such tool")
+        await super().run(outbox)
+        context.metrics.total("late", 1)
+
+
+@dataclass(frozen=True)
+class Forget(Sample):
+    """Admits one group that it neither sends nor drops."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        current().ledger.admit(group(instance_id="forgotten").id, [0, 1])
+        await super().run(outbox)
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Fails in a function of its own."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await outbox.send(group())
+        self.look_up("prompt")
+
+    def look_up(self, key: str) -> None:
+        raise KeyError(key)
+
+
+@dataclass(frozen=True)
+class IgnoreSigterm(SampleForever):
+    """Refuses to be stopped."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        with anyio.CancelScope(shield=True):
+            await super().run(outbox)
+
+
+@dataclass(frozen=True)
+class WithoutTorch(Sample):
+    """Fails if tensors were imported, and speaks."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        assert "torch" not in sys.modules
+        print(f"worker {current().worker.index} speaks", flush=True)  # noqa: T201 (a test listens)
+        await super().run(outbox)
+
+
+@dataclass(frozen=True)
+class DieWhenUnpickled:
+    """Dies before it can connect, in the first life of its process."""
+
+    marker: str
+    """A path that exists once it has died."""
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        object.__setattr__(self, "marker", state["marker"])
+        if not os.path.exists(self.marker):  # noqa: PTH110 (as plain as can be)
+            os.close(os.open(self.marker, os.O_CREAT))
+            os._exit(7)
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await outbox.send(group())
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Drops every fifth group; a worker that is `mortal` dies at its third group, once."""
+
+    mortal: bool = False
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker, seen = current().worker, 0
+        async for record in inbox:
+            seen += 1
+            if self.mortal and seen == 3 and not worker.incarnation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            current().metrics.total("judged", 1)
+            if int(record.instance_id.partition(".")[0]) % 5:
+                await outbox.send(record)
+            else:
+                drop(record, "filtered", "every fifth")
