@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -68,7 +68,7 @@ class Account:
     Words, each a signed 64-bit integer: admitted, then one for each end state that the worker itself established.
     """
 
-    __slots__ = ("_words", "name", "taken_over")
+    __slots__ = ("_words", "name", "reasons", "taken_over")
 
     def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
         self._words = memoryview(page)[:ACCOUNT_BYTES].cast("q")
@@ -76,6 +76,8 @@ class Account:
         """Who keeps it, for reasons and messages."""
         self.taken_over = 0
         """Trajectories that the reader's ledger has taken over; kept by the reader."""
+        self.reasons: dict[str, dict[str, int]] = {}
+        """Why trajectories ended within the worker, by state, as far as it has told; kept by the reader."""
 
     @property
     def admitted(self) -> int:
@@ -94,6 +96,15 @@ class Account:
         """
         ended = sum(self.ended(state) for state in END_STATES)
         return self.admitted - ended - self.taken_over
+
+    def ends(self) -> Iterator[tuple[EndState, str, int]]:
+        """How many ended within the worker, by state and reason: its own words, or its name where it has told none."""
+        for state in END_STATES:
+            told = self.reasons.get(state, {})
+            untold = self.ended(state) - sum(told.values())
+            yield from ((state, reason, count) for reason, count in told.items())
+            if untold:
+                yield state, f"in {self.name}", untold
 
     def admit(self, count: int) -> None:
         """Count `count` admissions."""
@@ -253,10 +264,8 @@ class Ledger:
         self._accounts.remove(account)
         lost = account.in_flight
         self._admitted += account.admitted
-        for state in END_STATES:
-            self._ended[state] += account.ended(state)
-            if count := account.ended(state):
-                self._reasons[state, f"in {account.name}"] += count
+        for state, reason_told, count in account.ends():
+            self._count(state, reason_told, count)
         self._count("lost", reason, lost)
         account.close()
         return lost
@@ -314,14 +323,13 @@ class Ledger:
             reasons[state][reason] = count
         admitted, in_flight = self._admitted, self._in_flight
         for account in self._accounts:
-            in_account = {state: account.ended(state) for state in END_STATES}
-            entered = account.admitted
-            for state, count in in_account.items():
+            ends = list(account.ends())  # before the admissions: a worker may be counting meanwhile
+            for state, reason, count in ends:
                 ended[state] += count
-                if count:
-                    reasons[state][f"in {account.name}"] = count
+                reasons[state][reason] = reasons[state].get(reason, 0) + count
+            entered = account.admitted
             admitted += entered
-            in_flight += entered - sum(in_account.values()) - account.taken_over
+            in_flight += entered - sum(count for _, _, count in ends) - account.taken_over
         return Balance(admitted, in_flight, ended, reasons)
 
     # -- counting ----------------------------------------------------------------------------------------------------

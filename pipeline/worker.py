@@ -228,6 +228,8 @@ class _Newsagent:
         self._sender = sender
         self._context = context
         self._last = 0.0
+        self._reasons: dict[str, dict[str, int]] = {}
+        """What was told last."""
 
     def pass_on_if_due(self) -> None:
         """After a record, but not after each of many."""
@@ -240,8 +242,12 @@ class _Newsagent:
         """Everything since the last time."""
         metrics, ledger = self._context.metrics, self._context.ledger
         endings: list[Ending] = []
+        reasons: dict[str, dict[str, int]] = {}
         if isinstance(ledger, _ReportingLedger):
             endings, ledger.endings = ledger.endings, []
+        else:
+            reasons = ledger.balance().reasons
         observations = metrics.take() if metrics else None
-        if observations is not None or endings:
-            self._sender.tell(msgspec.msgpack.encode(News(observations, endings)))
+        if observations is not None or endings or reasons != self._reasons:
+            self._reasons = reasons
+            self._sender.tell(msgspec.msgpack.encode(News(observations, endings, reasons)))

@@ -95,10 +95,12 @@ class SourceBooks:
         self._passage.count(record)
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """A worker's metrics join those of the run; see `PeerListener`."""
+        """A worker's metrics and reasons join those of the run; see `PeerListener`."""
         news = _read(peer, payload)
         if news.observations is not None:
             self._metrics.absorb(news.observations)
+        if page := self._pages.get(peer.name):
+            page.account.reasons = news.reasons
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
         """Everything was received that a dead worker had published; see `PeerListener`."""

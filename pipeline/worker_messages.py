@@ -79,6 +79,9 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     observations: Observations | None
     endings: list[Ending]
+    """From a middle stage's worker: what it dropped since the last news."""
+    reasons: dict[str, dict[str, int]]
+    """From a source's worker: why trajectories ended there, by state, since it began."""
 
 
 _LENGTH_BYTES = 4
