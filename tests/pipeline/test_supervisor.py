@@ -1,0 +1,62 @@
+"""What needs no process: how a child is prepared and told. The rest is in tests/processes/test_workers.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass
+
+import pytest
+from tests.pipeline.flow_stages import Count
+
+from penstock.pipeline import supervisor, worker
+
+
+@dataclass(frozen=True)
+class LivesElsewhere:
+    """Pretends to be defined in the script."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("of __main__",)
+
+
+def preparation_for(stage: object) -> dict[str, object]:
+    job = supervisor._pickled(stage)
+    with os.fdopen(job, "rb") as file:
+        file.seek(0)
+        prepared: dict[str, object] = pickle.load(file)  # noqa: S301 (written above)
+        assert pickle.load(file) is not None  # noqa: S301 (written above)
+    return prepared
+
+
+def test_the_script_is_imported_in_a_worker_only_if_the_stage_needs_it() -> None:
+    without, needing = preparation_for(Count(1)), preparation_for(LivesElsewhere())
+
+    assert not any(key.startswith("init_main") for key in without)
+    assert any(key.startswith("init_main") for key in needing)
+
+
+def test_no_secret_of_the_parent_is_handed_on() -> None:
+    assert "authkey" not in preparation_for(Count(1))
+
+
+def test_a_real_time_signal_has_a_number_for_a_name() -> None:
+    assert supervisor._signal_name(9) == "SIGKILL"
+    assert supervisor._signal_name(40) == "signal 40"
+
+
+def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.refuse_while_importing_main()
+    monkeypatch.setattr(worker, "_importing_main", True)
+
+    with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
+        worker.refuse_while_importing_main()
+
+
+def test_a_long_traceback_is_told_from_its_end() -> None:
+    error = ValueError("x" * 2 * worker.LONGEST_TRACEBACK)
+
+    told = worker._traceback(error)
+
+    assert len(told) == worker.LONGEST_TRACEBACK + 1
+    assert told.startswith("…x")

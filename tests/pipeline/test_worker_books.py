@@ -1,0 +1,212 @@
+"""What workers hold, in the books of the run: without processes, which only make it hard to see."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
+from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
+from penstock.pipeline.joint import Passage
+from penstock.pipeline.ledger import Account
+from penstock.pipeline.remote_receiver import Peer
+from penstock.pipeline.telemetry import Observations
+from penstock.pipeline.worker_books import Books, RelayBooks, SourceBooks
+from penstock.pipeline.worker_messages import Ending, News
+from penstock.schemas.control import PROTOCOL_VERSION, Hello
+from penstock.testing import group
+
+WORKER = "Sample 1/2"
+KILLED = "Sample 1/2 (pid 7) was killed by SIGKILL"
+
+
+def peer(name: str = WORKER) -> Peer:
+    return Peer(Hello(PROTOCOL_VERSION, "shm", "group", b"identity", name, 7), lambda _: None)
+
+
+def news(
+    observations: Observations | None = None,
+    endings: list[Ending] | None = None,
+    reasons: dict[str, dict[str, int]] | None = None,
+) -> bytes:
+    return msgspec.msgpack.encode(News(observations, endings or [], reasons or {}))
+
+
+class Source:
+    """A source's worker as the books see it: it writes its page, and what it sends is received."""
+
+    def __init__(self) -> None:
+        self.ledger, self.metrics, self.passage = Ledger(), Metrics(), Passage()
+        self.books = SourceBooks(self.ledger, self.metrics, self.passage)
+        fd = self.books.open(WORKER)
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self.account = Account(self._memory)
+        os.close(fd)
+
+    def close(self) -> None:
+        self.account.close()
+        self._memory.close()
+        self.books.close()
+
+    def sends(self, record: TrajectoryGroup) -> None:
+        self.account.admit(len(record))
+        self.books.received(peer(), record)
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    made = Source()
+    yield made
+    made.close()
+
+
+def test_what_a_worker_samples_is_in_flight_before_it_arrives(source: Source) -> None:
+    source.account.admit(8)
+
+    assert source.ledger.balance().in_flight == 8
+
+
+def test_what_arrives_is_in_these_books_and_counted_once(source: Source) -> None:
+    source.sends(group())
+
+    assert source.ledger.balance().in_flight == source.ledger.in_flight == source.passage.trajectories == 2
+
+
+@pytest.mark.parametrize("drained_first", [True, False])
+def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
+    source: Source,
+    drained_first: bool,  # noqa: FBT001 (a parameter)
+) -> None:
+    source.sends(group())
+    source.account.admit(3)
+    steps: list[Callable[[], None]] = [
+        lambda: source.books.lost(peer(), PeerLost()),
+        lambda: source.books.ended(WORKER, KILLED),
+    ]
+    first, second = steps if drained_first else reversed(steps)
+
+    first()
+    assert source.ledger.balance().ended["lost"] == 0
+    second()
+
+    balance = source.ledger.balance()
+    assert balance.reasons["lost"] == {KILLED: 3}
+    assert (balance.admitted, balance.in_flight) == (5, 2)
+
+
+def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(source: Source) -> None:
+    source.account.admit(5)
+    source.account.end("failed", 3)
+    source.account.end("filtered", 1)
+
+    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+
+    balance = source.ledger.balance()
+    assert balance.reasons["failed"] == {"timeout": 2, f"in {WORKER}": 1}
+    assert balance.reasons["filtered"] == {f"in {WORKER}": 1}
+    assert balance.balanced
+
+
+def test_reasons_outlive_their_worker(source: Source) -> None:
+    source.account.admit(2)
+    source.account.end("failed", 2)
+    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+
+    source.books.close()
+
+    assert source.ledger.balance().reasons["failed"] == {"timeout": 2}
+
+
+def test_metrics_of_a_worker_join_those_of_the_run(source: Source) -> None:
+    source.books.observed(peer(), news(Observations({"reward": (3.0, 2.0)}, {}, {}, {}, {})))
+
+    assert source.metrics.emit(1)["reward"] == 1.5
+
+
+def test_news_that_are_none_are_refused_as_a_breach_of_the_protocol(source: Source) -> None:
+    with pytest.raises(ProtocolMismatch, match="expected the news of a worker from Sample 1/2"):
+        source.books.observed(peer(), b"no news")
+
+
+def test_a_sender_that_is_no_worker_is_admitted_here(source: Source) -> None:
+    source.books.received(peer("a stranger"), group())
+
+    assert source.ledger.balance().admitted == 2
+
+
+class Middle:
+    """A middle stage's worker as the books see it."""
+
+    def __init__(self) -> None:
+        self.ledger, self.passage = Ledger(), Passage()
+        self.books = RelayBooks(self.ledger, Metrics(), self.passage)
+        os.close(self.books.open(WORKER))
+        self.group = group(completion_lengths=[1, 2, 3])
+        self.ledger.admit(self.group.id, [0, 1, 2])
+        self.books.handed(WORKER, self.group)
+
+
+def test_what_comes_back_from_a_middle_worker_is_not_lost_with_it() -> None:
+    middle = Middle()
+
+    middle.books.received(peer(), middle.group)
+    middle.books.lost(peer(), PeerLost())
+    middle.books.ended(WORKER, KILLED)
+
+    assert middle.ledger.balance().ended["lost"] == 0
+    assert middle.passage.trajectories == 3
+
+
+def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost() -> None:
+    middle = Middle()
+
+    middle.books.observed(peer(), news(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
+    middle.books.ended(WORKER, KILLED)
+    middle.books.parted(peer())
+
+    balance = middle.ledger.balance()
+    assert balance.reasons["filtered"] == {"too short": 2}
+    assert balance.reasons["lost"] == {KILLED: 1}
+
+
+def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
+    middle = Middle()
+    other = group(instance_id="other")
+    middle.ledger.admit(other.id, [0, 1])
+
+    middle.books.observed(peer(), news(endings=[Ending(other.id, [0, 1], "filtered", "not its own")]))
+
+    assert middle.ledger.balance().ended["filtered"] == 0
+
+
+def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
+    middle = Middle()
+
+    middle.books.returned(WORKER, middle.group)
+    middle.books.close()
+
+    assert middle.ledger.in_flight == 3
+
+
+@pytest.mark.parametrize("kind", [SourceBooks, RelayBooks])
+def test_closing_twice_is_fine(kind: type[SourceBooks | RelayBooks]) -> None:
+    ledger = Ledger()
+    books: Books = kind(ledger, Metrics(), Passage())
+    os.close(books.open(WORKER))
+
+    books.close()
+    books.close()
+
+    assert ledger.balance().in_flight == 0
+
+
+def test_a_lost_trajectory_stays_lost_however_late_the_rest_of_its_group_ends() -> None:
+    middle = Middle()
+    middle.books.close("the run ended")
+
+    with pytest.raises(LedgerImbalance, match="is not in flight"):
+        middle.ledger.end([TrajectoryId(*middle.group.id, 0)], "trained")

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.pipeline.worker_messages import Failed, Finished, Serving, Word, framed, words
+
+
+def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:
+    said: list[Word] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
+    stream = b"".join(framed(word) for word in said)
+    buffer = bytearray()
+    heard: list[object] = []
+
+    for position in range(len(stream)):
+        buffer += stream[position : position + 1]
+        heard += words(buffer)
+
+    assert heard == said
+    assert not buffer
+
+
+def test_what_is_no_word_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        list(words(bytearray(b"\x01\x00\x00\x00\xc1")))
