@@ -26,7 +26,13 @@ def frame(message: control.Message) -> bytes:
 
 
 def hello(**changes: Any) -> control.Hello:
-    fields = {"carrier": "shm", "kind": "group", "identity": b"p" + bytes(15), "name": "stranger", "pid": 1}
+    fields: dict[str, Any] = {
+        "carrier": "shm",
+        "kind": "group",
+        "identity": b"p" + bytes(15),
+        "name": "stranger",
+        "pid": 1,
+    }
     return control.Hello(**({"version": control.PROTOCOL_VERSION} | fields | changes))
 
 
@@ -89,7 +95,7 @@ async def test_a_sender_of_other_records_is_refused_with_both_kinds() -> None:
 
 async def test_a_stranger_at_the_data_socket_is_not_heard() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
-        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         stranger.connect(f"ipc://{inbox.url.removeprefix('shm://')}/data")
         stranger.send(control.encode(control.Publish((Descriptor(1, 0, 1, 1, 64),))))
         stranger.send(b"\xc1" * 1000)
