@@ -27,13 +27,14 @@ def frame(message: control.Message) -> bytes:
 
 def hello(**changes: Any) -> control.Hello:
     fields: dict[str, Any] = {
+        "version": control.PROTOCOL_VERSION,
         "carrier": "shm",
         "kind": "group",
         "identity": b"p" + bytes(15),
         "name": "stranger",
         "pid": 1,
     }
-    return control.Hello(**({"version": control.PROTOCOL_VERSION} | fields | changes))
+    return control.Hello(**(fields | changes))
 
 
 def say_at_the_door(url: str, said: bytes) -> bytes:
