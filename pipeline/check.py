@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -58,11 +59,16 @@ def _of_processes(link: Link) -> Iterator[str]:
             f"processes only TrajectoryGroup and TrainBatch travel"
         )
     try:
-        pickle.dumps(link.stage)
+        pickled = pickle.dumps(link.stage)
     except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
         yield (
             f"{link.name}: expected a stage that can be pickled to its process, got {error!r}; give it recipes that "
             f"live in a module (functions by name), and open files, models and sockets in `run`"
+        )
+        return
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
+        yield (
+            f"{link.name}: it lives in an interactive session, which its process cannot import: put it into a module"
         )
 
 

@@ -78,6 +78,10 @@ class _Part:
         )
 
     def _waiting_for(self) -> str:
+        workers = self.workers.statistics() if self.workers else ()
+        starting = [worker.name for worker in workers if worker.state == "starting"]
+        if starting:
+            return f"start of {', '.join(starting)}"
         if self.before is not None and self.before.starved:
             return f"records from {self.before.upstream}"
         if self.after is not None and self.after.congested:

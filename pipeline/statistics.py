@@ -46,7 +46,8 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """`here`, or how many processes."""
     state: StageState
     waiting_for: str
-    """What it waits for right now, and from whom: `records from Batcher`, `credit from SinkTrainer`; "" while busy."""
+    """What it waits for right now, and from whom: `records from Batcher`, `credit from SinkTrainer`,
+    `start of SourceEnv 2/4`; "" while busy."""
     waited_for_records_s: float
     """Seconds that it has waited for records in all, the present wait included."""
     waited_for_credit_s: float

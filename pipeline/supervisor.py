@@ -28,7 +28,7 @@ from .placement import Processes
 from .statistics import WorkerState, WorkerStatistics
 from .telemetry import get_logger
 from .worker import refuse_while_importing_main
-from .worker_messages import Failed, Finished, Orders, Serving, Word, words
+from .worker_messages import Connected, Failed, Finished, Orders, Serving, Word, words
 
 __all__ = ["Supervisor"]
 
@@ -129,6 +129,8 @@ class _Child:
 
     def _heed(self, word: Word) -> None:
         match word:
+            case Connected():
+                self.state = "running"
             case Serving(url):
                 self.url = url
                 self.serving.set()
@@ -164,7 +166,7 @@ class _Child:
         if self.finished:
             return f"swallowed by {who}"
         if self.failure is not None:
-            return f"{who} raised {self.failure.error}"
+            return f"{who} {self.failure.error}"
         if status is not None and status < 0:
             return f"{who} was killed by {_signal_name(-status)}"
         return f"{who} exited with status {status} before its stage had returned"
@@ -311,7 +313,6 @@ class Supervisor:
             raise
         finally:
             os.close(page)
-        child.state = "running"
         self._children[orders["index"]] = child
         log.info("worker_started", worker=name, pid=child.pid)
         return child
@@ -354,6 +355,6 @@ class Supervisor:
 def _command(orders: Orders) -> list[str]:
     """The interpreter of this process, with the same flags and the same module path, as a worker."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 (as multiprocessing does)
-    path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 (a string is wanted)
+    path = [str(entry) or os.getcwd() for entry in sys.path]  # noqa: PTH109 (a string is wanted)
     code = f"import sys; sys.path[:] = {path!r}; from penstock.pipeline.worker import main; main(sys.argv[1])"
     return [sys.executable, *flags, "-c", code, msgspec.json.encode(orders).decode()]

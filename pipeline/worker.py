@@ -31,11 +31,12 @@ from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .carriers import connect, serve
 from .causes import consists_of, sole_cause
 from .context import Context, Worker, entered
+from .errors import StageFailed
 from .joint import Outbox, Passage
 from .ledger import Account, EndState, Ledger
 from .remote_sender import RemoteSender
 from .telemetry import Metrics
-from .worker_messages import RECORDS, Ending, Failed, Finished, News, Orders, Serving, Word, framed
+from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed
 
 __all__ = ["main", "refuse_while_importing_main"]
 
@@ -88,14 +89,14 @@ def main(encoded: str) -> None:
     """Run a stage as `encoded`, the `Orders`, say."""
     orders = msgspec.json.decode(encoded, type=Orders)
     _die_with(orders.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
     for fd in (orders.job, orders.account, orders.word):
         os.set_inheritable(fd, False)
     try:
         stopped = anyio.run(_run, _load(orders.job), orders)
     except BaseException as error:
         cause = sole_cause(error)
-        _tell(orders, Failed(_line(cause), _traceback(cause)))
+        _tell(orders, Failed(_told(cause), _traceback(cause)))
         if not isinstance(cause, Exception):
             raise
         sys.exit(1)
@@ -131,8 +132,11 @@ def _load(job: int) -> Any:
     return pickle.load(file)  # noqa: S301 (as above)
 
 
-def _line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+def _told(error: BaseException) -> str:
+    """What happened, as the end of a sentence that begins with the worker's name."""
+    if isinstance(error, StageFailed):  # within a fragment
+        return f"failed: {error}"
+    return "raised " + "".join(traceback.format_exception_only(error)).strip()
 
 
 def _traceback(error: BaseException) -> str:
@@ -188,6 +192,7 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
 
 async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
     async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name) as sender:
+        _tell(orders, Connected())
         sender.on_ended(context.ledger.settle)
         news = _Newsagent(sender, context)
         admits_to = None if orders.inbox_kind else context.ledger

@@ -14,7 +14,19 @@ from ..schemas import GroupId, TrainBatch, TrajectoryGroup
 from .ledger import EndState
 from .telemetry import Observations
 
-__all__ = ["RECORDS", "Ending", "Failed", "Finished", "News", "Orders", "Serving", "Word", "framed", "words"]
+__all__ = [
+    "RECORDS",
+    "Connected",
+    "Ending",
+    "Failed",
+    "Finished",
+    "News",
+    "Orders",
+    "Serving",
+    "Word",
+    "framed",
+    "words",
+]
 
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {kind.kind: kind for kind in (TrajectoryGroup, TrainBatch)}
 """What travels between processes, by the name that is told to a worker."""
@@ -43,6 +55,10 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """The worker is up; its stage begins."""
+
+
 class Serving(msgspec.Struct, frozen=True, tag=True):
     """The worker of a middle stage: records may be sent to this URL."""
 
@@ -57,11 +73,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The stage raised."""
 
     error: str
-    """`ValueError: the message`."""
+    """`raised ValueError: the message`."""
     traceback: str
 
 
-Word = Serving | Finished | Failed
+Word = Connected | Serving | Finished | Failed
 """What a worker tells its parent on the pipe, each as a 4-byte length and msgpack."""
 
 

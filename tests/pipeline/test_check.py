@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,6 +74,22 @@ def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
 
     assert "Local: expected a stage that can be pickled to its process" in told
     assert "recipes that live in a module" in told
+
+
+@dataclass(frozen=True)
+class LivesInMain(Groups):
+    """Pretends to be defined in `__main__`."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("of __main__",)
+
+
+def test_a_stage_of_an_interactive_session_cannot_go_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+    told = complaint(source(LivesInMain(1), on=processes(1)).sink(Collect()))
+
+    assert "LivesInMain: it lives in an interactive session" in told
 
 
 def test_what_is_no_record_does_not_travel_between_processes() -> None:

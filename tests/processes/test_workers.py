@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import worker_stages as stages
 
@@ -240,6 +241,27 @@ async def test_an_exception_in_a_worker_arrives_with_its_traceback_and_its_stage
     assert told.partition("\n")[0].startswith("Raise ")
     assert "raised KeyError: 'prompt'" in told
     assert "in look_up\n    raise KeyError(key)" in told
+
+
+async def test_a_failure_within_a_fragment_names_the_worker_and_the_stage() -> None:
+    fragment = source(stages.Raise()).then(stages.Judge())
+
+    with pytest.raises(WorkerFailed, match=r"^Raise → Judge 1/1 \(pid \d+\) failed: Raise raised KeyError: 'prompt'"):
+        await source(fragment, on=processes(1)).sink(Commit()).run()
+
+
+async def test_statistics_say_that_a_worker_has_not_started_yet() -> None:
+    pipeline = source(stages.Sample(2), on=processes(1)).sink(Commit())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pipeline.run)
+        while not pipeline.statistics().stages:
+            await checkpoint()
+        assert pipeline.statistics().stages[0].waiting_for in {"", "start of Sample 1/1"}
+        assert pipeline.statistics().stages[0].workers[0].state == "starting"
+
+    assert pipeline.report is not None
+    assert pipeline.report.statistics.stages[0].workers[0].state == "finished"
 
 
 async def test_a_worker_killed_from_outside_is_noticed_at_once() -> None:
