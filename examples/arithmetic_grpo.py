@@ -44,14 +44,12 @@ REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 async def reinforce(run: Run) -> None:
     """Train `run.model` until it answers enough held-out problems rightly, or the steps or the time are used up."""
     trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
-    problems = partial(TrainingProblems, run.seed)
     async with WeightPublisher(run.model.state_dict()) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
+        make_env = partial(TrainingProblems, run.seed)
+        env = SourceEnv(make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
         run.pipeline = (
-            source(
-                SourceEnv(problems, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2),
-                on=processes(2),
-            )
+            source(env, on=processes(2))
             .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))
             .then(AdvantageNormalizer("grpo"))
             .then(Batcher(max_tokens=8192, sequences=512, max_lag=4, drop_zero_variance=True))
@@ -67,7 +65,7 @@ async def reinforce(run: Run) -> None:
 
 def main() -> None:
     """Warm up, reinforce, and keep what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Reinforcement learning on sums, in three processes.")
     parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
     seed = parser.parse_args().seed
     torch.manual_seed(seed)

@@ -121,8 +121,7 @@ def _sparkline(values: Sequence[float], width: int = 30) -> str:
 def _stages(statistics: PipelineStatistics) -> Table:
     """Each stage with what it waits for, and the channel that leads to it with its fill."""
     table = Table("stage", "where", "waits for", "waited", "channel before it", box=None, padding=(0, 2))
-    joints: list[JointStatistics | None] = [None, *statistics.joints]
-    for stage, joint in zip(statistics.stages, joints, strict=True):
+    for stage, joint in zip(statistics.stages, (None, *statistics.joints), strict=False):
         table.add_row(stage.name, stage.placement, stage.waiting_for or "—", _waited(stage), _fill(joint))
     return table
 
@@ -150,8 +149,7 @@ def show_summary(run: Run, summary: Summary, console: Console) -> None:
     """Before and after, the ledger's balance, and where everything lies."""
     console.print(f"\n{summary.ended_by} after {summary.seconds:.0f} s and {summary.steps} optimizer steps")
     console.print(_before_and_after(run, summary), _balance(run, summary))
-    if summary.in_flight_at_end:
-        console.print(f"{summary.in_flight_at_end} trajectories were in flight when training ended, and are lost")
+    console.print(f"in flight when training ended: {summary.in_flight_at_end:,} trajectories, now counted as lost")
     console.print(f"kept in {run.folder}", highlight=False, soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["annealed_adamw"]
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1.2e-3
 RAMP = 10
 """Steps until the full learning rate: Adam's first steps are large for the little that they know."""
 
@@ -18,7 +18,7 @@ FLOOR = 0.05
 
 def annealed_adamw(parameters: Iterable[torch.nn.Parameter], steps: int) -> torch.optim.Optimizer:
     """AdamW for a run of `steps` optimizer steps; the rate falls in a straight line, which settles what was learned."""
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
 
     def share(step: int) -> float:
         return min((step + 1) / RAMP, max(FLOOR, 1 - step / steps))

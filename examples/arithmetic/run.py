@@ -52,7 +52,8 @@ class Run:
         self.seed = seed
         self.model = model
         self.folder = _new_folder(runs)
-        self.metrics = Metrics(JsonlSink(self.folder / "metrics.jsonl"), self._note)
+        (self.folder / "metrics.jsonl").touch()
+        self.metrics = Metrics(JsonlSink(self.folder / "metrics.jsonl"), self.note)
         """Give it to the pipeline: every step is written, and noted here."""
         self.steps: list[dict[str, float]] = []
         """The metrics of every optimizer step so far."""
@@ -97,7 +98,8 @@ class Run:
         self._warm_s = self.seconds
         self.accuracies[0] = accuracy(self.model)
 
-    def _note(self, metrics: dict[str, float], step: int) -> None:
+    def note(self, metrics: dict[str, float], step: int) -> None:
+        """An optimizer step is done; see `MetricSink`."""
         self.steps.append(metrics)
         last = self.rewards[-1] if self.rewards else metrics["reward"]
         self.rewards.append(metrics.get("rollout/reward", last))

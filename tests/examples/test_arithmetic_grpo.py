@@ -1,0 +1,127 @@
+"""The demo as its user runs it: once to its end, and interrupted at several moments by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SCRIPT = EXAMPLES / "arithmetic_grpo.py"
+
+SHORTER = f"""
+import runpy, sys
+sys.argv, sys.path = ["arithmetic_grpo.py"], [{str(EXAMPLES)!r}, *sys.path]
+from arithmetic.warm_up import warm_up
+warm_up.__defaults__ = (60,)
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+"""The script with a warm-up of a second."""
+
+FILES = {"metrics.jsonl", "reward.png", "weights.safetensors", "summary.json"}
+
+
+def named_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 (looked at, not written)
+
+
+def session(leader: int) -> list[int]:
+    """Living processes of a session."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The demo in `folder`, in a session of its own, as on a terminal."""
+    command = [sys.executable, "-u", *arguments]
+    environment = os.environ | {"COLUMNS": "140"}
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        try:
+            yield demo
+        finally:
+            demo.kill()  # what it should not need; its workers die with it
+
+
+def read_until(demo: subprocess.Popen[str], marker: str) -> str:
+    assert demo.stdout is not None
+    read: list[str] = []
+    for line in demo.stdout:
+        read.append(line)
+        if marker in line:
+            return "".join(read)
+    raise AssertionError("".join(read))
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The summary of the latest run, whose folder is whole."""
+    latest = folder / "runs" / "latest"
+    assert {path.name for path in latest.iterdir()} == FILES
+    summary: dict[str, Any] = json.loads((latest / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert ledger["admitted"] == ledger["in_flight"] + sum(ledger["ended"].values())
+    return summary
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("moment", ["warming up", "reinforcement from", "worker_started", "step 10:"])
+def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
+    memory = named_memory()
+    with started(tmp_path, "-c", SHORTER) as demo:
+        read_until(demo, moment)
+
+        os.killpg(demo.pid, signal.SIGINT)
+
+        began = time.monotonic()
+        rest, _ = demo.communicate(timeout=30)
+        took_s = time.monotonic() - began
+    assert took_s < 5
+    assert demo.returncode == 130
+    assert "Traceback" not in rest
+    assert "in flight when training ended" in rest
+    assert session(demo.pid) == []
+    assert named_memory() - memory == set()
+    assert kept(tmp_path)["ended_by"] == "interrupted"
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_rises_from_a_third_to_nine_tenths(tmp_path: Path) -> None:
+    memory = named_memory()
+    with started(tmp_path, str(SCRIPT), "--seed", "2") as demo:
+        shown, _ = demo.communicate(timeout=170)
+    assert demo.returncode == 0, shown
+    assert session(demo.pid) == []
+    assert named_memory() - memory == set()
+    summary = kept(tmp_path)
+    assert 0.2 < summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["seed"] == 2
+    assert summary["trajectories"] == summary["ledger"]["ended"]["trained"] > 0
+    assert summary["ledger"]["in_flight"] == 0
+    steps = [json.loads(line) for line in (tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, summary["steps"] + 1))
+    assert max(step["staleness/max"] for step in steps) <= 4
