@@ -101,14 +101,12 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _progress(run: Run) -> Table:
-    figures = _figures(run)
-    table = Table.grid(padding=(0, 2))
-    shown = (f"{name} [bold]{value}[/]" for name, value in figures.items())
-    table.add_row(f"[bold]step {len(run.steps)}[/], {run.seconds:.0f} s", *shown)
-    table.add_row("reward", Text(_sparkline(run.rewards), style="green"))
-    table.add_row("accuracy", Text(_sparkline(list(run.accuracies.values())), style="cyan"))
-    return table
+def _progress(run: Run) -> RenderableType:
+    figures = "   ".join(f"{name} [bold]{value}[/]" for name, value in _figures(run).items())
+    curves = Table.grid(padding=(0, 2))
+    curves.add_row("reward", Text(_sparkline(run.rewards), style="green"))
+    curves.add_row("accuracy", Text(_sparkline(list(run.accuracies.values())), style="cyan"))
+    return Group(Text.from_markup(f"step [bold]{len(run.steps)}[/], {run.seconds:.0f} s   {figures}"), curves)
 
 
 def _sparkline(values: Sequence[float], width: int = 30) -> str:
@@ -120,9 +118,12 @@ def _sparkline(values: Sequence[float], width: int = 30) -> str:
 
 def _stages(statistics: PipelineStatistics) -> Table:
     """Each stage with what it waits for, and the channel that leads to it with its fill."""
-    table = Table("stage", "where", "waits for", "waited", "channel before it", box=None, padding=(0, 2))
+    table = Table("stage", "where", "waits for", "waited", "channel before it", "passed", box=None, padding=(0, 1))
+    for column in table.columns:
+        column.no_wrap = True
     for stage, joint in zip(statistics.stages, (None, *statistics.joints), strict=False):
-        table.add_row(stage.name, stage.placement, stage.waiting_for or "—", _waited(stage), _fill(joint))
+        where, _, _ = stage.placement.partition(",")
+        table.add_row(stage.name, where, stage.waiting_for or "—", _waited(stage), *_channel(joint))
     return table
 
 
@@ -130,16 +131,15 @@ def _waited(stage: StageStatistics) -> str:
     return f"{stage.waited_for_records_s + stage.waited_for_credit_s:.0f} s"
 
 
-def _fill(joint: JointStatistics | None) -> RenderableType:
+def _channel(joint: JointStatistics | None) -> tuple[RenderableType, str]:
+    """Its fill, and how many trajectories passed it."""
     if joint is None:
-        return ""
+        return "", ""
     channel = joint.channel
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(total=1, completed=channel.fill, width=16),
-        f"{channel.items}/{channel.capacity} {channel.carrier}, {joint.trajectories:,} trajectories passed",
-    )
-    return bar
+    fill = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1, completed=channel.fill, width=8)
+    fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.carrier}")
+    return fill, f"{joint.trajectories:,}"
 
 
 # -- when it is over -----------------------------------------------------------------------------------------------
