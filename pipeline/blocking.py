@@ -18,12 +18,13 @@ async def enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager
 
     Both are shielded: a cancellation neither leaves it entered without an owner, nor half left.
     """
-    with anyio.CancelScope(shield=True):
-        entered = await anyio.to_thread.run_sync(context.__enter__)
 
     async def leave() -> None:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(context.__exit__, None, None, None)
 
+    entered: list[R] = []
+    with anyio.CancelScope(shield=True):
+        entered.append(await anyio.to_thread.run_sync(context.__enter__))
     stack.push_async_callback(leave)
-    return entered
+    return entered[0]

@@ -102,7 +102,8 @@ class Account:
         for state in END_STATES:
             told = self.reasons.get(state, {})
             untold = self.ended(state) - sum(told.values())
-            yield from ((state, reason, count) for reason, count in told.items())
+            for reason, count in told.items():
+                yield state, reason, count
             if untold:
                 yield state, f"in {self.name}", untold
 
