@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["consists_of", "sole_cause"]
+from collections.abc import Iterator
+
+__all__ = ["consists_of", "first_cause", "sole_cause"]
 
 
 def sole_cause(error: BaseException) -> BaseException:
@@ -17,6 +19,28 @@ def sole_cause(error: BaseException) -> BaseException:
             return error
         (cause,) = cause.exceptions
     return cause
+
+
+def first_cause(error: BaseException, kind: type[BaseException]) -> BaseException:
+    """The first exception within `error` where all are of one `kind`, the others noted on it; else its sole cause.
+
+    For equal workers that fail of the same thing in the same moment.
+    """
+    causes = list(_leaves(error))
+    if not all(isinstance(cause, kind) for cause in causes):
+        return sole_cause(error)
+    first, *others = causes
+    for other in others:
+        first.add_note(f"besides: {str(other).partition(chr(10))[0]}")
+    return first
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def consists_of(error: BaseException, failure: BaseException | None) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self, TypeAlias, TypeVar
 import anyio
 import msgspec
 
-from .causes import sole_cause
+from .causes import first_cause
 from .errors import WorkerFailed
 from .placement import Processes
 from .statistics import WorkerState, WorkerStatistics
@@ -277,7 +277,7 @@ class Supervisor:
                     orders = channels | {"index": index, "count": self._on.count}
                     tasks.start_soon(self._keep, starter, orders, feed)
         except BaseExceptionGroup as group:
-            raise sole_cause(group) from None
+            raise first_cause(group, WorkerFailed) from None
 
     async def _keep(self, starter: _Starter, orders: dict[str, Any], feed: Feed | None) -> None:
         """Have one worker run until its stage returns."""

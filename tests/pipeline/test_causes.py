@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from penstock.pipeline.causes import consists_of, sole_cause
+from penstock.pipeline.causes import consists_of, first_cause, sole_cause
 
 
 def test_the_only_exception_is_found_however_deep() -> None:
@@ -14,6 +14,21 @@ def test_several_exceptions_stay_together() -> None:
     several = ExceptionGroup("a", [ValueError(), ExceptionGroup("b", [KeyError()])])
 
     assert sole_cause(several) is several
+
+
+def test_workers_that_fail_at_once_are_told_as_the_first_with_the_others_noted() -> None:
+    first, other = KeyError("first"), KeyError("other\nin detail")
+
+    told = first_cause(ExceptionGroup("a", [first, ExceptionGroup("b", [other])]), KeyError)
+
+    assert told is first
+    assert first.__notes__ == ["besides: 'other\\nin detail'"]
+
+
+def test_failures_of_several_kinds_stay_together() -> None:
+    several = ExceptionGroup("a", [KeyError(), ValueError()])
+
+    assert first_cause(several, KeyError) is several
 
 
 def test_a_group_consists_of_a_failure_when_there_is_nothing_else_in_it() -> None:
