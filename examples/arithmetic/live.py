@@ -15,16 +15,13 @@ from rich.text import Text
 
 from penstock.pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics
 
-from .run import Run, Summary
+from .run import RECENT, Run, Summary
 
 __all__ = ["kept", "show_summary", "view", "watched"]
 
 REFRESH_S = 0.25
 LINE_EVERY = 10
 """Optimizer steps between plain lines."""
-
-RECENT = 10
-"""Optimizer steps over which what is shown is averaged."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -36,8 +33,8 @@ INTERRUPTED = 130
 def kept(run: Run) -> Iterator[Run]:
     """Whatever ends the body, Ctrl-C too: keep what came of `run` until then, and show it."""
     console = Console()
-    console.print("warming up on the demonstrations of somebody careless …")
     try:
+        console.print("warming up on the demonstrations of somebody careless …")
         yield run
     except KeyboardInterrupt:
         run.end("interrupted")
@@ -89,7 +86,7 @@ def _figures(run: Run) -> dict[str, str]:
     """Reward, accuracy, tokens per second and lag, as text."""
     recent = run.steps[-RECENT:]
     return {
-        "reward": f"{mean_of(run.rewards[-RECENT:]):.2f}",
+        "reward": f"{mean_of(run.rewards[-1:]):.2f}",
         "accuracy": f"{run.accuracy:.1%}",
         "tokens/s": f"{mean_of([step['perf/throughput'] for step in recent]):,.0f}",
         "lag": f"{mean_of([step['staleness/mean'] for step in recent]):.1f}",
@@ -158,7 +155,7 @@ def _before_and_after(run: Run, summary: Summary) -> Table:
     before = "—" if summary.accuracy_before is None else f"{summary.accuracy_before:.1%}"
     table.add_row("accuracy, held out, greedy", before, f"{summary.accuracy_after:.1%}")
     if run.rewards:
-        table.add_row("reward, sampled", *(f"{mean_of(r):.2f}" for r in (run.rewards[:RECENT], run.rewards[-RECENT:])))
+        table.add_row("reward, sampled", f"{run.rewards[0]:.2f}", f"{run.rewards[-1]:.2f}")
     return table
 
 

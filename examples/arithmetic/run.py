@@ -6,6 +6,7 @@ Filled in as the run goes, so that whatever ends it, there is something to keep.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,10 @@ from penstock import JsonlSink, Metrics, Pipeline, Report
 from .exam import accuracy
 from .model import Transformer
 
-__all__ = ["Run", "Summary"]
+__all__ = ["RECENT", "Run", "Summary"]
+
+RECENT = 10
+"""Optimizer steps over which what is shown is averaged."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +62,9 @@ class Run:
         self.steps: list[dict[str, float]] = []
         """The metrics of every optimizer step so far."""
         self.rewards: list[float] = []
-        """Mean raw score of what arrived before each step; a step for which nothing new arrived repeats the last."""
+        """Mean raw score of all that was sampled lately, by optimizer step."""
+        self._sampled: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        """Trajectories that arrived before each of the last steps, and the sum of their scores."""
         self.accuracies: dict[int, float] = {}
         """What the policy was found to be worth, by optimizer step; step 0 is after the warm-up."""
         self.pipeline: Pipeline | None = None
@@ -101,8 +107,10 @@ class Run:
     def note(self, metrics: dict[str, float], step: int) -> None:
         """An optimizer step is done; see `MetricSink`."""
         self.steps.append(metrics)
-        last = self.rewards[-1] if self.rewards else metrics["reward"]
-        self.rewards.append(metrics.get("rollout/reward", last))
+        arrived = metrics.get("rollout/trajectories", 0.0)
+        self._sampled.append((arrived, arrived * metrics.get("rollout/reward", 0.0)))
+        trajectories, scores = (sum(column) for column in zip(*self._sampled, strict=True))
+        self.rewards.append(scores / trajectories if trajectories else metrics["reward"])
         if "accuracy" in metrics:
             self.accuracies[step] = metrics["accuracy"]
         for listener in self._listeners:

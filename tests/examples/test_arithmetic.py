@@ -241,7 +241,7 @@ def test_every_step_is_written_and_noted(tmp_path: Path) -> None:
     run = run_in(tmp_path)
 
     run.metrics.emit(1, metrics())
-    run.metrics.emit(2, metrics(accuracy=0.4, **{"rollout/reward": 0.25}))
+    run.metrics.emit(2, metrics(accuracy=0.4, **{"rollout/reward": 0.25, "rollout/trajectories": 8}))
 
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
