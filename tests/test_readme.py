@@ -21,6 +21,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 README_LINES = 120
 
 
@@ -88,12 +90,6 @@ def test_the_readme_is_short() -> None:
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
     everything = [ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
-    links = [
-        (page, link)
-        for page in everything
-        for link in re.findall(
-            r"\]\(([^)#:]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        )
-    ]
+    links = [(page, link) for page in everything for link in LINK.findall(CODE.sub("", page.read_text()))]
 
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
