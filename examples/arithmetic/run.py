@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from penstock import JsonlSink, Metrics, Pipeline, Report
 
-from .exam import accuracy
+from .exam import final_exam, quiz
 from .model import Transformer
 
 __all__ = ["RECENT", "Run", "Summary"]
@@ -31,7 +31,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What summary.json holds."""
 
     accuracy_before: float | None
-    """Share of the held-out problems answered rightly after the warm-up; null if the run ended before."""
+    """Share of the final exam's problems answered rightly after the warm-up; null if the run ended before."""
     accuracy_after: float
     """The same when training ended."""
     seconds: float
@@ -66,7 +66,9 @@ class Run:
         self._sampled: deque[tuple[float, float]] = deque(maxlen=RECENT)
         """Trajectories that arrived before each of the last steps, and the sum of their scores."""
         self.accuracies: dict[int, float] = {}
-        """What the policy was found to be worth, by optimizer step; step 0 is after the warm-up."""
+        """What the policy made of the quiz, by optimizer step; step 0 is after the warm-up."""
+        self._before: float | None = None
+        """What it made of the final exam after the warm-up."""
         self.pipeline: Pipeline | None = None
         self.ended_by = ""
         """Why training ended; empty while it goes on."""
@@ -102,7 +104,8 @@ class Run:
     def warmed_up(self) -> None:
         """The warm-up is done."""
         self._warm_s = self.seconds
-        self.accuracies[0] = accuracy(self.model)
+        self.accuracies[0] = quiz(self.model)
+        self._before = final_exam(self.model)
 
     def note(self, metrics: dict[str, float], step: int) -> None:
         """An optimizer step is done; see `MetricSink`."""
@@ -139,8 +142,8 @@ class Run:
         balance = self.report.balance if self.report else None
         ended = balance.ended if balance else {}
         return Summary(
-            accuracy_before=self.accuracies.get(0),
-            accuracy_after=accuracy(self.model),
+            accuracy_before=self._before,
+            accuracy_after=final_exam(self.model),
             seconds=round(self.seconds, 2),
             seconds_warm_up=round(self._warm_s or self.seconds, 2),
             seed=self.seed,

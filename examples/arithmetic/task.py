@@ -1,6 +1,6 @@
 """The task: sums and differences of three one-digit numbers, made and scored by reasoning-gym's chain_sum.
 
-There are 4,000 different problems. Four hundred of them are held out, by their text: whatever is drawn for training,
+There are 4,000 different problems. Eight hundred of them are held out, by their text: whatever is drawn for training,
 for the warm-up too, is drawn again if its text is among them.
 """
 
@@ -13,19 +13,19 @@ from typing import Any
 
 from reasoning_gym.arithmetic import ChainSumConfig, ChainSumDataset
 
-__all__ = ["LONGEST_ANSWER", "TrainingProblems", "held_out", "is_right"]
+__all__ = ["HELD_OUT", "LONGEST_ANSWER", "TrainingProblems", "held_out", "is_right"]
 
 LONGEST_ANSWER = 4
 """Tokens: a sign, two digits and the full stop."""
 
-HELD_OUT = 400
-"""How many problems are held out: enough to tell 90 % from 93 %."""
+HELD_OUT = 800
+"""How many problems are held out: two exams of 400, each enough to tell 90 % from 93 %."""
 
 LENGTH = 1_000_000
 """How many problems a training set has; they repeat, as there are only 4,000."""
 
 DRAWS = 100
-"""How often a problem is drawn again before one gives up: nine of ten are not held out."""
+"""How often a problem is drawn again before one gives up: four of five are not held out."""
 
 HELD_OUT_SEED = 0
 """chain_sum makes its problem i from the seed plus i, so seeds lie further apart than any set is long."""
@@ -82,7 +82,7 @@ class TrainingProblems:
         return float(self._problems.score_answer(answer, entry))
 
 
-def is_right(answer: str, entry: dict[str, Any]) -> bool:
+def is_right(answer: str, entry: Mapping[str, Any]) -> bool:
     """Whether reasoning-gym gives `answer` its full score."""
     return bool(_scorer().score_answer(answer, entry) == 1)
 

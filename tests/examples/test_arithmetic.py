@@ -13,12 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from arithmetic.exam import ExaminedTrainer, accuracy
+from arithmetic.exam import ExaminedTrainer, final_exam, quiz
 from arithmetic.live import show_summary, view, watched
 from arithmetic.model import Shape, Transformer, make_model
 from arithmetic.optimizer import annealed_adamw
 from arithmetic.run import Run
-from arithmetic.task import LONGEST_ANSWER, TrainingProblems, held_out, is_right
+from arithmetic.task import HELD_OUT, LONGEST_ANSWER, TrainingProblems, held_out, is_right
 from arithmetic.tokenizer import CHARACTERS, TOKENIZER
 from arithmetic.warm_up import FIRST, Demonstrations, imitation_loss, warm_up
 from penstock import RewardBridge, TorchTrainer, TrainBatch, TrajectoryGroup
@@ -53,7 +53,7 @@ def metrics(**more: float) -> dict[str, float]:
 
 
 def test_the_held_out_problems_are_all_different() -> None:
-    assert len({entry["question"] for entry in held_out()}) == len(held_out()) == 400
+    assert len({entry["question"] for entry in held_out()}) == len(held_out()) == HELD_OUT
 
 
 @pytest.mark.parametrize("seed", [0, 4])
@@ -167,7 +167,8 @@ def test_the_warm_up_makes_demonstrations_more_likely() -> None:
 
 
 def test_an_untrained_model_answers_next_to_nothing_rightly() -> None:
-    assert accuracy(small_model()) < 0.05
+    assert quiz(small_model()) < 0.05
+    assert final_exam(small_model()) < 0.05
 
 
 def trained_batch() -> TrainBatch:
