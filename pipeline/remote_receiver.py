@@ -227,7 +227,9 @@ class RemoteReceiver(Receiving[R]):
             self._gone(peer, "closed its door")
 
     async def _until_gone(self, door: Door) -> None:
-        with suppress(anyio.EndOfStream, ProtocolMismatch):
+        """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""
+        with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
+            await door.say(Ready())
             await door.hear()
 
     async def _let_in(self, door: Door, enter: Enter) -> Peer | None:
@@ -243,7 +245,6 @@ class RemoteReceiver(Receiving[R]):
         peer.door = door
         peer.inlet = await enter(door)
         self._peers[peer.identity] = peer
-        await door.say(Ready())
         return peer
 
     def _refusal(self, door: Door, hello: Hello) -> Refused | None:
