@@ -38,7 +38,7 @@ async def test_as_many_senders_as_there_may_be_can_come_at_once(url: str) -> Non
             tasks.start_soon(send, inbox.url)
         received = [record async for record in inbox]
 
-    assert len(received) == senders
+        assert len(received) == senders
 
 
 def knock_and_die(url: str) -> None:
