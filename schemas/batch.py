@@ -6,7 +6,9 @@ own memory, so that the slot a group came from is free again as soon as `add` re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
@@ -14,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, check_axes, count_between, freeze
+from .descriptor import aligned
 from .errors import InvalidRecord
 from .group import GROUP_RULES, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
+from .recycled import Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 
@@ -261,13 +265,15 @@ class Packer:
     Which optional columns a batch has is fixed by the first group that enters it. Not thread-safe.
     """
 
-    __slots__ = ("_columns", "_groups", "_lengths", "_parts", "_tokens", "max_tokens")
+    __slots__ = ("_columns", "_groups", "_lengths", "_memory", "_parts", "_tokens", "max_tokens")
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         """Tokens that one batch holds at most."""
         self._columns: dict[str, Array] = {}
         """Buffers over tokens, allocated with the first group of each batch."""
+        self._memory = Recycled()
+        """Where they lie."""
         self._parts: dict[str, list[Array]] = {}
         """Columns over sequences: small, kept as copies and joined in `pack`."""
         self._groups: list[PackedGroup] = []
@@ -335,10 +341,13 @@ class Packer:
         return batch
 
     def _open(self, columns: Mapping[str, Array]) -> None:
+        over_tokens = {name: column for name, column in columns.items() if name in TOKEN_COLUMNS}
+        sizes = [self.max_tokens * column.itemsize * math.prod(column.shape[1:]) for column in over_tokens.values()]
+        starts = [0, *accumulate(aligned(size) for size in sizes)]
+        memory = self._memory.block(starts[-1])
         self._columns = {
-            name: np.empty((self.max_tokens, *column.shape[1:]), column.dtype)
-            for name, column in columns.items()
-            if name in TOKEN_COLUMNS
+            name: memory[start : start + size].view(column.dtype).reshape(self.max_tokens, *column.shape[1:])
+            for (name, column), start, size in zip(over_tokens.items(), starts[:-1], sizes, strict=True)
         }
         self._parts = {name: [] for name in columns if name not in TOKEN_COLUMNS and name != "offsets"}
 

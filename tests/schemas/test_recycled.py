@@ -1,0 +1,63 @@
+import gc
+import threading
+
+import numpy as np
+
+from penstock.schemas import Packer
+from penstock.schemas.recycled import SPARE_BLOCKS, Recycled
+from penstock.testing import group
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_is_used_again_when_the_last_view_has_died() -> None:
+    memory = Recycled()
+    block = memory.block(1024)
+    first, view = address(block), block[10:20].view(np.int16)
+    del block
+    gc.collect()
+
+    meanwhile = memory.block(1024)
+    del view
+    after = memory.block(1024)
+
+    assert address(meanwhile) != first
+    assert address(after) == first
+
+
+def test_a_block_that_is_too_small_is_let_go() -> None:
+    memory = Recycled()
+    del_me = memory.block(10)
+    del del_me
+    assert memory.block(1 << 20).nbytes == 1 << 20
+
+
+def test_a_last_view_may_die_in_any_thread() -> None:
+    memory = Recycled()
+    held = [memory.block(64)]
+    first = address(held[0])
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert address(memory.block(64)) == first
+
+
+def test_no_more_than_a_few_blocks_are_kept() -> None:
+    memory = Recycled()
+    blocks = [memory.block(64) for _ in range(10)]
+    del blocks
+    assert len(memory._spare) == SPARE_BLOCKS
+
+
+def test_a_batch_that_is_held_is_never_written_again() -> None:
+    packer, held = Packer(64), []
+    for number in range(8):
+        packer.add(group(completion_lengths=[20], instance_id=str(number), seed=number))
+        held.append(packer.pack())
+        if number % 3 == 2:
+            del held[0]
+    for batch in held:
+        number = int(batch.groups[0].instance_id)
+        assert batch.tokens.tolist() == group(completion_lengths=[20], seed=number).tokens.tolist()
