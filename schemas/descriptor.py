@@ -111,6 +111,7 @@ def view_columns(specs: Sequence[ColumnSpec], payload: Array, offset: int) -> di
         InvalidRecord: a column has a dtype that is not carried, a negative size, or reaches beyond the payload.
     """
     columns: dict[str, Array] = {}
+    buffer = payload.data  # asked once: numpy would describe the whole array anew for every column
     for name, code, shape in specs:
         dtype = DTYPES.get(code)
         if dtype is None:
@@ -118,7 +119,7 @@ def view_columns(specs: Sequence[ColumnSpec], payload: Array, offset: int) -> di
         try:
             if min(shape, default=0) < 0:
                 raise ValueError("a negative size")  # noqa: TRY301 (numpy takes −1 for "as much as there is")
-            column: Array = np.ndarray(shape, dtype, payload, offset)
+            column: Array = np.ndarray(shape, dtype, buffer, offset)
         except (TypeError, ValueError) as error:
             raise InvalidRecord(
                 f"{name}: expected {code} {list(shape)} within {len(payload)} bytes from byte {offset}, got {error}"
