@@ -32,7 +32,7 @@ def final_exam(model: Transformer) -> float:
     return _share_right(model, held_out()[HELD_OUT // 2 :])
 
 
-def _share_right(model: Transformer, problems: Sequence[Mapping[str, Any]]) -> float:
+def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> float:
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
     requests = [Request(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
     sampled = generate(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())

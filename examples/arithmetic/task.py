@@ -82,7 +82,7 @@ class TrainingProblems:
         return float(self._problems.score_answer(answer, entry))
 
 
-def is_right(answer: str, entry: Mapping[str, Any]) -> bool:
+def is_right(answer: str, entry: dict[str, Any]) -> bool:
     """Whether reasoning-gym gives `answer` its full score."""
     return bool(_scorer().score_answer(answer, entry) == 1)
 
