@@ -1,0 +1,56 @@
+"""CPU time that one group costs its producer, and the consumer that packs it: what a profile is held against.
+
+    python -m benchmarks.cpu
+
+Time waited does not count, so this says more than a rate does on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import anyio
+
+from penstock import TrajectoryGroup, connect, serve
+from penstock.schemas import Packer
+
+from .records import check_batch, make_groups
+
+GROUPS = 20_000
+GROUP, TOKENS = 8, 1024
+BATCH_TOKENS = 64 * 1024
+DISTINCT_GROUPS = 16
+
+
+def _produce(url: str) -> None:
+    anyio.run(_send, url)
+
+
+async def _send(url: str) -> None:
+    groups = make_groups(0, group=GROUP, tokens=TOKENS, count=DISTINCT_GROUPS)
+    async with connect(url, TrajectoryGroup) as outbox:
+        began = time.process_time()
+        for number in range(GROUPS):
+            await outbox.send(groups[number % DISTINCT_GROUPS])
+        print(f"producer: {(time.process_time() - began) / GROUPS * 1e6:.1f} µs a group")
+
+
+async def _receive() -> None:
+    packer = Packer(BATCH_TOKENS)
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(inbox.url,))
+        producer.start()
+        packer.add(await inbox.receive())
+        began, wall = time.process_time(), time.perf_counter()
+        async for group in inbox:
+            if not packer.fits(group):
+                check_batch(packer.pack())
+            packer.add(group)
+        used, took = time.process_time() - began, time.perf_counter() - wall
+        print(f"consumer: {used / GROUPS * 1e6:.1f} µs a group; {GROUPS * GROUP / took:,.0f} trajectories/s")
+        producer.join()
+
+
+if __name__ == "__main__":
+    anyio.run(_receive)
