@@ -37,7 +37,7 @@ from penstock import (
     source,
 )
 
-STEPS, TARGET, TIME_LIMIT_S = 250, 0.95, 100.0
+STEPS, TARGET, TIME_LIMIT_S = 250, 0.98, 100.0
 REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 
 
