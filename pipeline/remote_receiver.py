@@ -76,8 +76,8 @@ class Peer:
         self.returned_bytes = 0
         self.nbytes = 0
         """Bytes of all its records that arrived."""
-        self.releases: deque[tuple[int, int]] = deque()
-        """Credit that has not been sent yet; appended to by any thread."""
+        self.releases: deque[Descriptor] = deque()
+        """Records whose credit has not been sent yet; appended to by any thread, which is all that one may do here."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
         self._schedule = schedule
@@ -88,9 +88,7 @@ class Peer:
 
     def release(self, descriptor: Descriptor) -> None:
         """A lease ended. Safe from any thread, and from within garbage collection."""
-        self.releases.append((descriptor.slot, descriptor.generation))
-        self.returned += 1
-        self.returned_bytes += descriptor.nbytes
+        self.releases.append(descriptor)
         self._schedule(self)
 
     def ended(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
@@ -224,7 +222,7 @@ class RemoteReceiver(Receiving[R]):
         if peer is not None:
             self._joined += 1
             await self._until_gone(door)
-            self._gone(peer, "closed its door")
+            self._gone(peer)
 
     async def _until_gone(self, door: Door) -> None:
         """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""
@@ -344,7 +342,7 @@ class RemoteReceiver(Receiving[R]):
         self._arrivals.append((peer, lost))
         self._say(peer, Closed())
 
-    def _gone(self, peer: Peer, how: str) -> None:
+    def _gone(self, peer: Peer) -> None:
         """Its door is closed. If it had not said goodbye it died: take in what it left, then tell."""
         self._drain()
         if peer.open:
@@ -353,7 +351,9 @@ class RemoteReceiver(Receiving[R]):
                 peer.sequence = descriptor.sequence
                 peer.nbytes += descriptor.nbytes
                 self._arrivals.append((peer, (descriptor, frames)))
-            error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} without saying goodbye after record {peer.sequence}")
+            error = PeerLost(
+                f"{peer.name} (pid {peer.pid}) closed its door without saying goodbye after record {peer.sequence}"
+            )
             self._arrivals.append((peer, error))
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
         self._peers.pop(peer.identity, None)
@@ -384,7 +384,10 @@ class RemoteReceiver(Receiving[R]):
     def _flush_peer(self, peer: Peer) -> None:
         spans: list[tuple[int, int]] = []
         while peer.releases:
-            spans.append(peer.releases.popleft())
+            released = peer.releases.popleft()
+            spans.append((released.slot, released.generation))
+            peer.returned += 1
+            peer.returned_bytes += released.nbytes
         if spans:
             self._say(peer, Release(tuple(spans)))
         if peer.endings:
