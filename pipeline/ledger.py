@@ -151,7 +151,8 @@ class Ledger:
         """The workers' counters, in the trainer's process."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
-        self._origins: dict[GroupId, Origin] = {}
+        self._origins: dict[GroupId, dict[Origin, int]] = {}
+        """Who sampled the repetitions in flight of each group, as a bit mask each: several may share a prompt."""
         self._committed: dict[GroupId, int] = {}
         self._admitted = 0
         self._in_flight = 0
@@ -193,9 +194,12 @@ class Ledger:
         """Count trajectories out.
 
         Raises:
-            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before.
+            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
         """
-        for group, mask in _masks(what).items():
+        leaving = _masks(what)
+        for group, mask in leaving.items():
+            self._expect_in_flight(group, mask, state)
+        for group, mask in leaving.items():
             self._leave(group, mask, state, reason)
             if self._account is not None:
                 self._account.end(state, mask.bit_count())
@@ -204,19 +208,23 @@ class Ledger:
         """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
 
         Raises:
-            LedgerImbalance: one of them was trained before, or is not in flight.
+            LedgerImbalance: one of them was trained before, or is not in flight. Nothing is counted.
         """
-        self.step = max(self.step, step)
         repetitions = batch.repetition_ids.tolist()
+        trained: dict[GroupId, int] = {}
         first = 0
         for packed in batch.groups:
             group, mask = packed.id, _mask(repetitions[first : first + packed.sequences])
             first += packed.sequences
-            done = self._committed.get(group, 0)
-            if done & mask:
-                raise LedgerImbalance(f"{_name(group, done & mask)} was trained before and is committed again")
+            earlier = trained.get(group, 0)
+            if again := (self._committed.get(group, 0) | earlier) & mask:
+                raise LedgerImbalance(f"{_name(group, again)} was trained before and is committed again")
+            self._expect_in_flight(group, mask, "trained")
+            trained[group] = earlier | mask
+        self.step = max(self.step, step)
+        for group, mask in trained.items():
             self._leave(group, mask, "trained", "")
-            self._committed[group] = done | mask
+            self._committed[group] = self._committed.get(group, 0) | mask
             if self._account is not None:
                 self._account.end("trained", mask.bit_count())
 
@@ -229,6 +237,7 @@ class Ledger:
         known = self._open.get(group, 0) & mask
         if known:
             self._remove(group, known)
+            self._ended[state] += known.bit_count()  # the reason is in the books where they ended
             if state == "trained":
                 self._pace.trained(step, known.bit_count())
             self._room.wake_all()
@@ -256,7 +265,8 @@ class Ledger:
             else:
                 account.taken_over += new
             if origin is not None:
-                self._origins[group_id] = origin
+                origins = self._origins.setdefault(group_id, {})
+                origins[origin] = origins.get(origin, 0) | mask
 
     def close_account(self, account: Account, reason: str) -> int:
         """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
@@ -350,25 +360,35 @@ class Ledger:
             del self._open[group]
         self._in_flight -= mask.bit_count()
 
-    def _leave(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
-        if self._admits_on_end:
-            self._admitted += self._enter(group, mask)
-        if absent := mask & ~self._open.get(group, 0):
+    def _expect_in_flight(self, group: GroupId, mask: int, state: EndState) -> None:
+        absent = mask & ~self._open.get(group, 0)
+        if absent and not self._admits_on_end:
             raise LedgerImbalance(
                 f"{_name(group, absent)} ended as {state} but is not in flight: "
                 f"expected every trajectory to be admitted once and to end once"
             )
+
+    def _leave(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        """These end, which are in flight."""
+        if self._admits_on_end:
+            self._admitted += self._enter(group, mask)
         self._remove(group, mask)
         self._count(state, reason, mask.bit_count())
-        origin = self._origins.get(group)
-        if origin is not None:
-            origin(group, mask, state, self.step)
-            if group not in self._open:
-                del self._origins[group]
+        origins = self._origins.get(group)
+        if origins is not None:
+            self._tell(origins, group, mask, state)
         elif state == "trained":
             self._pace.trained(self.step, mask.bit_count())
         if self._room:
             self._room.wake_all()
+
+    def _tell(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
+        """Tell every process that sampled some of these how they ended."""
+        if group not in self._open:
+            del self._origins[group]
+        for origin, sampled in origins.items():
+            if ended := sampled & mask:
+                origin(group, ended, state, self.step)
 
     def _count(self, state: EndState, reason: str, count: int) -> None:
         if count:

@@ -63,6 +63,28 @@ def test_a_trajectory_is_trained_at_most_once() -> None:
     assert ledger.balance().ended["trained"] == 2
 
 
+@pytest.mark.parametrize("refused", [["a", "never"], ["b", "b"], ["a", "b", "c"]])
+def test_a_commit_that_is_refused_counts_nothing(refused: list[str]) -> None:
+    ledger = ledger_with(A, B, GroupId("test", "c"))
+    ledger.commit(TrainBatch.pack([group(instance_id="c")]), step=1)
+    before = ledger.balance(), ledger.committed, ledger.step
+
+    with pytest.raises(LedgerImbalance):
+        ledger.commit(TrainBatch.pack([group(instance_id=name) for name in refused]), step=2)
+
+    assert (ledger.balance(), ledger.committed, ledger.step) == before
+
+
+def test_an_end_that_is_refused_counts_nothing() -> None:
+    ledger = ledger_with(A)
+    before = ledger.balance()
+
+    with pytest.raises(LedgerImbalance):
+        ledger.end([*group(instance_id="a").ids, *group(instance_id="never").ids], "stale", "old")
+
+    assert ledger.balance() == before
+
+
 def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it() -> None:
     before, after = ledger_with(A), Ledger()
     before.commit(TrainBatch.pack([group(instance_id="a")]), step=5)
@@ -140,6 +162,28 @@ class TestTwoProcesses:
         assert self.worker.in_flight == 0
         assert self.worker.step == 3
         assert self.worker.trained_per_step == 2
+
+    def test_the_workers_own_books_balance_when_its_trajectories_end_elsewhere(self) -> None:
+        self.worker.admit(A, range(2))
+        self.hand_over("a")
+
+        self.trainer.end(group(instance_id="a"), "stale", "old")
+
+        assert self.worker.balance().ended["stale"] == 2
+        assert self.worker.balance().balanced
+        assert not self.worker.balance().reasons["stale"]  # told in the trainer's books, once
+
+    def test_workers_that_share_a_prompt_each_hear_of_what_they_sampled(self) -> None:
+        other = Ledger(Account(bytearray(ACCOUNT_BYTES)))
+        first, second = group(instance_id="a", repetition_ids=[0, 1]), group(instance_id="a", repetition_ids=[2, 3])
+        for ledger, sampled in ((self.worker, first), (other, second)):
+            ledger.admit(A, sampled.repetition_ids.tolist())
+            self.trainer.take_over(sampled, ledger.settle)
+
+        self.trainer.commit(TrainBatch.pack([first]), step=1)
+        assert (self.worker.in_flight, other.in_flight) == (0, 2)
+        self.trainer.end(second, "stale", "old")
+        assert (self.worker.in_flight, other.in_flight) == (0, 0)
 
     def test_what_ends_in_the_worker_counts_in_the_trainers_books(self) -> None:
         self.worker.admit(A, range(2))
