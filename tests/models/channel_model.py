@@ -1,0 +1,544 @@
+"""A channel between processes, small enough to be searched to the end, around the real `SlotTable` and `Ledger`.
+
+Two producers with a segment of three slots each send to one receiver. A producer writes, publishes and flushes; its
+descriptors travel in order; the receiver leases, trains, and lets go in any order; releases travel back. Any producer
+may be killed between any two steps, with what its socket had not carried yet, and is started anew with a segment of its
+own; the receiver may be killed as well. What a `Line` does around the table is what `SlotOutlet`, `SenderLine` and
+`RemoteReceiver` do, without their sockets; the books are those that `SourceBooks` keeps, without its pages.
+
+A rule is checked in every state; RULES lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+from tests.models.explore import Broken, Moments, Step, explore, hold
+
+from penstock import Ledger, TrainBatch, TrajectoryGroup
+from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
+from penstock.pipeline.ledger import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.slots import SlotTable, Span
+from penstock.schemas import GroupId
+from penstock.testing import group
+
+__all__ = ["RULES", "Books", "Channel", "Line"]
+
+SLOTS = 3
+
+ONE_OWNER = "no slot has two owners"
+ONCE = "no record is delivered twice"
+BYTES = "what is delivered, and as long as it is held, is what was written"
+BELIEVED = "what an honest process says is not refused"
+LATE = "a late release is refused and changes nothing"
+CREDIT = "credit is conserved: what the sender counts in flight is somewhere"
+BALANCE = "the books balance"
+TRUTH = "the books say what happened"
+DELIVERED = "at rest, what was published is delivered, or its receiver died and that is told"
+FREED = "at rest, every slot is free"
+ENDED = "at rest, every trajectory has ended"
+
+RULES = (ONE_OWNER, ONCE, BYTES, BELIEVED, LATE, CREDIT, BALANCE, TRUTH, DELIVERED, FREED, ENDED)
+
+
+class Header(NamedTuple):
+    """What a segment says of the span that begins at a slot."""
+
+    published: bool
+    sequence: int
+    slots: int
+    generation: int
+
+
+class Descriptor(NamedTuple):
+    """Where a record lies, as it travels."""
+
+    sequence: int
+    slot: int
+    slots: int
+    generation: int
+
+
+def expected(function_of: str, error: Exception) -> Broken:
+    """A step of an honest process was refused."""
+    return Broken(BELIEVED, f"{function_of}: {type(error).__name__}: {error}")
+
+
+class Line:
+    """One connection: a producer's process, its segment, and what the receiver knows of them.
+
+    The step methods change it, and return what the books are to be told: an operation of `Books` without its worker.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], table: type[SlotTable] = SlotTable, *, copies: bool = False) -> None:
+        self.sizes = sizes
+        """Slots of each record that is to be sent, in order."""
+        self.copies = copies
+        """Whether the receiver lets a record go when it is trained; else either may come first, in more states."""
+        # The producer's process:
+        self.alive = True
+        self.table = table(SLOTS)
+        self.writing: Span | None = None
+        self.sent = 0
+        self.spans: dict[int, Span] = {}
+        """Spans in flight by sequence number."""
+        self.closed: set[tuple[int, int]] = set()
+        """(slot, generation) of every span that came back."""
+        self.outgoing: list[Descriptor] = []
+        """Descriptors that the next flush sends."""
+        # The segment, which outlives the process:
+        self.headers: list[Header | None] = [None] * SLOTS
+        self.contents = [0] * SLOTS
+        """Whose bytes lie in each slot."""
+        # The sockets:
+        self.wire: list[Descriptor] = []
+        self.back: list[tuple[int, int]] = []
+        # The receiver's process:
+        self.heard = True
+        """Whether the receiver lives."""
+        self.sequence = 0
+        """The last record that arrived."""
+        self.arrivals: list[Descriptor] = []
+        self.leases: list[Descriptor] = []
+        self.untrained: list[int] = []
+        self.delivered: list[int] = []
+        self.noticed = False
+        """Whether the producer's death was noticed."""
+        self.settled = False
+        """Whether what the producer held is settled: nothing more comes from it."""
+
+    def steps(self) -> Iterator[Step]:
+        """What may happen next, faults apart."""
+        if self.alive:
+            yield from self._steps_of_the_producer()
+        if self.heard:
+            yield from self._steps_of_the_receiver()
+
+    def _steps_of_the_producer(self) -> Iterator[Step]:
+        if self.writing is not None:
+            yield ("publish",)
+        elif not self.heard:
+            if not self.settled:
+                yield ("learn",)
+            return
+        elif self.sent < len(self.sizes) and self._has_room():
+            yield ("write",)
+        if self.outgoing:
+            yield ("flush",)
+        if self.back:
+            yield ("hear",)
+
+    def _has_room(self) -> bool:
+        """Whether there is a run of free slots for the next record: by looking, so that the table is not asked."""
+        taken = {slot for span in self.spans.values() for slot in _slots(span)}
+        size = self.sizes[self.sent]
+        return any(not taken & set(range(start, start + size)) for start in range(SLOTS - size + 1))
+
+    def _steps_of_the_receiver(self) -> Iterator[Step]:
+        if self.wire:
+            yield ("drain",)
+        if self.arrivals:
+            yield ("take",)
+        for index in range(len(self.leases)):
+            yield "release", index
+        for sequence in () if self.copies else self.untrained:
+            yield "train", sequence
+        if not self.alive and not self.noticed:
+            yield ("notice",)
+        if self.noticed and not self.arrivals and not self.settled:
+            yield ("settle",)
+
+    def faults(self) -> Iterator[Step]:
+        """How the producer's process may be killed: a socket carries a part of what was given to it, or all."""
+        if self.alive:
+            for carried in range(len(self.wire) + 1) if self.heard else [0]:
+                yield "crash", carried
+
+    # -- the producer ------------------------------------------------------------------------------------------------
+
+    def write(self) -> Step:
+        """Allocate a span, and copy the record into it."""
+        size = self.sizes[self.sent]
+        span = self.table.allocate(size)
+        if span is None:
+            raise Broken(FREED, f"no span of {size} slots, and {self.table.free_slots} slots are free, side by side")
+        self.writing = span
+        self.headers[span.start] = Header(False, 0, size, span.generation)
+        self._copy(span)
+        return "admit", self.sent + 1
+
+    def _copy(self, span: Span) -> None:
+        self.contents[span.start : span.start + span.count] = [self.sent + 1] * span.count
+
+    def publish(self) -> None:
+        """From here on the record is the receiver's; its descriptor waits for the next flush."""
+        span, self.writing = self.writing, None
+        assert span is not None
+        self.sent += 1
+        self.table.publish(span, self.sent)
+        self.headers[span.start] = Header(True, self.sent, span.count, span.generation)
+        self.spans[self.sent] = span
+        self.outgoing.append(Descriptor(self.sent, span.start, span.count, span.generation))
+
+    def flush(self) -> None:
+        """Descriptors leave."""
+        self.wire += self.outgoing
+        self.outgoing = []
+
+    def hear(self) -> None:
+        """A release came back."""
+        start, generation = self.back.pop(0)
+        try:
+            span = self.table.release(start, generation)
+        except PenstockError as error:
+            raise expected("release", error) from error
+        self.headers[start] = None
+        del self.spans[span.sequence]
+        self.closed.add((start, generation))
+
+    def learn(self) -> Step:
+        """The producer finds the receiver dead: what it had not heard of is lost."""
+        self.settled = True
+        return ("lose",)
+
+    def crash(self, carried: int) -> Step:
+        """SIGKILL."""
+        self.alive = False
+        self.wire = self.wire[:carried]
+        self.outgoing, self.back = [], []
+        return ("worker_dies",)
+
+    # -- the receiver ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """A descriptor arrives."""
+        self._arrive(self.wire.pop(0))
+
+    def _arrive(self, descriptor: Descriptor) -> None:
+        hold(BELIEVED, descriptor.sequence == self.sequence + 1, f"{descriptor} came after record {self.sequence}")
+        self.sequence = descriptor.sequence
+        self.arrivals.append(descriptor)
+
+    def take(self) -> Step:
+        """A record is delivered: its header agrees, or it is not believed."""
+        descriptor = self.arrivals.pop(0)
+        sequence, slot, slots, generation = descriptor
+        header = self.headers[slot]
+        hold(ONCE, sequence not in self.delivered, descriptor)
+        hold(BELIEVED, header == Header(True, sequence, slots, generation), f"{descriptor}, but {header}")
+        self.delivered = sorted([*self.delivered, sequence])
+        self.untrained = sorted([*self.untrained, sequence])
+        self.leases = sorted([*self.leases, descriptor])
+        return "take", sequence
+
+    def train(self, sequence: int) -> Step:
+        """The optimizer step that used the record is done."""
+        self.untrained.remove(sequence)
+        return "train", sequence
+
+    def release(self, index: int) -> Step | None:
+        """The last view on a record dies; nobody hears of it whose process is gone."""
+        lease = self.leases.pop(index)
+        if self.alive:
+            self.back.append((lease.slot, lease.generation))
+        return self.train(lease.sequence) if self.copies else None
+
+    def notice(self) -> None:
+        """The producer's door is closed: take in what the socket carried, then what the headers say beyond it."""
+        self.noticed = True
+        for descriptor in [*self.wire, *self.salvage(self.sequence + len(self.wire))]:
+            self._arrive(descriptor)
+        self.wire = []
+
+    def salvage(self, sequence: int) -> list[Descriptor]:
+        """What was published beyond record `sequence`."""
+        return sorted(
+            Descriptor(header.sequence, slot, header.slots, header.generation)
+            for slot, header in enumerate(self.headers)
+            if header is not None and header.published and header.sequence > sequence
+        )
+
+    def settle(self) -> Step:
+        """All that the dead producer had published was taken."""
+        self.settled = True
+        return ("close",)
+
+    def receiver_dies(self) -> None:
+        """SIGKILL of the other process."""
+        self.heard = False
+        self.wire, self.back, self.arrivals, self.leases, self.untrained = [], [], [], [], []
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The rules that hold at any moment."""
+        for lease in self.leases:
+            held = self.contents[lease.slot : lease.slot + lease.slots]
+            hold(BYTES, set(held) == {lease.sequence}, f"{lease} shows bytes of {held}")
+        if self.alive:
+            self._check_owners()
+            self._check_credit()
+            self._check_late_releases()
+
+    def _check_owners(self) -> None:
+        spans = [*self.spans.values(), *([self.writing] if self.writing else [])]
+        slots = [slot for span in spans for slot in _slots(span)]
+        hold(ONE_OWNER, len(slots) == len(set(slots)), spans)
+        known = self.table.live, self.table.free_slots
+        hold(ONE_OWNER, known == (len(spans), SLOTS - len(slots)), f"{self.table!r}, but {spans}")
+
+    def _check_credit(self) -> None:
+        if self.heard:
+            underway = [*self.outgoing, *self.wire, *self.arrivals, *self.leases]
+            somewhere = [(each.slot, each.generation) for each in underway] + self.back
+            counted = [(span.start, span.generation) for span in self.spans.values()]
+            hold(CREDIT, sorted(somewhere) == sorted(counted), f"{counted} in flight, {somewhere} somewhere")
+
+    def _check_late_releases(self) -> None:
+        before = self.table.live, self.table.free_slots
+        for start, generation in sorted(self.closed):
+            try:
+                self.table.release(start, generation)
+            except StaleDescriptor:
+                hold(LATE, (self.table.live, self.table.free_slots) == before, self.table)
+            else:
+                raise Broken(LATE, f"slot {start} was released in generation {generation}, long after that had ended")
+
+    def check_rest(self) -> None:
+        """What must hold when nothing is left to be done."""
+        published = list(range(1, self.sent + 1))
+        if self.heard:
+            hold(DELIVERED, self.delivered == published, f"{self.delivered} of {published}")
+            hold(FREED, not self.leases, self.leases)
+            if self.alive:
+                hold(FREED, self.table.free_slots == SLOTS, self.table)
+                hold(DELIVERED, self.sent == len(self.sizes), f"{self.sent} of {len(self.sizes)} were sent")
+        elif self.alive:
+            hold(DELIVERED, self.settled, "the receiver died, and the producer does not know")
+
+
+def _slots(span: Span) -> range:
+    return range(span.start, span.start + span.count)
+
+
+Worker = tuple[int, int]
+"""A producer's place, and how often it was started anew."""
+
+
+@cache
+def _record(worker: Worker, sequence: int) -> TrajectoryGroup:
+    return group(completion_lengths=[1], prompt_length=1, instance_id=f"{worker}/{sequence}")
+
+
+@cache
+def _batch(worker: Worker, sequence: int) -> TrainBatch:
+    return TrainBatch.pack([_record(worker, sequence)])
+
+
+class Books:
+    """The ledgers of all processes, and beside them, plainly, what happened."""
+
+    def __init__(self, ledger: type[Ledger] = Ledger) -> None:
+        self._ledger = ledger
+        self.trainer: Ledger | None = ledger()
+        self.workers: dict[Worker, Ledger] = {}
+        """Of the workers that live."""
+        self._pages: dict[Worker, Account] = {}
+        self.fates: dict[tuple[Worker, int], EndState | None] = {}
+        """How each trajectory ended that was admitted; None while it is in flight."""
+        self.taken: set[tuple[Worker, int]] = set()
+        """Those that the trainer took over."""
+
+    def open(self, worker: Worker) -> None:
+        """A worker is started."""
+        page = bytearray(ACCOUNT_BYTES)
+        self.workers[worker] = self._ledger(Account(page))
+        self._pages[worker] = Account(page, str(worker))
+        if self.trainer is not None:
+            self.trainer.open_account(self._pages[worker])
+
+    def admit(self, worker: Worker, sequence: int) -> None:
+        """A worker samples."""
+        self.workers[worker].admit(_record(worker, sequence).id, [0])
+        self.fates[worker, sequence] = None
+
+    def take(self, worker: Worker, sequence: int) -> None:
+        """The trainer's process receives."""
+        assert self.trainer is not None
+        self.trainer.take_over(_record(worker, sequence), partial(self._tell, worker), self._pages[worker])
+        self.taken.add((worker, sequence))
+
+    def _tell(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
+        if worker in self.workers:
+            self.workers[worker].settle(name, mask, state, step)
+
+    def train(self, worker: Worker, sequence: int) -> None:
+        """The trainer commits."""
+        assert self.trainer is not None
+        try:
+            self.trainer.commit(_batch(worker, sequence), 1)
+        except LedgerImbalance as error:
+            raise expected("commit", error) from error
+        self.fates[worker, sequence] = "trained"
+
+    def worker_dies(self, worker: Worker) -> None:
+        """With its ledger; the page stays."""
+        del self.workers[worker]
+
+    def close(self, worker: Worker) -> None:
+        """All that came from a dead worker was taken: what its page says beyond that is lost."""
+        assert self.trainer is not None
+        self.trainer.close_account(self._pages.pop(worker), "killed")
+        self._lost(worker)
+
+    def _lost(self, worker: Worker) -> None:
+        for (owner, sequence), fate in self.fates.items():
+            if owner == worker and fate is None and (owner, sequence) not in self.taken:
+                self.fates[owner, sequence] = "lost"
+
+    def trainer_dies(self) -> None:
+        """With its ledger: what it had taken over is with nobody, until its worker finds out."""
+        self.trainer = None
+        self.taken = set()
+
+    def lose(self, worker: Worker) -> None:
+        """A worker finds that its receiver died."""
+        self.workers[worker].lose("the receiver died")
+        self._lost(worker)
+
+    def check(self) -> None:
+        """The rules that hold at any moment."""
+        for ledger in filter(None, [self.trainer, *self.workers.values()]):
+            balance = ledger.balance()
+            hold(BALANCE, balance.balanced and balance.in_flight >= 0, balance)
+        if self.trainer is not None:
+            self._check_truth(self.trainer, list(self.fates.values()))
+        for worker, ledger in self.workers.items():
+            own: list[EndState | None] = [fate for (owner, _), fate in self.fates.items() if owner == worker]
+            self._check_truth(ledger, own)
+
+    def _check_truth(self, ledger: Ledger, fates: Sequence[EndState | None]) -> None:
+        balance = ledger.balance()
+        told = balance.admitted, balance.in_flight, balance.ended["trained"], balance.ended["lost"]
+        truth = len(fates), fates.count(None), fates.count("trained"), fates.count("lost")
+        hold(TRUTH, told == truth, f"{balance}, but {truth} were admitted, in flight, trained and lost")
+
+    def check_rest(self) -> None:
+        """What must hold when nothing is left to be done."""
+        for worker, ledger in self.workers.items():
+            hold(ENDED, ledger.in_flight == 0, f"{worker}: {ledger!r}")
+        if self.trainer is not None:
+            hold(ENDED, self.trainer.balance().in_flight == 0, repr(self.trainer))
+
+
+class State(NamedTuple):
+    """A moment of the whole channel: moments of its parts."""
+
+    lines: tuple[tuple[int, ...], ...]
+    """Of each producer's place, the lines of its processes, one after another."""
+    books: int
+    receiver: bool
+    """Whether the receiver lives."""
+
+
+class Channel:
+    """The model: what leads from one moment of it to others."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        sizes_after_restart: tuple[int, ...] = (),
+        *,
+        producers: int = 2,
+        kills: int = 2,
+        copies: bool = False,
+        receiver_may_die: bool = True,
+        table: type[SlotTable] = SlotTable,
+        ledger: type[Ledger] = Ledger,
+        line: type[Line] = Line,
+    ) -> None:
+        self._lines: Moments[Line] = Moments()
+        self._books: Moments[Books] = Moments()
+        self._sizes = [sizes, *([sizes_after_restart] if sizes_after_restart else [])]
+        self._make_line = partial(line, table=table, copies=copies)
+        self._kills = kills
+        self._receiver_may_die = receiver_may_die
+        self._known: dict[int, list[tuple[Step, bool]]] = {}
+        """The steps of each line's moment, and whether they are faults."""
+        self._checked: set[int] = set()
+        """Moments of the books that were looked at."""
+        first = self._line(0)
+        books = self._books.first(partial(Books, ledger))
+        for place in range(producers):
+            books = self._books.after(books, ("open", (place, 0)))[0]
+        self.start = State(((first,),) * producers, books, receiver=True)
+
+    def _line(self, incarnation: int) -> int:
+        return self._lines.first(partial(self._make_line, self._sizes[incarnation]))
+
+    def search(self) -> int:
+        """Look at every state; returns how many there are.
+
+        Raises:
+            Broken: a rule does not hold in one of them.
+        """
+        return len(explore(self.start, self._steps, self._check))
+
+    def _steps(self, state: State) -> Iterator[tuple[object, State]]:
+        may_kill = self._killed(state) < self._kills
+        for place, lines in enumerate(state.lines):
+            for incarnation, line in enumerate(lines):
+                worker = place, incarnation
+                for step, fault in self._steps_of(line):
+                    if may_kill or not fault:
+                        yield (worker, step), self._after(state, worker, step)
+            if self._may_restart(state, lines):
+                yield (place, "restarts"), self._restarted(state, place)
+        if state.receiver and self._receiver_may_die:
+            yield "the receiver is killed", self._receiver_died(state)
+
+    def _steps_of(self, line: int) -> list[tuple[Step, bool]]:
+        """What a line may do next, and whether it is a fault; what is true of a moment is looked at once."""
+        known = self._known.get(line)
+        if known is None:
+            self._lines[line].check()
+            steps, faults = self._lines[line].steps(), self._lines[line].faults()
+            known = self._known[line] = [(step, False) for step in steps] + [(fault, True) for fault in faults]
+        return known
+
+    def _after(self, state: State, worker: Worker, step: Step) -> State:
+        place, incarnation = worker
+        lines, books = state.lines[place], state.books
+        line, told = self._lines.after(lines[incarnation], step)
+        if told is not None:
+            operation, *arguments = told
+            books = self._books.after(books, (operation, worker, *arguments))[0]
+        lines = (*lines[:incarnation], line, *lines[incarnation + 1 :])
+        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), books, state.receiver)
+
+    def _killed(self, state: State) -> int:
+        return sum(not self._lines[line].alive for lines in state.lines for line in lines)
+
+    def _may_restart(self, state: State, lines: tuple[int, ...]) -> bool:
+        return state.receiver and not self._lines[lines[-1]].alive and len(lines) < len(self._sizes)
+
+    def _restarted(self, state: State, place: int) -> State:
+        lines = (*state.lines[place], self._line(len(state.lines[place])))
+        books = self._books.after(state.books, ("open", (place, len(lines) - 1)))[0]
+        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), books, state.receiver)
+
+    def _receiver_died(self, state: State) -> State:
+        lines = tuple(tuple(self._lines.after(line, ("receiver_dies",))[0] for line in each) for each in state.lines)
+        return State(lines, self._books.after(state.books, ("trainer_dies",))[0], receiver=False)
+
+    def _check(self, state: State) -> None:
+        if state.books not in self._checked:
+            self._books[state.books].check()
+            self._checked.add(state.books)
+        lines = [line for each in state.lines for line in each]
+        if all(fault for line in lines for _, fault in self._steps_of(line)):
+            for line in lines:
+                self._lines[line].check_rest()
+            self._books[state.books].check_rest()
