@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
 from ..schemas import Array
-from ..schemas.descriptor import Contents, Descriptor
+from ..schemas.descriptor import Descriptor
+from ..schemas.layout import Layout, Schema
 
 __all__ = ["HANDSHAKE_S", "Frames", "Inlet", "Outlet", "Parcel", "R", "Record", "dealer", "router"]
 
@@ -32,7 +33,7 @@ Frames: TypeAlias = Sequence[Any]
 class Record(Protocol):
     """What a remote channel can carry: columns, and a header for all that is not a column."""
 
-    kind: ClassVar[str]
+    schema: ClassVar[Schema]
 
     @property
     def nbytes(self) -> int:
@@ -62,11 +63,17 @@ class Outlet(Protocol):
     items: int
     nbytes: int
 
-    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+    @property
+    def full(self) -> bool:
+        """Whether there is no credit for any record, however small."""
+        ...
+
+    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
         """Take a record in, or None while there is no credit for it.
 
         Raises:
             RecordTooLarge: there never will be.
+            TypeError, ValueError, BufferError: a column is not what the layout says.
         """
         ...
 
@@ -94,8 +101,8 @@ Parcel: TypeAlias = tuple[Descriptor, Frames]
 class Inlet(Protocol):
     """How a carrier's payload is taken in, from one sender."""
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
-        """The contents of a record, and its columns; `released` is called when its memory is free again.
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
+        """The header of a record, and its columns; `released` is called when its memory is free again.
 
         Raises:
             StaleDescriptor: the descriptor does not fit what lies there.

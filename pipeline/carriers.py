@@ -17,7 +17,7 @@ from .tcp import connect_tcp, serve_tcp
 
 __all__ = ["connect", "serve"]
 
-DEFAULT_CAPACITY = 16
+DEFAULT_CAPACITY = 32
 """Records in flight a sender: enough to rarely wait for a round trip, few enough to stay fresh, and in the cache."""
 
 DEFAULT_CAPACITY_BYTES = 64 * 2**20

@@ -19,7 +19,7 @@ import anyio.lowlevel
 import zmq
 from anyio.abc import Listener, SocketStream
 
-from ..schemas import Array, GroupId, InvalidRecord, ProtocolMismatch
+from ..schemas import GroupId, InvalidRecord, ProtocolMismatch
 from ..schemas.control import (
     PROTOCOL_VERSION,
     Closed,
@@ -37,7 +37,7 @@ from ..schemas.control import (
     decode,
     encode,
 )
-from ..schemas.descriptor import Contents, Descriptor
+from ..schemas.descriptor import Descriptor
 from .carrier import HANDSHAKE_S, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .door import Door
@@ -53,7 +53,7 @@ __all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
 log = get_logger("penstock.channel")
 
 RELEASE_AT = 32
-"""Releases after which credit goes back within the tick, so that a sender is not kept waiting by a long batch."""
+"""Releases after which credit goes back at once, where half of the capacity is more."""
 
 
 class Peer:
@@ -71,6 +71,8 @@ class Peer:
         """Until it says goodbye, or is lost."""
         self.sequence = 0
         """Its last record that arrived."""
+        self.taken = 0
+        """Records that were handed to whoever receives."""
         self.returned = 0
         """Records whose credit went back."""
         self.returned_bytes = 0
@@ -164,7 +166,9 @@ class RemoteReceiver(Receiving[R]):
         """Where senders connect."""
         self.rejected = 0
         """Connections and messages that were refused: strangers, other versions, nonsense."""
-        self._record_type = record_type
+        self.schema = record_type.schema
+        """What is carried."""
+        self._assemble = record_type.assemble
         self._carrier = carrier
         self._socket = socket
         self._terms = terms
@@ -181,7 +185,11 @@ class RemoteReceiver(Receiving[R]):
         self._until_checkpoint = CHECKPOINT_EVERY
         self._dirty: dict[bytes, Peer] = {}
         """Peers that are owed a message."""
+        self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
+        """Releases after which credit goes back, while a sender is ahead: every message wakes it once."""
         self._flush_scheduled = False
+        self._breathing = False
+        """Whether `receive` lets other tasks run although there is more to read."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -251,8 +259,8 @@ class RemoteReceiver(Receiving[R]):
         if hello.version != PROTOCOL_VERSION:
             versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
             return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (hello.carrier, hello.kind) != (self._carrier, self._record_type.kind):
-            expected = f"{self._record_type.kind} over {self._carrier}"
+        if (hello.carrier, hello.kind) != (self._carrier, self.schema.kind):
+            expected = f"{self.schema.kind} over {self._carrier}"
             return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
         if len(self._peers) + self._entering > self._terms.max_senders:
             return Refused("TooManySenders", f"expected at most {self._terms.max_senders} senders: raise max_senders")
@@ -371,17 +379,26 @@ class RemoteReceiver(Receiving[R]):
         self._flush_scheduled = True
         with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
             if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._flush)
+                self._loop.call_soon(self._flush_tick)
             else:
-                self._loop.call_soon_threadsafe(self._flush)
+                self._loop.call_soon_threadsafe(self._flush_tick)
+
+    def _flush_tick(self) -> None:
+        """Answer everyone, except where `receive` only breathes: it goes on at once, so credit may gather meanwhile."""
+        self._flush_scheduled = False
+        for peer in list(self._dirty.values()):
+            if not self._breathing or peer.endings or peer.taken == peer.sequence:
+                self._flush_peer(peer)
+        self._on_readable()
 
     def _flush(self) -> None:
-        self._flush_scheduled = False
-        while self._dirty:
-            self._flush_peer(self._dirty.popitem()[1])
+        """Answer everyone."""
+        for peer in list(self._dirty.values()):
+            self._flush_peer(peer)
         self._on_readable()
 
     def _flush_peer(self, peer: Peer) -> None:
+        self._dirty.pop(peer.identity, None)
         spans: list[tuple[int, int]] = []
         while peer.releases:
             released = peer.releases.popleft()
@@ -427,29 +444,25 @@ class RemoteReceiver(Receiving[R]):
                 return record
 
     def _take(self, peer: Peer, parcel: Parcel) -> R | None:
+        peer.taken += 1
         try:
-            record = self._assemble(*peer.inlet.fetch(parcel, peer.release))
+            record: R = self._assemble(*peer.inlet.fetch(parcel, peer.release))
         except (StaleDescriptor, InvalidRecord) as error:
             self._expel(peer, error)
             return None
         self._received += 1
-        if len(peer.releases) >= RELEASE_AT:
+        if len(peer.releases) >= self._release_at:
             self._flush_peer(peer)
         if self._listener is not None:
             self._listener.received(peer, record)
         return record
-
-    def _assemble(self, contents: Contents, columns: dict[str, Array]) -> R:
-        if contents.kind != self._record_type.kind:
-            raise InvalidRecord(f"expected a {self._record_type.kind}, got a {contents.kind}")
-        return self._record_type.assemble(contents.header, columns)
 
     async def receive(self) -> R:
         """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
             self._until_checkpoint = CHECKPOINT_EVERY
-            await anyio.lowlevel.checkpoint()
+            await self._breathe()
         while True:
             try:
                 return self.receive_nowait()
@@ -458,6 +471,15 @@ class RemoteReceiver(Receiving[R]):
                     self._flush()
                     if not self._arrivals and not self._ended():
                         await self._waiting.wait()
+
+    async def _breathe(self) -> None:
+        self._breathing = True
+        try:
+            await anyio.lowlevel.checkpoint()
+        finally:
+            self._breathing = False
+            for peer in list(self._dirty.values()):
+                self._schedule(peer)
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""

@@ -33,7 +33,7 @@ from ..schemas.control import (
     decode,
     encode,
 )
-from ..schemas.descriptor import record_bytes, write_contents
+from ..schemas.layout import encode_contents
 from .carrier import Outlet, Parcel, R, Record
 from .channel import ChannelStatistics
 from .door import Door
@@ -48,8 +48,13 @@ __all__ = ["RemoteSender", "SenderLine", "introduce"]
 
 log = get_logger("penstock.channel")
 
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what an exception does
+
 FLUSH_AT = 64
 """Descriptors in one message: beyond this a message a batch costs nothing measurable."""
+
+NOT_PLAIN = (AttributeError, BufferError, TypeError, ValueError)
+"""What copying a column raises that is not contiguous, or not of the dtype and length that the layout says."""
 
 PARTING_S = 10.0
 """How long a closing sender waits for a receiver that lives but does not answer."""
@@ -99,28 +104,24 @@ class SenderLine:
         self._parted.set()
         self.waiting.wake_all()
 
-    def place(self, record: Record) -> None:
-        """Take `record` in if there is credit for it.
+    def place(self, record: Record) -> bool:
+        """Take `record` in if there is credit for it, and tell whether there was.
 
         Raises:
-            ChannelFull: there is none.
+            InvalidRecord: it is not what its schema says.
+            PeerClosed, PeerLost: nobody will ever give credit for it.
+            RecordTooLarge: there will never be enough.
         """
         if self.failure is not None:
             raise self.failure
         if self._severed:
-            raise ChannelFull(f"the connection to {self.welcome.name} is gone, and its door has not said why yet")
-        columns = record.columns()
-        contents = write_contents(record.kind, columns, record.header())
-        nbytes = record_bytes(contents, columns)
-        parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+            return False
+        parcel = None if self.outlet.full else self._place(record)
         if parcel is None:
             self.drain()
-            parcel = self.outlet.place(contents, columns, nbytes, self.sent + 1)
+            parcel = None if self.outlet.full else self._place(record)
         if parcel is None:
-            raise ChannelFull(
-                f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
-                f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
-            )
+            return False
         self.sent += 1
         self._outgoing.append(parcel)
         if len(self._outgoing) >= FLUSH_AT:
@@ -128,6 +129,28 @@ class SenderLine:
         elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
+        return True
+
+    def _place(self, record: Record) -> Parcel | None:
+        schema, columns = record.schema, record.columns()
+        form, lengths = schema.measure(columns)
+        contents = encode_contents((schema.kind, form.encoded, lengths, record.header()))
+        layout, sequence = form.layout(lengths), self.sent + 1
+        if not form.shaped:
+            try:
+                return self.outlet.place(contents, columns.values(), layout, sequence)
+            except NOT_PLAIN:
+                pass  # cheaper to find out than to ask every time
+        return self.outlet.place(contents, schema.plain(columns), layout, sequence)
+
+    def full(self) -> ChannelFull:
+        """The error that says what is in flight."""
+        if self._severed:
+            return ChannelFull(f"the connection to {self.welcome.name} is gone, and its door has not said why yet")
+        return ChannelFull(
+            f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
+            f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
+        )
 
     def flush(self) -> None:
         """Let the descriptors go."""
@@ -160,11 +183,9 @@ class SenderLine:
 
     def drain(self) -> None:
         """Hear all that the receiver has said."""
-        while not self._socket.closed:
+        while not self._socket.closed and int(self._socket.getsockopt(EVENTS)) & POLLIN:
             try:
                 self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return
             except (ProtocolMismatch, StaleDescriptor) as error:
                 log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
 
@@ -221,7 +242,8 @@ class RemoteSender(Closing, Generic[R]):
         """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
         if self._closed:
             raise anyio.ClosedResourceError
-        self._line.place(record)
+        if not self._line.place(record):
+            raise self._line.full()
 
     async def send(self, record: R, /) -> None:
         """Hand over `record`, waiting for credit if need be; see `SendChannel.send`."""
@@ -229,9 +251,9 @@ class RemoteSender(Closing, Generic[R]):
         if self._until_checkpoint <= 0:
             self._until_checkpoint = CHECKPOINT_EVERY
             await anyio.lowlevel.checkpoint()
-        try:
-            self.send_nowait(record)
-        except ChannelFull:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if not self._line.place(record):
             with self._clock.waiting("credit"):
                 await self._send_after_waiting(record)
 
@@ -239,14 +261,13 @@ class RemoteSender(Closing, Generic[R]):
         line, first = self._line, False
         while True:
             line.flush()  # hears of credit too, which no wake-up will announce again: so try before waiting
-            try:
-                self.send_nowait(record)
-            except ChannelFull:
-                await line.waiting.wait(first=first)
-                first = True
-            else:
+            if self._closed:
+                raise anyio.ClosedResourceError
+            if line.place(record):
                 line.waiting.wake_one()  # one release may have made room for several
                 return
+            await line.waiting.wait(first=first)
+            first = True
 
     def tell(self, observed: bytes) -> None:
         """Pass on what this process has observed, encoded; it arrives after all that was sent before."""

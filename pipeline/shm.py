@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket as sockets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import anyio.to_thread
 import zmq
 from anyio.abc import SocketListener
 
-from ..schemas import Array, ProtocolMismatch
+from ..schemas import Array, InvalidRecord, ProtocolMismatch
 from ..schemas.control import Offer, Publish, Ready, encode
-from ..schemas.descriptor import Contents, Descriptor, aligned, read_contents, view_columns
+from ..schemas.descriptor import Descriptor
+from ..schemas.layout import Contents, Layout, Schema, aligned
 from .blocking import enter_in_thread
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
@@ -48,9 +49,15 @@ class SlotOutlet:
         self._table = SlotTable(segment.slots)
         self._capacity = capacity
 
-    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+    @property
+    def full(self) -> bool:
+        """Whether as many records are in flight as may be."""
+        return self.items >= self._capacity
+
+    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
         """Copy a record into a span and publish it; see `Outlet.place`."""
         segment = self._segment
+        nbytes = layout.nbytes + aligned(len(contents))
         slots = -(-nbytes // segment.slot_bytes)
         if slots > segment.slots:
             raise RecordTooLarge(
@@ -60,7 +67,7 @@ class SlotOutlet:
         if self.items >= self._capacity or (span := self._table.allocate(slots)) is None:
             return None
         try:
-            segment.write(span, contents, columns)
+            segment.write(span, contents, columns, layout)
         except BaseException:
             self._table.abandon(span)
             raise
@@ -89,14 +96,19 @@ class SlotOutlet:
 class SlotInlet:
     """Reads records from a sender's segment."""
 
-    def __init__(self, segment: SegmentReader) -> None:
+    def __init__(self, segment: SegmentReader, schema: Schema) -> None:
         self._segment = segment
+        self._schema = schema
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
         """Views of a span that release it when the last one dies; see `Inlet.fetch`."""
-        payload, contents_bytes = self._segment.lease(parcel[0], released)
-        contents = read_contents(payload[:contents_bytes].data)
-        return contents, view_columns(contents.columns, payload, aligned(contents_bytes))
+        payload, encoded = self._segment.lease(parcel[0], released)
+        contents = Contents.decode(encoded)
+        form = self._schema.received(contents)
+        layout = form.layout(contents.lengths)
+        if layout.nbytes + aligned(len(encoded)) != len(payload):
+            raise InvalidRecord(f"{contents.lengths}: expected columns of {layout.nbytes} bytes, got {parcel[0]}")
+        return contents.header, form.view(layout, payload)
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """What the headers say was published; see `Inlet.salvage`."""
@@ -112,7 +124,8 @@ async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> In
         raise ProtocolMismatch(f"expected an Offer with a file descriptor, got {type(offer).__name__}")
     with ExitStack() as stack:
         stack.callback(os.close, fd)
-        return SlotInlet(await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes))
+        segment = await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes)
+        return SlotInlet(segment, receiver.schema)
 
 
 @asynccontextmanager
@@ -151,7 +164,7 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
-        welcome, identity = await introduce(door, "shm", record_type.kind, name)
+        welcome, identity = await introduce(door, "shm", record_type.schema.kind, name)
         segment = await anyio.to_thread.run_sync(
             SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
         )

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import ipaddress
 import socket as sockets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
 import anyio.to_thread
-import numpy as np
 import zmq
 
 from ..schemas import Array, ProtocolMismatch
-from ..schemas.columns import ColumnSpec
 from ..schemas.control import Publish, Ready, encode
-from ..schemas.descriptor import DTYPES, Contents, Descriptor, read_contents
+from ..schemas.descriptor import Descriptor
+from ..schemas.layout import DTYPES, Contents, Layout, Schema, aligned
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
@@ -44,8 +42,14 @@ class FrameOutlet:
         self._in_flight: dict[int, int] = {}
         """Bytes of each record in flight, by sequence number."""
 
-    def place(self, contents: bytes, columns: dict[str, Array], nbytes: int, sequence: int) -> Parcel | None:
+    @property
+    def full(self) -> bool:
+        """Whether as many records are in flight as may be."""
+        return self.items >= self._capacity
+
+    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
         """Take credit for a record; see `Outlet.place`."""
+        nbytes = layout.nbytes + aligned(len(contents))
         if nbytes > self._capacity_bytes:
             raise RecordTooLarge(
                 f"expected a record of at most {self._capacity_bytes} bytes (capacity_bytes of the channel), "
@@ -53,10 +57,10 @@ class FrameOutlet:
             )
         if self.items >= self._capacity or self.nbytes + nbytes > self._capacity_bytes:
             return None
+        frames = [contents, *map(_frame, columns, layout.places)]
         self._in_flight[sequence] = nbytes
         self.items += 1
         self.nbytes += nbytes
-        frames = [contents, *(np.ascontiguousarray(c).data if c.size else b"" for c in columns.values())]
         return Descriptor(sequence, sequence, 0, 0, nbytes), frames
 
     def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
@@ -80,14 +84,18 @@ class FrameOutlet:
 class FrameInlet:
     """Makes records of frames."""
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[Contents, dict[str, Array]]:
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+
+    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
         descriptor, frames = parcel
         if not frames:
             raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
         released(descriptor)
-        contents = read_contents(frames[0].bytes)
-        return contents, _columns(contents.columns, frames[1:])
+        contents = Contents.decode(frames[0].bytes)
+        form = self._schema.received(contents)
+        return contents.header, form.frames(contents.lengths, [frame.buffer for frame in frames[1:]])
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """Nothing: what had not left the process is gone with it."""
@@ -95,20 +103,16 @@ class FrameInlet:
         return []
 
 
-def _columns(specs: tuple[ColumnSpec, ...], frames: Any) -> dict[str, Array]:
-    if len(specs) != len(frames):
-        raise StaleDescriptor(f"expected {len(specs)} columns, got {len(frames)} frames")
-    columns: dict[str, Array] = {}
-    for spec, frame in zip(specs, frames, strict=True):
-        dtype, buffer = DTYPES.get(spec.dtype), frame.buffer
-        if dtype is None or min(spec.shape, default=0) < 0 or spec.nbytes != buffer.nbytes:
-            raise StaleDescriptor(f"{spec.name}: expected {spec.dtype} {list(spec.shape)}, got {buffer.nbytes} bytes")
-        column = np.frombuffer(buffer, dtype).reshape(spec.shape) if buffer.nbytes else np.empty(spec.shape, dtype)
-        if not column.flags.aligned:  # a frame may begin anywhere in what the socket received
-            column = column.copy()
-        column.flags.writeable = False
-        columns[spec.name] = column
-    return columns
+def _frame(column: Array, place: tuple[int, int, int]) -> memoryview | bytes:
+    """A column as a buffer.
+
+    Raises:
+        ValueError: it is not what the layout says.
+    """
+    index, first, last = place
+    if column.dtype != DTYPES[index] or column.shape != (last - first,) or not column.flags.c_contiguous:
+        raise ValueError(f"expected {DTYPES[index]} [{last - first}], got {column.dtype} {column.shape}")
+    return column.data if column.size else b""
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -154,7 +158,7 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
     async def enter(opened: Door) -> Inlet:
         await opened.say(receiver.welcome(endpoint, 0))
-        return FrameInlet()
+        return FrameInlet(record_type.schema)
 
     receiver.attend(door, enter, AsyncExitStack())
     async with receiver:
@@ -171,7 +175,7 @@ async def connect_tcp(url: str, record_type: type[R], *, name: str) -> AsyncIter
         raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
-        welcome, identity = await introduce(door, "tcp", record_type.kind, name)
+        welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
         ready = await door.hear()
         if not isinstance(ready, Ready):
             raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")

@@ -28,7 +28,9 @@ __all__ = [
     "words",
 ]
 
-RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {kind.kind: kind for kind in (TrajectoryGroup, TrainBatch)}
+RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
+    record.schema.kind: record for record in (TrajectoryGroup, TrainBatch)
+}
 """What travels between processes, by the name that is told to a worker."""
 
 

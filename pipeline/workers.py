@@ -83,8 +83,8 @@ class Workers:
         """What the workers are told about their channels."""
         return {
             "outbox_url": outbox_url,
-            "outbox_kind": carried(self._link.stage).kind,
-            "inbox_kind": self._feeder.record_type.kind if self._feeder else "",
+            "outbox_kind": carried(self._link.stage).schema.kind,
+            "inbox_kind": self._feeder.record_type.schema.kind if self._feeder else "",
             "inbox_capacity": self._link.capacity or REMOTE_CAPACITY,
             "inbox_capacity_bytes": self._link.capacity_bytes or REMOTE_CAPACITY_BYTES,
         }

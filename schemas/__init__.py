@@ -1,14 +1,13 @@
 """Records, messages and configuration: what travels, and the rules it is held to. Knows no channel and no stage."""
 
 from .batch import PackedGroup, Packer, PaddedBatch, TrainBatch
-from .columns import Array, ColumnSpec
+from .columns import Array
 from .errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch
 from .group import Trajectory, TrajectoryGroup
 from .ids import GroupId, StopReason, TrajectoryId
 
 __all__ = [
     "Array",
-    "ColumnSpec",
     "GroupId",
     "InvalidConfig",
     "InvalidRecord",

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Array, ColumnRule, check_axes, count_between, freeze
-from .descriptor import aligned
+from .columns import Array, ColumnRule, count_between, freeze
 from .errors import InvalidRecord
 from .group import GROUP_RULES, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
+from .layout import Schema, aligned
 from .recycled import Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -28,6 +28,8 @@ __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 BATCH_RULES: dict[str, ColumnRule] = {
     "cu_seqlens": ColumnRule(np.dtype(np.int64), ("F",), required=True),
 } | {name: rule for name, rule in GROUP_RULES.items() if name != "offsets"}
+
+BATCH_SCHEMA = Schema("batch", BATCH_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
 
 
 class PackedGroup(NamedTuple):
@@ -56,7 +58,7 @@ class PaddedBatch(NamedTuple):
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Groups packed for one optimizer step (or for one rank's share of it)."""
 
-    kind: ClassVar[str] = "batch"
+    schema: ClassVar[Schema] = BATCH_SCHEMA
 
     groups: tuple[PackedGroup, ...]
     """The groups, in order; their sequences lie one after another."""
@@ -169,7 +171,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if name != "cu_seqlens"
         }
         groups = tuple(group for group, kept in zip(self.groups, keep.tolist(), strict=True) if kept)
-        return _finish(groups, taken, self.lengths()[rows])
+        return _finish(groups, taken, _bounds(self.lengths()[rows]))
 
     def split(self, max_tokens: int) -> list[TrainBatch]:
         """Micro-batches of at most `max_tokens` tokens (a longer sequence stands alone), cut between sequences.
@@ -195,7 +197,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         owners = self.group_of_sequence()[first:last]
         counts = np.bincount(owners, minlength=len(self.groups))
         groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
-        part = _finish(groups, taken, self.lengths()[first:last])
+        part = _finish(groups, taken, self.cu_seqlens[first : last + 1] - a)
         return msgspec.structs.replace(part, loss_tokens=self.loss_tokens, loss_sequences=self.loss_sequences)
 
     def padded(self, *, pad_token: int = 0, length: int | None = None) -> PaddedBatch:
@@ -234,27 +236,23 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
-        """The inverse of `header` and `columns`; checks structure, not contents.
+        """The inverse of `header` and `columns`; the columns are trusted: `BATCH_SCHEMA` has seen to them.
 
         Raises:
-            InvalidRecord: a column is missing, unknown, or has the wrong dtype or shape.
+            InvalidRecord: the header is none, or tells of another number of sequences.
         """
         try:
             groups, loss_tokens, loss_sequences = _decode_header(header)
         except msgspec.DecodeError as error:
             raise InvalidRecord(f"header: expected (groups, loss_tokens, loss_sequences), got {error}") from None
+        sequences = sum(group.sequences for group in groups)
+        if sequences != len(columns["rewards"]):
+            raise InvalidRecord(f"header: expected groups of {len(columns['rewards'])} sequences, got {sequences}")
         fields = {name: column for name, column in columns.items() if name in BATCH_RULES}
-        parts = {n.removeprefix(PART_PREFIX): c for n, c in columns.items() if n.startswith(PART_PREFIX)}
-        if len(fields) + len(parts) != len(columns):
-            raise InvalidRecord(f"columns: expected some of {sorted(BATCH_RULES)}, got {sorted(columns)}")
-        lengths = {"S": sum(group.sequences for group in groups)}
-        lengths["F"] = lengths["S"] + 1
-        check_axes(fields, _STRUCTURE, lengths)
-        check_axes(parts, dict.fromkeys(parts, _STRUCTURE["rewards"]), lengths)
+        parts = {n.removeprefix(PART_PREFIX): column for n, column in columns.items() if n not in BATCH_RULES}
         return cls(groups=groups, loss_tokens=loss_tokens, loss_sequences=loss_sequences, reward_parts=parts, **fields)
 
 
-_STRUCTURE = {name: rule._replace(finite=False) for name, rule in BATCH_RULES.items()}
 _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int]).decode
 
@@ -265,19 +263,34 @@ class Packer:
     Which optional columns a batch has is fixed by the first group that enters it. Not thread-safe.
     """
 
-    __slots__ = ("_columns", "_groups", "_lengths", "_memory", "_parts", "_tokens", "max_tokens")
+    __slots__ = (
+        "_ends",
+        "_groups",
+        "_memory",
+        "_names",
+        "_over_sequences",
+        "_over_tokens",
+        "_starts",
+        "_tokens",
+        "max_tokens",
+    )
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         """Tokens that one batch holds at most."""
-        self._columns: dict[str, Array] = {}
+        self._names: tuple[str, ...] = ()
+        """The columns of the groups in the batch."""
+        self._over_tokens: dict[str, Array] = {}
         """Buffers over tokens, allocated with the first group of each batch."""
         self._memory = Recycled()
         """Where they lie."""
-        self._parts: dict[str, list[Array]] = {}
+        self._over_sequences: dict[str, list[Array]] = {}
         """Columns over sequences: small, kept as copies and joined in `pack`."""
+        self._ends: list[NDArray[np.int64]] = []
+        """Where the sequences of each group end, counted within the group."""
+        self._starts: list[int] = []
+        """Where each group begins."""
         self._groups: list[PackedGroup] = []
-        self._lengths: list[NDArray[np.int64]] = []
         self._tokens = 0
 
     @property
@@ -305,22 +318,25 @@ class Packer:
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        if not self.fits(group):
+        first, last = self._tokens, self._tokens + len(group.tokens)
+        if last > self.max_tokens:
             raise InvalidRecord(
-                f"tokens: expected at most {self.max_tokens - self._tokens} more (of {self.max_tokens}), "
+                f"tokens: expected at most {self.max_tokens - first} more (of {self.max_tokens}), "
                 f"got a group of {len(group.tokens)}"
             )
         columns = group.columns()
         if not self._groups:
             self._open(columns)
-        self._check_same(group, columns)
-        first, last = self._tokens, self._tokens + len(group.tokens)
-        for name, buffer in self._columns.items():
+        elif tuple(columns) != self._names or group.teacher_ids is not None:
+            self._check_same(group, columns)
+        for name, buffer in self._over_tokens.items():
             buffer[first:last] = columns[name]
-        for name, kept in self._parts.items():
+        for name, kept in self._over_sequences.items():
             kept.append(columns[name].copy())
-        self._lengths.append(group.lengths())
-        self._groups.append(PackedGroup(group.env, group.instance_id, len(group), group.meta))
+        ends = columns["offsets"][1:].copy()
+        self._ends.append(ends)
+        self._starts.append(first)
+        self._groups.append(PackedGroup(group.env, group.instance_id, len(ends), group.meta))
         self._tokens = last
 
     def pack(self) -> TrainBatch:
@@ -331,13 +347,15 @@ class Packer:
         """
         if not self._groups:
             raise InvalidRecord("pack: expected at least one group, got none")
-        columns = {name: buffer[: self._tokens] for name, buffer in self._columns.items()}
-        lengths = np.concatenate(self._lengths)
-        versions = self._parts.pop("policy_versions")
-        columns |= {name: np.concatenate(kept) for name, kept in self._parts.items()}
-        columns["policy_versions"] = _join_versions(versions, self._lengths)
-        batch = _finish(tuple(self._groups), columns, lengths)
-        self._columns, self._parts, self._groups, self._lengths, self._tokens = {}, {}, [], [], 0
+        columns = {name: buffer[: self._tokens] for name, buffer in self._over_tokens.items()}
+        versions = self._over_sequences.pop("policy_versions")
+        columns |= {name: np.concatenate(kept) for name, kept in self._over_sequences.items()}
+        columns["policy_versions"] = _join_versions(versions, self._ends)
+        bounds = np.concatenate([_ZERO, *self._ends])
+        bounds[1:] += np.repeat(self._starts, [group.sequences for group in self._groups])
+        batch = _finish(tuple(self._groups), columns, bounds)
+        self._over_tokens, self._over_sequences = {}, {}
+        self._groups, self._ends, self._starts, self._tokens = [], [], [], 0
         return batch
 
     def _open(self, columns: Mapping[str, Array]) -> None:
@@ -345,24 +363,29 @@ class Packer:
         sizes = [self.max_tokens * column.itemsize * math.prod(column.shape[1:]) for column in over_tokens.values()]
         starts = [0, *accumulate(aligned(size) for size in sizes)]
         memory = self._memory.block(starts[-1])
-        self._columns = {
+        self._names = tuple(columns)
+        self._over_tokens = {
             name: memory[start : start + size].view(column.dtype).reshape(self.max_tokens, *column.shape[1:])
             for (name, column), start, size in zip(over_tokens.items(), starts[:-1], sizes, strict=True)
         }
-        self._parts = {name: [] for name in columns if name not in TOKEN_COLUMNS and name != "offsets"}
+        self._over_sequences = {name: [] for name in columns if name not in TOKEN_COLUMNS and name != "offsets"}
 
     def _check_same(self, group: TrajectoryGroup, columns: Mapping[str, Array]) -> None:
-        expected = self._columns.keys() | self._parts.keys() | {"offsets"}
+        expected = set(self._names)
         if columns.keys() != expected:
             raise InvalidRecord(
                 f"{group.env}/{group.instance_id}: expected the columns of the groups before it, "
                 f"missing {sorted(expected - columns.keys())}, extra {sorted(columns.keys() - expected)}"
             )
-        if group.teacher_ids is not None and group.teacher_ids.shape[1:] != self._columns["teacher_ids"].shape[1:]:
+        candidates = self._over_tokens["teacher_ids"].shape[1] if "teacher_ids" in columns else 0
+        if candidates and columns["teacher_ids"].shape[1] != candidates:
             raise InvalidRecord(
-                f"{group.env}/{group.instance_id}: expected {self._columns['teacher_ids'].shape[1]} teacher "
-                f"candidates a token, as in the groups before it, got {group.teacher_ids.shape[1]}"
+                f"{group.env}/{group.instance_id}: expected {candidates} teacher candidates a token, as in the "
+                f"groups before it, got {columns['teacher_ids'].shape[1]}"
             )
+
+
+_ZERO = np.zeros(1, np.int64)
 
 
 def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -380,34 +403,38 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
     return oldest
 
 
-def _join_versions(versions: Sequence[NDArray[np.int64]], lengths: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """One column over sequences where all groups have it so, else one over tokens.
+def _join_versions(versions: Sequence[NDArray[np.int64]], ends: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """One column over sequences where all groups have it so, else one over tokens; `ends` is of sequences, by group.
 
     Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
     over sequences, so the oldest version of each sequence is all that is kept.
     """
-    if all(len(v) == len(n) for v, n in zip(versions, lengths, strict=True)):
+    if all(len(v) == len(e) for v, e in zip(versions, ends, strict=True)):
         return np.concatenate(versions)
-    if sum(n.sum() for n in lengths) == sum(len(n) for n in lengths):
-        bounds = [np.concatenate([np.zeros(1, np.int64), np.cumsum(n)]) for n in lengths]
-        return np.concatenate([oldest_versions(v, b) for v, b in zip(versions, bounds, strict=True)])
-    spread = [np.repeat(v, n) if len(v) == len(n) else v for v, n in zip(versions, lengths, strict=True)]
+    offsets = [np.concatenate([_ZERO, e]) for e in ends]
+    if sum(int(o[-1]) for o in offsets) == sum(len(e) for e in ends):
+        return np.concatenate([oldest_versions(v, o) for v, o in zip(versions, offsets, strict=True)])
+    spread = [np.repeat(v, np.diff(o)) if len(v) == len(o) - 1 else v for v, o in zip(versions, offsets, strict=True)]
     return np.concatenate(spread)
 
 
-def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], lengths: NDArray[np.int64]) -> TrainBatch:
-    """A batch from its columns, with what follows from them: bounds and totals."""
-    cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    columns = dict(columns)
+def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[B + 1] where sequences of `lengths` [B] begin."""
+    return np.concatenate([_ZERO, np.cumsum(lengths)])
+
+
+def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqlens: NDArray[np.int64]) -> TrainBatch:
+    """A batch from its columns and bounds, with the totals that follow from them."""
     columns["cu_seqlens"] = cu_seqlens
     parts = {n.removeprefix(PART_PREFIX): columns.pop(n) for n in list(columns) if n.startswith(PART_PREFIX)}
     freeze([*columns.values(), *parts.values()])
-    trained = count_between(columns["loss_mask"], cu_seqlens)
+    mask, starts = columns["loss_mask"], cu_seqlens[:-1]
+    filled = starts[cu_seqlens[1:] > starts]
     fields: dict[str, Any] = columns
     return TrainBatch(
         groups=groups,
-        loss_tokens=int(trained.sum()),
-        loss_sequences=int(np.count_nonzero(trained)),
+        loss_tokens=int(np.count_nonzero(mask)),
+        loss_sequences=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
         reward_parts=parts,
         **fields,
     )

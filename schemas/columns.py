@@ -14,12 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from .errors import InvalidRecord
 
-__all__ = ["Array", "ColumnRule", "ColumnSpec", "as_column", "check_axes", "count_between", "freeze"]
+__all__ = ["Array", "ColumnRule", "as_column", "check_axes", "count_between", "freeze"]
 
 Array: TypeAlias = NDArray[Any]
-
-CARRIED_KINDS = frozenset("biuf")
-"""numpy dtype kinds that may cross a process boundary: booleans, integers, floats. Never objects."""
 
 
 class ColumnRule(NamedTuple):
@@ -30,33 +27,6 @@ class ColumnRule(NamedTuple):
     """Letters for the shapes that fit, e.g. ("N",) or ("S", "N") for "one a sequence or one a token"; "NK" is 2-D."""
     required: bool = False
     finite: bool = False
-
-
-class ColumnSpec(NamedTuple):
-    """What a column is, as told to another process: enough to map it, nothing to execute."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the column occupies."""
-        return self.numpy_dtype().itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype, refused where it could hold anything but plain numbers.
-
-        Raises:
-            InvalidRecord: the dtype is unknown, an object, a string or a structure.
-        """
-        try:
-            dtype = np.dtype(self.dtype)
-        except TypeError:
-            raise InvalidRecord(f"{self.name}: expected a numeric dtype, got {self.dtype!r}") from None
-        if dtype.kind not in CARRIED_KINDS:
-            raise InvalidRecord(f"{self.name}: expected a numeric dtype, got {self.dtype!r}")
-        return dtype
 
 
 def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
@@ -139,4 +109,4 @@ def freeze(columns: Iterable[Array | None]) -> None:
     """Make arrays read-only, so that a record that is shared cannot be changed behind its reader's back."""
     for column in columns:
         if column is not None:
-            column.flags.writeable = False
+            column.setflags(write=False)

@@ -7,6 +7,7 @@ a consumer's time). A trainer holds a batch or two at a time, so a few blocks go
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +24,28 @@ class Recycled:
     __slots__ = ("_spare",)
 
     def __init__(self) -> None:
-        self._spare: deque[NDArray[np.uint8]] = deque(maxlen=SPARE_BLOCKS)
+        self._spare: deque[_Memory] = deque(maxlen=SPARE_BLOCKS)
 
     def block(self, nbytes: int) -> NDArray[np.uint8]:
         """At least `nbytes` bytes of anything. They are nobody else's until the last view on them dies."""
         try:
             memory = self._spare.pop()
         except IndexError:
-            memory = np.empty(nbytes, np.uint8)
+            memory = _Memory(nbytes)
         if memory.nbytes < nbytes:
-            memory = np.empty(nbytes, np.uint8)
+            memory = _Memory(nbytes)
         return np.asarray(_Block(memory, self._spare))
+
+
+class _Memory:
+    """Memory, and how it is described to numpy: asking it anew would cost 1 µs a batch."""
+
+    __slots__ = ("array", "interface", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.array: NDArray[np.uint8] = np.empty(nbytes, np.uint8)
+        self.interface: dict[str, Any] = self.array.__array_interface__
 
 
 class _Block:
@@ -41,10 +53,10 @@ class _Block:
 
     __slots__ = ("__array_interface__", "_memory", "_spare")
 
-    def __init__(self, memory: NDArray[np.uint8], spare: deque[NDArray[np.uint8]]) -> None:
+    def __init__(self, memory: _Memory, spare: deque[_Memory]) -> None:
         self._memory = memory
         self._spare = spare
-        self.__array_interface__ = memory.__array_interface__
+        self.__array_interface__ = memory.interface
 
     def __del__(self) -> None:
         self._spare.append(self._memory)  # in whatever thread the last view died

@@ -1,12 +1,16 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
+import msgspec
+import numpy as np
 import pytest
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
-from penstock.testing import CHANNEL_RULES, MakeChannel
+from penstock.errors import InvalidRecord
+from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 
 @dataclass
@@ -57,3 +61,54 @@ CARRIERS: dict[str, MakeChannel] = {"memory": memory, "shm": remote("shm://"), "
 async def test_every_carrier_keeps_every_rule(carrier: str, rule: Callable[[MakeChannel], Awaitable[None]]) -> None:
     with anyio.fail_after(20):
         await rule(CARRIERS[carrier])
+
+
+REMOTE = {name: make for name, make in CARRIERS.items() if name != "memory"}
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_columns_need_not_lie_as_they_travel(carrier: str) -> None:
+    """A stage may build its columns as it likes: strided, of an alias of the dtype, or with one axis more."""
+    plain = group(completion_lengths=[3, 4])
+    every_other = np.repeat(plain.tokens, 2)[::2]
+    odd = msgspec.structs.replace(plain, tokens=every_other, repetition_ids=plain.repetition_ids.astype(np.longlong))
+    teacher = np.arange(2 * len(plain.tokens)).reshape(-1, 2)
+    odd = msgspec.structs.replace(
+        odd, teacher_ids=teacher.astype(np.int32)[:, ::-1], teacher_logprobs=-teacher.astype(np.float32)
+    )
+
+    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+        outbox.send_nowait(odd)
+        received = await ends.inbox.receive()
+
+        assert {n: c.tolist() for n, c in received.columns().items()} == {
+            n: c.tolist() for n, c in odd.columns().items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rewards": np.zeros(2)}, "rewards: expected dtype float32, got float64"),
+        ({"tokens": np.zeros(3, np.int32)}, r"loss_mask: expected shape \[N=3\]"),
+        ({"tokens": [1, 2, 3]}, "tokens: expected a numpy array of int32, got list"),
+        ({"rewards": None}, "rewards: expected a column of float32, got none"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_a_record_that_breaks_its_schema_is_refused_where_it_is_sent(
+    carrier: str, changed: dict[str, Any], message: str
+) -> None:
+    """Its sender learns of it and goes on; the receiver never sees it, and no credit is lost."""
+    good = group(completion_lengths=[3, 4])
+    bad = msgspec.structs.replace(good, **changed)
+
+    async with REMOTE[carrier](capacity=1) as ends, ends.join() as outbox:
+        for _ in range(3):
+            with pytest.raises(InvalidRecord, match=message):
+                await outbox.send(bad)
+        outbox.send_nowait(good)
+
+        assert (await ends.inbox.receive()).rewards.tolist() == good.rewards.tolist()
+        assert outbox.statistics().sent == 1

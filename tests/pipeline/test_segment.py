@@ -4,6 +4,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,17 @@ import pytest
 from penstock.errors import OutOfSharedMemory, StaleDescriptor
 from penstock.pipeline.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from penstock.pipeline.slots import SlotTable, Span
-from penstock.schemas.descriptor import Descriptor, aligned
+from penstock.schemas.descriptor import Descriptor
+from penstock.schemas.layout import Form, Layout, Lengths, aligned
 
 SLOTS = 64
+
+FORM = Form([("column", np.dtype(np.int32), "N")])
+NOTHING = Form([])
+
+
+def layout_of(form: Form, items: int) -> Layout:
+    return form.layout(Lengths(items, 0, 0))
 
 
 @pytest.fixture
@@ -32,7 +41,7 @@ def write(segment: SegmentWriter, table: SlotTable, values: list[int], sequence:
     column = np.asarray(values, np.int32)
     span = table.allocate(4)
     assert span is not None
-    segment.write(span, b"contents", {"column": column})
+    segment.write(span, b"contents", [column], layout_of(FORM, len(column)))
     nbytes = aligned(len(b"contents")) + aligned(column.nbytes)
     table.publish(span, sequence)
     segment.publish(span, sequence, len(b"contents"), nbytes)
@@ -43,10 +52,10 @@ def test_what_is_written_is_read_without_a_copy(writer: SegmentWriter, reader: S
     released: list[Descriptor] = []
     descriptor = write(writer, SlotTable(SLOTS), [1, 2, 3])
 
-    payload, contents_bytes = reader.lease(descriptor, released.append)
+    payload, contents = reader.lease(descriptor, released.append)
 
-    assert payload[:contents_bytes].tobytes() == b"contents"
-    assert payload[64:76].view(np.int32).tolist() == [1, 2, 3]
+    assert contents == b"contents"
+    assert payload[:12].view(np.int32).tolist() == [1, 2, 3]
     assert not payload.flags.writeable
     assert released == []
 
@@ -55,7 +64,7 @@ def test_a_lease_ends_with_the_last_view_of_any_kind(writer: SegmentWriter, read
     released: list[Descriptor] = []
     descriptor = write(writer, SlotTable(SLOTS), list(range(16)))
     payload, _ = reader.lease(descriptor, released.append)
-    views = [payload[64:].view(np.int32)[2:5], np.frombuffer(payload, np.uint8), memoryview(payload)]  # type: ignore[arg-type]
+    views = [payload[:64].view(np.int32)[2:5], np.frombuffer(payload, np.uint8), memoryview(payload)]  # type: ignore[arg-type]
     del payload
     while views:
         gc.collect()
@@ -68,7 +77,7 @@ def test_leases_outlive_the_writer(writer: SegmentWriter, reader: SegmentReader)
     payload, _ = reader.lease(write(writer, SlotTable(SLOTS), [7]), lambda _: None)
     del reader
     writer.close()
-    assert payload[64:68].view(np.int32)[0] == 7
+    assert payload[:4].view(np.int32)[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,7 @@ def test_a_span_that_was_used_again_or_is_being_written_is_stale(writer: Segment
         reader.lease(old, lambda _: None)
     span = table.allocate(4)
     assert span is not None
-    writer.write(span, b"new", {})
+    writer.write(span, b"new", [], layout_of(NOTHING, 0))
     with pytest.raises(StaleDescriptor, match="got state 1"):
         reader.lease(old._replace(generation=2), lambda _: None)
 
@@ -115,7 +124,7 @@ def test_the_headers_tell_what_a_dead_sender_had_published(writer: SegmentWriter
     writer.free(table.release(second.slot, second.generation))
     unfinished = table.allocate(1)
     assert isinstance(unfinished, Span)
-    writer.write(unfinished, b"half", {})
+    writer.write(unfinished, b"half", [], layout_of(NOTHING, 0))
 
     assert reader.published_after(0) == [first, third]
     assert reader.published_after(1) == [third]
@@ -167,16 +176,35 @@ def test_slots_are_whole_cache_lines() -> None:
         SegmentWriter(4, 1000)
 
 
-def test_columns_need_not_be_contiguous(writer: SegmentWriter, reader: SegmentReader) -> None:
+@pytest.mark.parametrize(
+    "column",
+    [
+        np.zeros(3, np.int32),
+        np.zeros(4, np.float32),
+        np.zeros(4, np.uint32),
+        np.zeros(4, ">i4"),
+        np.zeros((2, 2), np.int32),
+        np.array(["a", "b", "c", "d"], object),
+        [1, 2, 3, 4],
+    ],
+    ids=repr,
+)
+def test_a_column_that_is_not_what_the_layout_says_is_not_written(writer: SegmentWriter, column: Any) -> None:
+    span = SlotTable(SLOTS).allocate(1)
+    assert span is not None
+
+    with pytest.raises((TypeError, ValueError)):
+        writer.write(span, b"c", [column], layout_of(FORM, 4))
+
+
+def test_contents_beyond_their_span_are_an_error_never_a_read(writer: SegmentWriter, reader: SegmentReader) -> None:
     table = SlotTable(SLOTS)
     span = table.allocate(1)
     assert span is not None
-    column = np.arange(20, dtype=np.int32)[::2]
-    writer.write(span, b"c", {"column": column})
-    table.publish(span, 1)
-    writer.publish(span, 1, 1, 64 + aligned(column.nbytes))
-    payload, _ = reader.lease(Descriptor(1, 0, 1, 1, 128), lambda _: None)
-    assert payload[64 : 64 + column.nbytes].view(np.int32).tolist() == column.tolist()
+    writer.publish(span, 1, 2**31, 128)
+
+    with pytest.raises(StaleDescriptor, match="expected contents within 128 bytes, got 2147483648"):
+        reader.lease(Descriptor(1, 0, 1, 1, 128), lambda _: None)
 
 
 def test_the_map_is_whole_pages(writer: SegmentWriter) -> None:

@@ -1,0 +1,296 @@
+"""Where the columns of a record lie: all that a receiver must be told before it can read a span, and nothing more.
+
+A *schema* is what a kind of record may have (a table of rules). A *form* is which of these columns one record has, with
+their dtypes and axes; a run knows a handful of forms, so each is checked once. A *layout* is a form with the lengths of
+its axes: where each column begins and ends. The columns lie one after another, each on a cache line of its own, and
+behind them the `Contents`, which name form and lengths (docs/decisions/0002).
+
+Axes: N tokens, S sequences, F = S + 1 offsets, K teacher candidates a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from .columns import Array, ColumnRule, check_axes
+from .errors import InvalidRecord
+
+__all__ = ["ALIGNMENT", "DTYPES", "Contents", "Form", "Layout", "Lengths", "Schema", "aligned"]
+
+ALIGNMENT = 64
+"""Bytes: every column begins on a cache line."""
+
+DTYPES: tuple[np.dtype[Any], ...] = tuple(map(np.dtype, (np.int64, np.int32, np.float32, np.uint8, np.bool_)))
+"""The dtypes that travel. Nothing else is ever made of what a peer says."""
+
+KNOWN_FORMS = 64
+"""Forms that are remembered; beyond that a peer is making them up, and each is checked anew."""
+
+KNOWN_LAYOUTS = 1024
+"""Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
+
+_ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
+_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment."""
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+class Lengths(NamedTuple):
+    """How long the axes of a record are."""
+
+    tokens: int
+    sequences: int
+    candidates: int
+    """Teacher candidates a token; 0 where there are none."""
+
+
+class Contents(NamedTuple):
+    """What lies behind the columns of a record: what they are, and all that is not a column."""
+
+    kind: str
+    form: bytes
+    """A `Form`, encoded."""
+    lengths: Lengths
+    header: bytes
+
+    @classmethod
+    def decode(cls, encoded: bytes | memoryview) -> Contents:
+        """The contents again.
+
+        Raises:
+            InvalidRecord: the bytes are no contents.
+        """
+        try:
+            return _decode(encoded)
+        except msgspec.DecodeError as error:
+            raise InvalidRecord(f"contents: expected (kind, form, lengths, header), got {error}") from None
+
+
+encode_contents = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Contents).decode
+
+FormColumn: TypeAlias = tuple[str, str, str]
+"""Name, dtype, axes."""
+
+_encode_form = msgspec.msgpack.Encoder().encode
+_decode_form = msgspec.msgpack.Decoder(tuple[FormColumn, ...]).decode
+
+
+class Layout(NamedTuple):
+    """Where the columns of a record lie, counted from the first."""
+
+    nbytes: int
+    places: tuple[tuple[int, int, int], ...]
+    """Of each column: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
+    views: tuple[tuple[int, slice], ...]
+    """The same, as the slice that a reader takes."""
+    shaped: tuple[tuple[str, tuple[int, ...]], ...]
+    """The columns with more than one axis, and their shapes."""
+
+
+class Form:
+    """Which columns a record has, in order, with their dtypes and axes."""
+
+    __slots__ = ("_axes", "_dtypes", "_layouts", "encoded", "names", "shaped")
+
+    def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
+        self.names = tuple(name for name, _, _ in columns)
+        self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
+        """What travels."""
+        self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
+        """Columns with more than one axis."""
+        self._axes = tuple(axes for _, _, axes in columns)
+        self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
+        self._layouts: dict[Lengths, Layout] = {}
+
+    def layout(self, lengths: Lengths) -> Layout:
+        """Where columns of these lengths lie.
+
+        Raises:
+            InvalidRecord: a length is negative.
+        """
+        layout = self._layouts.get(lengths)
+        if layout is None:
+            if len(self._layouts) >= KNOWN_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[lengths] = self._lay_out(lengths)
+        return layout
+
+    def _lay_out(self, lengths: Lengths) -> Layout:
+        if min(lengths) < 0:
+            raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
+        tokens, sequences, candidates = lengths
+        shapes = {"N": (tokens,), "S": (sequences,), "F": (sequences + 1,), "NK": (tokens, candidates)}
+        places, offset = [], 0
+        for index, axes in zip(self._dtypes, self._axes, strict=True):
+            first, items = offset // _ITEM_BYTES[index], math.prod(shapes[axes])
+            places.append((index, first, first + items))
+            offset = aligned(offset + items * _ITEM_BYTES[index])
+        return Layout(
+            offset,
+            tuple(places),
+            tuple((index, slice(first, last)) for index, first, last in places),
+            tuple((name, shapes["NK"]) for name in self.shaped),
+        )
+
+    def view(self, layout: Layout, payload: Array) -> dict[str, Array]:
+        """The columns as views into `payload` (uint8, a whole number of cache lines, at least `layout.nbytes`)."""
+        typed = [payload.view(dtype) for dtype in DTYPES]
+        columns = dict(zip(self.names, [typed[index][span] for index, span in layout.views], strict=True))
+        for name, shape in layout.shaped:
+            columns[name] = columns[name].reshape(shape)
+        return columns
+
+    def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
+        """The columns from a buffer each; without copying where they begin on a whole item.
+
+        Raises:
+            InvalidRecord: there are too few or too many buffers, or one has another size than its column.
+        """
+        layout = self.layout(lengths)
+        if len(frames) != len(self.names):
+            raise InvalidRecord(f"columns: expected {len(self.names)}, got {len(frames)} frames")
+        columns: dict[str, Array] = {}
+        for name, (index, first, last), frame in zip(self.names, layout.places, frames, strict=True):
+            expected = (last - first) * _ITEM_BYTES[index]
+            if frame.nbytes != expected:
+                raise InvalidRecord(f"{name}: expected {expected} bytes for {lengths}, got {frame.nbytes}")
+            column = np.frombuffer(frame, DTYPES[index]) if expected else np.empty(0, DTYPES[index])
+            column = column if column.flags.aligned else column.copy()
+            column.flags.writeable = False
+            columns[name] = column
+        for name, shape in layout.shaped:
+            columns[name] = columns[name].reshape(shape)
+        return columns
+
+
+class Schema:
+    """What a kind of record may have, and the forms of it that are known."""
+
+    def __init__(self, kind: str, rules: Mapping[str, ColumnRule], *, part_prefix: str, part_rule: str) -> None:
+        self.kind = kind
+        self.rules = rules
+        self._structure = {name: rule._replace(finite=False) for name, rule in rules.items()}
+        self._part_prefix = part_prefix
+        self._part_rule = self._structure[part_rule]
+        self._required = frozenset(name for name, rule in rules.items() if rule.required)
+        self._either = tuple(name for name, rule in rules.items() if rule.axes == ("S", "N"))
+        """Columns with a value a sequence or a value a token."""
+        self._sent: dict[tuple[object, ...], Form] = {}
+        self._received: dict[bytes, Form] = {}
+
+    def __repr__(self) -> str:
+        return f"<Schema {self.kind}: {len(self.rules)} columns, {len(self._sent)} and {len(self._received)} forms>"
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:
+        """The form and the lengths of a record that is to be sent, without looking at every column.
+
+        Whoever copies the columns finds out whether they are what the layout says, and then asks for `plain` ones.
+
+        Raises:
+            InvalidRecord: a required column is missing, or one is unknown.
+        """
+        try:
+            sequences = len(columns["rewards"])
+            key = (*columns, *[len(columns[name]) == sequences for name in self._either])
+            form = self._sent.get(key)
+            if form is None:
+                form = self._remember(self._sent, key, self._form_of(columns, sequences))
+            candidates = columns[form.shaped[0]].shape[1] if form.shaped else 0
+            return form, Lengths(len(columns["tokens"]), sequences, candidates)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            self.check(columns)
+            raise
+
+    def plain(self, columns: Mapping[str, Array]) -> list[Array]:
+        """The columns as contiguous arrays of one axis and of the very dtypes that travel; copied where need be.
+
+        Raises:
+            InvalidRecord: naming the first one that breaks its rule.
+        """
+        self.check(columns)
+        return [np.ascontiguousarray(c, self._rule(name).dtype).reshape(-1) for name, c in columns.items()]
+
+    def check(self, columns: Mapping[str, Array]) -> None:
+        """Hold every column to its rule, contents apart.
+
+        Raises:
+            InvalidRecord: naming the first one that breaks its rule.
+        """
+        rules = {name: self._rule(name) for name in columns} | self._structure
+        offsets = next(name for name, rule in self.rules.items() if rule.axes == ("F",))
+        lengths: dict[str, int] = {}
+        check_axes(columns, {offsets: rules[offsets]}, lengths)
+        if not lengths["F"]:
+            raise InvalidRecord(f"{offsets}: expected at least the entry 0, got none")
+        check_axes(columns, rules, lengths | {"S": lengths["F"] - 1})
+
+    def _form_of(self, columns: Mapping[str, Array], sequences: int) -> Form:
+        self._check_complete(columns)
+        named = []
+        for name, column in columns.items():
+            rule = self._rule(name)
+            over_sequences = len(rule.axes) == 1 or len(column) == sequences
+            named.append((name, rule.dtype, rule.axes[0 if over_sequences else 1]))
+        return Form(named)
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def received(self, contents: Contents) -> Form:
+        """The form that a peer names.
+
+        Raises:
+            InvalidRecord: it is a form of another kind of record, or breaks a rule.
+        """
+        if contents.kind != self.kind:
+            raise InvalidRecord(f"expected a {self.kind}, got a {contents.kind}")
+        form = self._received.get(contents.form)
+        if form is None:
+            form = self._remember(self._received, contents.form, self._believed(contents.form))
+        return form
+
+    def _believed(self, encoded: bytes) -> Form:
+        try:
+            columns = _decode_form(encoded)
+        except msgspec.DecodeError as error:
+            raise InvalidRecord(f"form: expected (name, dtype, axes) a column, got {error}") from None
+        names = [name for name, _, _ in columns]
+        if len(set(names)) != len(names):
+            raise InvalidRecord(f"form: expected every column once, got {names}")
+        self._check_complete(names)
+        for name, code, axes in columns:
+            rule = self._rule(name)
+            if code != rule.dtype.str or axes not in rule.axes:
+                expected = f"{rule.dtype.str} over {' or '.join(rule.axes)}"
+                raise InvalidRecord(f"{name}: expected {expected}, got {code} over {axes}")
+        return Form([(name, self._rule(name).dtype, axes) for name, _, axes in columns])
+
+    # -- either ------------------------------------------------------------------------------------------------------
+
+    def _rule(self, name: str) -> ColumnRule:
+        rule = self._part_rule if name.startswith(self._part_prefix) else self._structure.get(name)
+        if rule is None:
+            raise InvalidRecord(f"{name}: expected one of the columns {sorted(self.rules)}")
+        return rule
+
+    def _check_complete(self, names: Mapping[str, Any] | Sequence[str]) -> None:
+        for name in self.rules:
+            if name in self._required and name not in names:
+                raise InvalidRecord(f"{name}: expected a column of {self.rules[name].dtype}, got none")
+
+    @staticmethod
+    def _remember(forms: dict[Any, Form], key: object, form: Form) -> Form:
+        if len(forms) >= KNOWN_FORMS:
+            forms.clear()
+        forms[key] = form
+        return form
