@@ -11,16 +11,15 @@ import multiprocessing
 import time
 
 import anyio
+import msgspec
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.schemas import Packer
 
-from .records import check_batch, make_groups
+from .records import Checker, batch_tokens, make_groups
 
 GROUPS = 20_000
 GROUP, TOKENS = 8, 1024
-BATCH_TOKENS = 64 * 1024
-DISTINCT_GROUPS = 16
 
 
 def _produce(url: str) -> None:
@@ -28,16 +27,16 @@ def _produce(url: str) -> None:
 
 
 async def _send(url: str) -> None:
-    groups = make_groups(0, group=GROUP, tokens=TOKENS, count=DISTINCT_GROUPS)
+    groups = make_groups(0, group=GROUP, tokens=TOKENS)
     async with connect(url, TrajectoryGroup) as outbox:
         began = time.process_time()
         for number in range(GROUPS):
-            await outbox.send(groups[number % DISTINCT_GROUPS])
+            await outbox.send(msgspec.structs.replace(groups[number % len(groups)], instance_id=str(number)))
         print(f"producer: {(time.process_time() - began) / GROUPS * 1e6:.1f} µs a group")
 
 
 async def _receive() -> None:
-    packer = Packer(BATCH_TOKENS)
+    packer, checker = Packer(batch_tokens(GROUP, TOKENS)), Checker(producers=1, group=GROUP, tokens=TOKENS)
     async with serve("shm://", TrajectoryGroup) as inbox:
         producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(inbox.url,))
         producer.start()
@@ -45,7 +44,7 @@ async def _receive() -> None:
         began, wall = time.process_time(), time.perf_counter()
         async for group in inbox:
             if not packer.fits(group):
-                check_batch(packer.pack())
+                checker.check(packer.pack())
             packer.add(group)
         used, took = time.process_time() - began, time.perf_counter() - wall
         print(f"consumer: {used / GROUPS * 1e6:.1f} µs a group; {GROUPS * GROUP / took:,.0f} trajectories/s")

@@ -2,103 +2,212 @@
 
     python -m benchmarks.transport --contestants penstock --producers 4 --group 8 --tokens 1024
 
-The limit and every contestant are measured in turn in the same run, several times over, and medians are reported:
-machines are shared, and the host itself changes speed, so only ratios within one run mean anything.
+The limit and every contestant are measured in turn in the same run, several times over, and medians are reported with
+the least and the most: machines are shared, and the host itself changes speed, so only ratios within one run mean
+anything. A peer that is not installed is skipped with a line that says how to install it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .contestants import CONTESTANTS, Case, Measured
-from .limit import copy_limit
+from .chart import draw
+from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
+from .limit import copy_limit, spin_limit
 from .records import trajectory_bytes
 
-__all__ = ["main", "measure"]
+__all__ = ["Results", "main", "measure"]
+
+OURS = "penstock"
+
+LIMIT_S = 0.5
+"""How long the limit is measured, each time."""
 
 
-def measure(contestants: list[str], case: Case, repeats: int) -> tuple[float, list[dict[str, Any]]]:
-    """The copy limit (trajectories a second), and one row a contestant."""
-    limits: list[float] = []
-    measured: dict[str, list[tuple[Measured, float]]] = {name: [] for name in contestants}
-    for _ in range(repeats):
-        limits.append(copy_limit(trajectory_bytes(case.tokens), case.seconds / 2))
+@dataclass(frozen=True)
+class Round:
+    """One contestant, measured once."""
+
+    flood: Outcome
+    ping: Outcome
+    limit: float
+    """The copy limit, measured just before."""
+
+
+@dataclass
+class Results:
+    """What one case came to."""
+
+    case: Case
+    limits: list[float] = field(default_factory=list)
+    spin_limits: list[float] = field(default_factory=list)
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why a contestant was not measured, or not to the end."""
+
+    @property
+    def limit(self) -> float:
+        """The median of the limits."""
+        return statistics.median(self.limits)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One a contestant, fastest first."""
+        rows = [self._row(name, rounds) for name, rounds in self.rounds.items()]
+        return sorted(rows, key=lambda row: -row["trajectories_per_s"])
+
+    def _row(self, name: str, rounds: list[Round]) -> dict[str, Any]:
+        rates = [one.flood.trajectories_per_s for one in rounds]
+        ratios = [one.flood.trajectories_per_s / one.limit for one in rounds]
+        return {
+            "contestant": name,
+            "producers": self.case.producers,
+            "group": self.case.group,
+            "tokens": self.case.tokens,
+            "trajectories_per_s": round(statistics.median(rates)),
+            "trajectories_per_s_range": [round(min(rates)), round(max(rates))],
+            "ratio_to_limit": round(statistics.median(ratios), 4),
+            "ratio_to_limit_range": [round(min(ratios), 4), round(max(ratios), 4)],
+            "limit": round(self.limit),
+            "limit_range": [round(min(self.limits)), round(max(self.limits))],
+            "spin_limit": round(statistics.median(self.spin_limits)),
+            "p50_us": round(statistics.median(one.ping.p50_us for one in rounds), 1),
+            "p99_us": round(statistics.median(one.ping.p99_us for one in rounds), 1),
+            "p50_us_range": _range([one.ping.p50_us for one in rounds]),
+            "p99_us_range": _range([one.ping.p99_us for one in rounds]),
+            "repeats": len(rounds),
+        }
+
+    def against_best_peer(self) -> str | None:
+        """How ours compares with the fastest other, turn by turn."""
+        best = next((row["contestant"] for row in self.rows() if row["contestant"] != OURS), None)
+        if best is None or OURS not in self.rounds:
+            return None
+        pairs = zip(self.rounds[OURS], self.rounds[best], strict=False)
+        ratios = [ours.flood.trajectories_per_s / theirs.flood.trajectories_per_s for ours, theirs in pairs]
+        return f"{OURS} / {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _range(values: list[float]) -> list[float]:
+    return [round(min(values), 1), round(max(values), 1)]
+
+
+def measure(contestants: list[str], case: Case, repeats: int, console: Console) -> Results:
+    """The limits and every contestant in turn, `repeats` times over."""
+    results = Results(case)
+    nbytes = trajectory_bytes(case.tokens)
+    for repeat in range(repeats):
         for name in contestants:
-            result = CONTESTANTS[name](case)
-            measured[name].append((result, result.trajectories_per_s / limits[-1]))
-    return statistics.median(limits), [_row(name, case, results) for name, results in measured.items()]
+            if name in results.skipped:
+                continue
+            with console.status(f"{name}, {repeat + 1} of {repeats}"):
+                limit = copy_limit(nbytes, LIMIT_S / 2)
+                measured = _measured(name, case, limit, results)
+            if measured is not None:
+                results.limits.append(limit)
+                results.rounds.setdefault(name, []).append(measured)
+        results.spin_limits.append(spin_limit(nbytes, LIMIT_S))
+    return results
 
 
-def _row(name: str, case: Case, results: list[tuple[Measured, float]]) -> dict[str, Any]:
-    rates = [result.trajectories_per_s for result, _ in results]
+def _measured(name: str, case: Case, limit: float, results: Results) -> Round | None:
+    """One contestant, once; or why not, noted in `results`. One that fails does not spoil the others' run."""
+    try:
+        return Round(CONTESTANTS[name](case), CONTESTANTS[name](case.pinging()), limit)
+    except Absent as absent:
+        results.skipped[name] = f"skipped: {absent}"
+    except Exception as error:  # noqa: BLE001
+        results.skipped[name] = f"failed: {type(error).__name__}: {error}"
+    return None
+
+
+def _print(results: Results, console: Console) -> None:
+    case, rows = results.case, results.rows()
+    if rows:
+        table = Table(title=f"{case.producers} producers, groups of {case.group}, {case.tokens:,} tokens")
+        table.add_column("contestant", no_wrap=True)
+        for column in ("traj/s", "min–max", "of limit", "p50 µs", "p99 µs"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in rows:
+            low, high = row["trajectories_per_s_range"]
+            table.add_row(
+                row["contestant"],
+                _short(row["trajectories_per_s"]),
+                f"{_short(low)}–{_short(high)}",
+                f"{row['ratio_to_limit']:.3f}",
+                f"{row['p50_us']:,.0f}",
+                f"{row['p99_us']:,.0f}",
+            )
+        console.print(table)
+        console.print(
+            f"limit: {_short(results.limit)} copied ({_short(min(results.limits))}–{_short(max(results.limits))}), "
+            f"{_short(statistics.median(results.spin_limits))} with a spinning hand-over"
+        )
+    if (comparison := results.against_best_peer()) is not None:
+        console.print(comparison)
+    for name, reason in results.skipped.items():
+        console.print(f"{name} {reason}", style="dim", highlight=False, markup=False)
+
+
+def _short(rate: float) -> str:
+    """A rate in four or five characters."""
+    if rate >= 999_500:  # noqa: PLR2004
+        return f"{rate / 1e6:.2f} M"
+    return f"{rate / 1e3:.0f} k" if rate >= 9_950 else f"{rate / 1e3:.1f} k"  # noqa: PLR2004
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "contestant": name,
-        "producers": case.producers,
-        "group": case.group,
-        "tokens": case.tokens,
-        "trajectories_per_s": round(statistics.median(rates)),
-        "trajectories_per_s_range": [round(min(rates)), round(max(rates))],
-        "ratio_to_limit": round(statistics.median(ratio for _, ratio in results), 4),
-        "p50_us": round(statistics.median(result.p50_us for result, _ in results), 1),
-        "p99_us": round(statistics.median(result.p99_us for result, _ in results), 1),
+        "cpu": model[0].partition(":")[2].strip() if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
     }
 
 
-def _print(limit: float, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"copy limit of this machine: {limit:,.0f} trajectories/s")
-    for column in (
-        "contestant",
-        "producers",
-        "group",
-        "tokens",
-        "trajectories/s",
-        "range",
-        "of limit",
-        "p50 µs",
-        "p99 µs",
-    ):
-        table.add_column(column, justify="left" if column == "contestant" else "right")
-    for row in rows:
-        low, high = row["trajectories_per_s_range"]
-        table.add_row(
-            row["contestant"],
-            *(f"{row[key]:,}" for key in ("producers", "group", "tokens", "trajectories_per_s")),
-            f"{low:,}–{high:,}",
-            f"{row['ratio_to_limit']:.2f}",
-            f"{row['p50_us']:,.0f}",
-            f"{row['p99_us']:,.0f}",
-        )
-    Console().print(table)
-
-
-def main() -> None:
-    """The command line."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--contestants", nargs="+", choices=sorted(CONTESTANTS), default=sorted(CONTESTANTS))
+    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--producers", type=int, nargs="+", default=[4], help="producer processes")
     parser.add_argument("--group", type=int, nargs="+", default=[8], help="trajectories a group")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024], help="tokens a trajectory")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long each measurement counts")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of which the median is taken")
     parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
-    limit, rows = 0.0, []
+    parser.add_argument("--png", type=Path, help="draw the results here")
+    return parser.parse_args()
+
+
+@leaving_nothing()
+def main() -> None:
+    """The command line."""
+    arguments, console = _arguments(), Console()
+    done: list[Results] = []
     for tokens in arguments.tokens:
         for group in arguments.group:
             for producers in arguments.producers:
                 case = Case(producers, group, tokens, arguments.seconds)
-                limit, measured = measure(arguments.contestants, case, arguments.repeats)
-                _print(limit, measured)
-                rows += measured
+                done.append(measure(arguments.contestants, case, arguments.repeats, console))
+                _print(done[-1], console)
+    rows = [row for results in done for row in results.rows()]
     if arguments.json:
-        arguments.json.write_text(json.dumps({"limit": round(limit), "rows": rows}, indent=2) + "\n")
+        limit = round(done[0].limit) if done[0].limits else None
+        skipped = {name: reason for results in done for name, reason in results.skipped.items()}
+        content = {"limit": limit, "machine": machine(), "rows": rows, "skipped": skipped}
+        arguments.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    if arguments.png and rows:
+        draw(rows, arguments.png)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""multiprocessing.Queue: pickles through a pipe, with a feeder thread and two locks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..records import Plain
+from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, Send, race
+
+__all__ = ["mp_queue"]
+
+
+def mp_queue(case: Case) -> Outcome:
+    """Records as they are, pickled by the queue."""
+    return race(case, _serve, connect_queue)
+
+
+@contextmanager
+def _serve(case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
+    inbox: Any = multiprocessing.get_context("spawn").Queue(IN_FLIGHT * case.producers)
+    try:
+        yield inbox, taken_from(inbox)
+    finally:
+        inbox.close()
+
+
+def taken_from(inbox: Any) -> Iterator[Plain | None]:
+    """What comes out of a queue."""
+    while True:
+        try:
+            yield inbox.get(timeout=IDLE_S)
+        except queue.Empty:
+            yield None
+
+
+@contextmanager
+def connect_queue(outbox: Any, _producer: int) -> Iterator[Send]:
+    """The sending end of a queue."""
+    yield outbox.put
+    outbox.close()
+    outbox.join_thread()
