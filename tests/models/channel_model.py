@@ -248,9 +248,11 @@ class Line:
     def notice(self) -> None:
         """The producer's door is closed: take in what the socket carried, then what the headers say beyond it."""
         self.noticed = True
-        for descriptor in [*self.wire, *self.salvage(self.sequence + len(self.wire))]:
-            self._arrive(descriptor)
-        self.wire = []
+        while self.wire:
+            self.drain()
+        for descriptor in self.salvage(self.sequence):
+            self.sequence = descriptor.sequence
+            self.arrivals.append(descriptor)
 
     def salvage(self, sequence: int) -> list[Descriptor]:
         """What was published beyond record `sequence`."""
@@ -303,6 +305,8 @@ class Line:
                 self.table.release(start, generation)
             except StaleDescriptor:
                 hold(LATE, (self.table.live, self.table.free_slots) == before, self.table)
+            except PenstockError as error:
+                raise Broken(LATE, error) from error
             else:
                 raise Broken(LATE, f"slot {start} was released in generation {generation}, long after that had ended")
 

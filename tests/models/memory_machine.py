@@ -1,0 +1,145 @@
+"""The memory channel against a list: whoever is cancelled, nothing is lost, doubled, or waited for in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from tests.models.explore import hold
+from tests.models.machine import PICKS, any_of, is_broken
+from tests.models.waiting_machine import TURNS
+
+from penstock import memory_channel
+from penstock.pipeline.memory import MemoryReceiver, MemorySender
+
+__all__ = ["MEMORY_RULES", "MemoryMachine"]
+
+CAPACITY, CAPACITY_BYTES = 3, 10
+
+BOUNDED = "a channel holds no more than its capacity, in records and in bytes"
+ONCE = "what was sent is received once, in the order in which it was sent"
+UNDONE = "a send that is cancelled hands nothing over, and a receive that is cancelled takes nothing"
+AWAKE = "nobody waits for what is there"
+ENDS = "when one side has closed, nobody of the other waits"
+
+MEMORY_RULES = (BOUNDED, ONCE, UNDONE, AWAKE, ENDS)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Something of a size."""
+
+    number: int
+    nbytes: int
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Tasks send and receive and are cancelled; the event loop runs on only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.outbox, self.inbox = self.channel()
+        self.sending: dict[int, asyncio.Task[None]] = {}
+        self.receiving: list[asyncio.Task[None]] = []
+        self.sent: list[int] = []
+        """Records that were handed over, in that order."""
+        self.received: list[int] = []
+        self.begun = 0
+
+    def channel(self) -> tuple[MemorySender[Record], MemoryReceiver[Record]]:
+        """What is looked at."""
+        return memory_channel[Record](CAPACITY, CAPACITY_BYTES)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self.loop.create_task(work)
+
+    @rule(nbytes=st.integers(0, CAPACITY_BYTES), tasks=st.integers(1, 3))
+    def send(self, nbytes: int, tasks: int) -> None:
+        for _ in range(tasks):
+            record = Record(self.begun, nbytes)
+            self.begun += 1
+            self.sending[record.number] = self._start(self._send(record))
+
+    async def _send(self, record: Record) -> None:
+        await self.outbox.send(record)
+        self.sent.append(record.number)
+
+    @rule(tasks=st.integers(1, 3))
+    def receive(self, tasks: int) -> None:
+        self.receiving += [self._start(self._receive()) for _ in range(tasks)]
+
+    async def _receive(self) -> None:
+        record = await self.inbox.receive()
+        self.received.append(record.number)
+
+    @precondition(lambda self: self.sending)
+    @rule(pick=PICKS)
+    def cancel_a_send(self, pick: int) -> None:
+        any_of(self.sending.values(), pick).cancel()
+
+    @precondition(lambda self: self.receiving)
+    @rule(pick=PICKS)
+    def cancel_a_receive(self, pick: int) -> None:
+        any_of(self.receiving, pick).cancel()
+
+    @rule()
+    def take_a_turn(self) -> None:
+        """A single pass of the loop: those that were woken go on, what they wake does not."""
+        self._turn(1)
+
+    @rule()
+    def come_to_rest(self) -> None:
+        self._turn(TURNS * (len(self.sending) + len(self.receiving) + 1))
+        held = self.outbox.statistics()
+        hold(AWAKE, not (self.receiving and held.items), f"{len(self.receiving)} wait, and {held.items} are there")
+        hold(AWAKE, not (self.sending and not held.items), f"{len(self.sending)} wait, and the channel is empty")
+
+    def _turn(self, passes: int) -> None:
+        async def turn() -> None:
+            for _ in range(passes):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turn())
+        for number in [number for number, task in self.sending.items() if task.done()]:
+            task = self.sending.pop(number)
+            undone = task.cancelled() or task.exception() is not None
+            hold(UNDONE, undone != (number in self.sent), number)
+        for task in [task for task in self.receiving if task.done()]:
+            self.receiving.remove(task)
+        self._compare()
+
+    def _compare(self) -> None:
+        held = self.outbox.statistics()
+        counted = held.sent, held.received, held.items
+        truth = len(self.sent), len(self.received), len(self.sent) - len(self.received)
+        hold(UNDONE, counted == truth, f"{counted}, but {truth}")
+        hold(BOUNDED, held.items <= CAPACITY and held.nbytes <= CAPACITY_BYTES, held)
+        hold(ONCE, self.received == self.sent[: len(self.received)], f"{self.received} of {self.sent}")
+
+    def teardown(self) -> None:
+        try:
+            if not is_broken():
+                self.come_to_rest()
+                self._close_one_side()
+        finally:
+            for task in [*self.sending.values(), *self.receiving]:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0))
+            self.outbox.close()
+            self.inbox.close()
+            self.loop.close()
+
+    def _close_one_side(self) -> None:
+        waiting = [*self.sending.values(), *self.receiving]
+        (self.outbox if self.receiving else self.inbox).close()
+        self._turn(TURNS * (len(waiting) + 1))
+        hold(ENDS, not self.sending and not self.receiving, f"{self.sending}, {self.receiving}")
+        for task in waiting:
+            error = task.exception()
+            hold(ENDS, isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError), repr(error))

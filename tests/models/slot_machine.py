@@ -1,0 +1,132 @@
+"""`SlotTable` against an array of owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.models.explore import Broken, hold
+from tests.models.machine import PICKS, any_of
+
+from penstock.errors import IllegalTransition, PenstockError, RecordTooLarge, StaleDescriptor
+from penstock.pipeline.slots import SlotTable, Span
+
+__all__ = ["SLOT_RULES", "SlotMachine"]
+
+SLOTS = 8
+
+FIRST_FIT = "a span is adjacent free slots, the first that there are"
+OWNERS = "every slot has the owner it was given to, or none"
+GENERATIONS = "each use of a first slot is its next generation"
+REFUSED = "what a span's state does not allow is refused and changes nothing"
+STALE = "a release of another generation is refused and changes nothing"
+NEVER = "a span that can never be is an error"
+
+SLOT_RULES = (FIRST_FIT, OWNERS, GENERATIONS, REFUSED, STALE, NEVER)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Records are written, published, abandoned and released in any order, and some steps are not allowed."""
+
+    table: Callable[[int], SlotTable] = SlotTable
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = type(self).table(SLOTS)
+        self.owners: list[Span | None] = [None] * SLOTS
+        self.uses = [0] * SLOTS
+        self.writing: list[Span] = []
+        self.published: list[Span] = []
+        self.ended: list[tuple[int, int]] = []
+        """(slot, generation) of spans that are no more."""
+        self.sequence = 0
+
+    @rule(count=st.integers(1, SLOTS))
+    def allocate(self, count: int) -> None:
+        free = [start for start in range(SLOTS - count + 1) if self.owners[start : start + count] == [None] * count]
+        span = self.real.allocate(count)
+        place = None if span is None else (span.start, span.count)
+        hold(FIRST_FIT, place == ((free[0], count) if free else None), f"{place} of {free} for {count}")
+        if span is not None:
+            self.uses[span.start] += 1
+            hold(GENERATIONS, span.generation == self.uses[span.start], span)
+            self.owners[span.start : span.start + count] = [span] * count
+            self.writing.append(span)
+
+    @rule(beyond=st.integers(1, 3))
+    def allocate_too_much(self, beyond: int) -> None:
+        self._refused(NEVER, RecordTooLarge, self.real.allocate, SLOTS + beyond)
+
+    @precondition(lambda self: self.writing)
+    @rule(pick=PICKS)
+    def publish(self, pick: int) -> None:
+        span = any_of(self.writing, pick)
+        self.sequence += 1
+        self.real.publish(span, self.sequence)
+        hold(OWNERS, (span.state, span.sequence) == ("published", self.sequence), span)
+        self.writing.remove(span)
+        self.published.append(span)
+
+    @precondition(lambda self: self.writing)
+    @rule(pick=PICKS)
+    def abandon(self, pick: int) -> None:
+        span = any_of(self.writing, pick)
+        self.real.abandon(span)
+        self.writing.remove(span)
+        self._end(span)
+
+    @precondition(lambda self: self.published)
+    @rule(pick=PICKS)
+    def release(self, pick: int) -> None:
+        span = any_of(self.published, pick)
+        returned = self.real.release(span.start, span.generation)
+        hold(OWNERS, returned is span, f"{returned} for {span}")
+        self.published.remove(span)
+        self._end(span)
+
+    def _end(self, span: Span) -> None:
+        hold(OWNERS, span.state == "free", span)
+        self.ended.append((span.start, span.generation))
+        self.owners = [None if owner is span else owner for owner in self.owners]
+
+    @precondition(lambda self: self.ended)
+    @rule(pick=PICKS)
+    def release_again(self, pick: int) -> None:
+        self._refused(STALE, StaleDescriptor, self.real.release, *any_of(self.ended, pick))
+
+    @rule(start=st.integers(-1, SLOTS), generation=st.integers(-1, 4))
+    def release_what_never_was(self, start: int, generation: int) -> None:
+        if all((span.start, span.generation) != (start, generation) for span in self.writing + self.published):
+            self._refused(STALE, StaleDescriptor, self.real.release, start, generation)
+
+    @precondition(lambda self: self.writing)
+    @rule(pick=PICKS)
+    def release_what_is_being_written(self, pick: int) -> None:
+        span = any_of(self.writing, pick)
+        self._refused(REFUSED, IllegalTransition, self.real.release, span.start, span.generation)
+
+    @precondition(lambda self: self.published)
+    @rule(pick=PICKS)
+    def publish_or_abandon_what_is_published(self, pick: int) -> None:
+        span = any_of(self.published, pick)
+        self._refused(REFUSED, IllegalTransition, self.real.publish, span, self.sequence)
+        self._refused(REFUSED, IllegalTransition, self.real.abandon, span)
+
+    def _refused(self, name: str, error: type[PenstockError], step: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            step(*arguments)
+        except error:
+            return
+        except PenstockError as other:
+            raise Broken(name, f"{step.__name__}{arguments}: {type(other).__name__}: {other}") from other
+        raise Broken(name, f"{step.__name__}{arguments} was taken")
+
+    @invariant()
+    def agrees(self) -> None:
+        spans = self.writing + self.published
+        hold(OWNERS, self.real.live == len(spans), f"{self.real!r}, but {spans}")
+        hold(OWNERS, self.real.free_slots == self.owners.count(None), f"{self.real!r}, but {self.owners}")
+        hold(REFUSED, all(span.state == "writing" for span in self.writing), self.writing)
+        hold(STALE, all(span.state == "published" for span in self.published), self.published)

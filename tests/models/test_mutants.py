@@ -1,0 +1,659 @@
+"""Every rule can fail: a core with one small fault breaks a rule that is known by name.
+
+A search or a machine that finds nothing proves something only if it finds what is there. Here each fault is put there.
+"""
+
+# ruff: noqa: ARG002 (not to heed an argument may well be the fault)
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from tests.models import books_machine, channel_model, ledger_machine, memory_machine, slot_machine, waiting_machine
+from tests.models.books_machine import RelayMachine, SourceMachine
+from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
+from tests.models.explore import Broken, Step
+from tests.models.ledger_machine import LedgerMachine
+from tests.models.machine import Machine, run
+from tests.models.memory_machine import MemoryMachine, Record
+from tests.models.slot_machine import SlotMachine
+from tests.models.waiting_machine import WaitingMachine
+
+from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock.errors import IllegalTransition, LedgerImbalance
+from penstock.pipeline.ledger import Account, EndState, Origin
+from penstock.pipeline.memory import MemoryReceiver, MemorySender, _Queue
+from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.waiting import Waiters
+from penstock.pipeline.worker_books import RelayBooks, SourceBooks
+from penstock.schemas import GroupId
+
+# -- faults of the slot table ------------------------------------------------------------------------------------------
+
+
+class AnyGenerationIsReleased(SlotTable):
+    """The generation of a release is not compared."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.newest: dict[int, int] = {}
+
+    def allocate(self, count: int) -> Span | None:
+        span = super().allocate(count)
+        if span is not None:
+            self.newest[span.start] = span.generation
+        return span
+
+    def release(self, start: int, generation: int) -> Span:
+        return super().release(start, self.newest.get(start, generation))
+
+
+class GenerationsStandStill(SlotTable):
+    """Every span is of the first generation."""
+
+    def allocate(self, count: int) -> Span | None:
+        span = super().allocate(count)
+        if span is not None:
+            span.generation = 1
+        return span
+
+
+class FreeRunsStayApart(SlotTable):
+    """Neighbours that are free do not become one run."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.runs = [set(range(slots))]
+
+    def allocate(self, count: int) -> Span | None:
+        apart = count <= self.slots and all(len(free) < count for free in self.runs)
+        span = None if apart else super().allocate(count)
+        if span is not None:
+            self.runs = [free - set(range(span.start, span.start + count)) for free in self.runs]
+        return span
+
+    def abandon(self, span: Span) -> None:
+        super().abandon(span)
+        self.runs.append(set(range(span.start, span.start + span.count)))
+
+    def release(self, start: int, generation: int) -> Span:
+        span = super().release(start, generation)
+        self.runs.append(set(range(span.start, span.start + span.count)))
+        return span
+
+
+class SpansOverlap(SlotTable):
+    """A span is said to be one slot longer than what was taken for it."""
+
+    def allocate(self, count: int) -> Span | None:
+        span = super().allocate(count)
+        if span is not None and span.start + count < self.slots:
+            span.count += 1
+        return span
+
+
+class WhatIsWrittenIsReleased(SlotTable):
+    """A release does not ask whether the span was published."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.writing: dict[tuple[int, int], Span] = {}
+
+    def allocate(self, count: int) -> Span | None:
+        span = super().allocate(count)
+        if span is not None:
+            self.writing[span.start, span.generation] = span
+        return span
+
+    def release(self, start: int, generation: int) -> Span:
+        span = self.writing.get((start, generation))
+        if span is not None and span.state == "writing":
+            self.abandon(span)
+            return span
+        return super().release(start, generation)
+
+
+class PublishedIsAbandoned(SlotTable):
+    """What is published may be abandoned."""
+
+    def abandon(self, span: Span) -> None:
+        try:
+            super().abandon(span)
+        except IllegalTransition:
+            self.release(span.start, span.generation)
+
+
+class SlotsLeak(SlotTable):
+    """A released span is not free."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.spans: dict[tuple[int, int], Span] = {}
+
+    def publish(self, span: Span, sequence: int) -> None:
+        super().publish(span, sequence)
+        self.spans[span.start, span.generation] = span
+
+    def release(self, start: int, generation: int) -> Span:
+        span = self.spans.pop((start, generation), None)
+        return super().release(start, generation) if span is None else span
+
+
+class TooLargeWaits(SlotTable):
+    """A span that can never be is waited for."""
+
+    def allocate(self, count: int) -> Span | None:
+        return super().allocate(count) if count <= self.slots else None
+
+
+# -- faults of what stands around it -----------------------------------------------------------------------------------
+
+
+class PublishesBeforeItWrites(Line):
+    """The header says published while the bytes are still being copied."""
+
+    def write(self) -> Step:
+        told = super().write()
+        assert self.writing is not None
+        span = self.writing
+        self.headers[span.start] = Header(True, self.sent + 1, span.count, span.generation)
+        return told
+
+    def _copy(self, span: Span) -> None:
+        """Not yet."""
+
+    def publish(self) -> None:
+        assert self.writing is not None
+        super()._copy(self.writing)
+        super().publish()
+
+
+class SalvagesEverything(Line):
+    """What had arrived is salvaged again."""
+
+    def salvage(self, sequence: int) -> list[Descriptor]:
+        return super().salvage(0)
+
+
+class SalvagesNothing(Line):
+    """What a dead process had published and its socket had not carried is forgotten."""
+
+    def salvage(self, sequence: int) -> list[Descriptor]:
+        return super().salvage(sequence)[:0]
+
+
+class ReleasesTooEarly(Line):
+    """Credit goes back when a record is delivered, while it is still being read."""
+
+    def take(self) -> Step:
+        told = super().take()
+        lease = next(lease for lease in self.leases if lease.sequence == told[1])
+        if self.alive:
+            self.back.append((lease.slot, lease.generation))
+        return told
+
+    def release(self, index: int) -> Step | None:
+        underway, self.back = self.back, []
+        told = super().release(index)
+        self.back = underway
+        return told
+
+    def _check_credit(self) -> None:
+        """Would find it a step earlier."""
+
+
+class ForgetsARelease(Line):
+    """A lease that dies gives no credit back."""
+
+    def release(self, index: int) -> Step | None:
+        told = super().release(index)
+        self.back = []
+        return told
+
+
+class ForgetsARecordAtTheFlush(Line):
+    """A descriptor is dropped where the sender does not see it."""
+
+    def flush(self) -> None:
+        super().flush()
+        self.wire = self.wire[:1]
+
+
+class NeverLearns(Line):
+    """The producer is not told that its receiver died."""
+
+    def steps(self) -> Iterator[Step]:
+        return (step for step in super().steps() if step != ("learn",))
+
+
+class NeverSettles(Line):
+    """What a dead producer held is never counted as lost."""
+
+    def steps(self) -> Iterator[Step]:
+        return (step for step in super().steps() if step != ("settle",))
+
+
+class ReleasesGoByPlace(Channel):
+    """What the receiver says to a dead producer reaches the one that took its place."""
+
+    def _after(self, state: State, worker: Worker, step: Step) -> State:
+        after = super()._after(state, worker, step)
+        place, incarnation = worker
+        if step[0] == "release" and incarnation + 1 < len(after.lines[place]):
+            lease = self._lines[state.lines[place][incarnation]].leases[step[1]]
+            said = ("hear_of_anothers", lease.slot, lease.generation)
+            after = super()._after(after, (place, incarnation + 1), said)
+        return after
+
+
+class HearsOfAnothers(Line):
+    """A line that takes what it is told for its own."""
+
+    def hear_of_anothers(self, slot: int, generation: int) -> None:
+        if self.alive:
+            self.back.append((slot, generation))
+
+    def _check_credit(self) -> None:
+        """Would find it before it is heard."""
+
+
+# -- faults of the ledger ----------------------------------------------------------------------------------------------
+
+
+class EndsCountTwice(Ledger):
+    """An end is counted twice."""
+
+    def _count(self, state: EndState, reason: str, count: int) -> None:
+        super()._count(state, reason, 2 * count)
+
+
+class TakesOverWithoutSaying(Ledger):
+    """What was taken over from a worker counts as in flight in both places."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> None:
+        super().take_over(record, origin, account)
+        if account is not None:
+            account.taken_over -= len(record)
+
+
+class AdmitsAgain(Ledger):
+    """What is in flight is admitted once more."""
+
+    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
+        listed = list(repetitions)
+        new = super().admit(group, listed)
+        if not new:
+            self._admitted += len(listed)
+        return len(listed)
+
+
+class WorkersAreNotHeard(Ledger):
+    """What a worker counts stays with it."""
+
+    def open_account(self, account: Account) -> None:
+        super().open_account(Account(bytearray(account._words.nbytes), account.name))
+
+
+class TheDeadAreForgotten(Ledger):
+    """What a dead worker held is in nobody's books."""
+
+    def close_account(self, account: Account, reason: str) -> int:
+        self._accounts = [each for each in self._accounts if each is not account]
+        return 0
+
+
+class ClosesTwice(Ledger):
+    """A worker that died twice lost twice."""
+
+    def close_account(self, account: Account, reason: str) -> int:
+        closed = super().close_account(account, reason)
+        if not closed and account not in self._accounts:
+            self._count("lost", reason, 1)
+            self._admitted += 1
+        return closed
+
+
+class AllowancesAreNotFreed(Ledger):
+    """A worker that hears of an end makes no room."""
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        self.step = max(self.step, step)
+
+
+class SettlesWithoutCounting(Ledger):
+    """A worker that hears of an end forgets the trajectory, and not how it ended."""
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        before = self._ended.copy()
+        super().settle(group, mask, state, step)
+        self._ended = before
+
+
+class EndsWhatHasEnded(Ledger):
+    """What is not in flight may end."""
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        ids = list(what.ids if isinstance(what, TrajectoryGroup) else what)
+        super().end([one for one in ids if self.is_open(one)], state, reason)
+
+
+class CommitsHalf(Ledger):
+    """A batch that is refused was counted up to where it is wrong."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        try:
+            super().commit(batch, step)
+        except LedgerImbalance:
+            for one in batch.ids:
+                if self.is_open(one):
+                    self._leave(one.group, 1 << one.repetition_id, "trained", "")
+            raise
+
+
+class CommitsAgain(Ledger):
+    """What was trained may be trained again."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        with suppress(LedgerImbalance):
+            super().commit(batch, step)
+
+
+class ForgetsWhatWasTrained(Ledger):
+    """A committed id may come back."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        super().commit(batch, step)
+        self._committed = {}
+
+
+class LosesNothing(Ledger):
+    """At the end of a run, what is in flight is left so."""
+
+    def lose(self, reason: str) -> int:
+        return sum(self.close_account(account, reason) for account in list(self._accounts))
+
+
+# -- faults of waiting -------------------------------------------------------------------------------------------------
+
+
+class WakeUpsDieWithTheCancelled(Waiters):
+    """A wake-up that reaches a cancelled task is lost."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        future = asyncio.get_running_loop().create_future()
+        (self._queue.appendleft if first else self._queue.append)(future)
+        await future
+
+
+class TheLastComesFirst(Waiters):
+    """Whoever came last is woken first."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        await super().wait(first=not first)
+
+
+class NobodyKeepsAPlace(Waiters):
+    """A task that was woken in vain goes to the end of the line."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        await super().wait()
+
+
+class WakesOneTooMany(Waiters):
+    """One wake-up wakes two."""
+
+    def wake_one(self) -> None:
+        super().wake_one()
+        super().wake_one()
+
+
+# -- faults of the books -----------------------------------------------------------------------------------------------
+
+
+class DoesNotWaitForWhatWasPublished(SourceBooks):
+    """What a worker held is settled as soon as it was reaped."""
+
+    def ended(self, worker: str, how: str) -> None:
+        self._pages[worker].drained = True
+        super().ended(worker, how)
+
+
+class DoesNotWaitForTheReaper(RelayBooks):
+    """What a worker held is settled as soon as all was received."""
+
+    def parted(self, peer: Any) -> None:
+        self._workers[peer.name].how = "unknown"
+        super().parted(peer)
+
+    def ended(self, worker: str, how: str) -> None:
+        if worker in self._workers:
+            super().ended(worker, how)
+
+
+class BelievesAnyEnding(RelayBooks):
+    """A worker may end what another was handed."""
+
+    def observed(self, peer: Any, payload: bytes) -> None:
+        for name in list(self._workers):
+            super().observed(books_machine.peer(name), payload)
+
+
+class ForgetsReasons(SourceBooks):
+    """What a worker tells is not noted."""
+
+    def observed(self, peer: Any, payload: bytes) -> None:
+        """Nothing."""
+
+
+class CountsTwice(SourceBooks):
+    """A record that is received passes twice."""
+
+    def received(self, peer: Any, record: Any) -> None:
+        super().received(peer, record)
+        self._passage.count(record)
+
+
+# -- faults of the memory channel --------------------------------------------------------------------------------------
+
+
+class BytesDoNotCount(_Queue[Record]):
+    """There is room for as many bytes as come."""
+
+    def has_room(self, nbytes: int) -> bool:
+        return super().has_room(0)
+
+
+class TheNewestIsReceived(MemoryReceiver[Record]):
+    """The record that came last goes first."""
+
+    def receive_nowait(self) -> Record:
+        self._queue.records.reverse()
+        try:
+            return super().receive_nowait()
+        finally:
+            self._queue.records.reverse()
+
+
+class CancelledSendsArrive(MemorySender[Record]):
+    """A send that is cancelled while it waits has handed its record over nevertheless."""
+
+    async def _send_after_waiting(self, record: Record) -> None:
+        try:
+            await super()._send_after_waiting(record)
+        except asyncio.CancelledError:
+            self._queue.records.append((record, 0))
+            self._queue.sent += 1
+            raise
+
+
+class ClosesQuietly(MemorySender[Record]):
+    """Nobody is told that the last sender has closed."""
+
+    def _leave(self) -> None:
+        self._queue.senders -= 1
+
+
+def channel_of(
+    queue: type[_Queue[Record]] = _Queue,
+    outbox: type[MemorySender[Record]] = MemorySender,
+    inbox: type[MemoryReceiver[Record]] = MemoryReceiver,
+    waiters: type[Waiters] = Waiters,
+) -> tuple[MemorySender[Record], MemoryReceiver[Record]]:
+    made = queue(memory_machine.CAPACITY, memory_machine.CAPACITY_BYTES)
+    made.waiting_senders, made.waiting_receivers = waiters(), waiters()
+    return outbox(made), inbox(made)
+
+
+# -- who catches them --------------------------------------------------------------------------------------------------
+
+
+class Catcher(NamedTuple):
+    """Where a fault is looked for."""
+
+    name: str
+    look: Callable[[], object]
+
+
+def search(**faults: Any) -> Catcher:
+    """The search of a small channel: one producer, that may be killed and is started anew."""
+    make: Callable[..., Channel] = faults.pop("channel", Channel)
+    return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
+
+
+def machine(kind: Machine, **faults: Any) -> Catcher:
+    """A machine around a core with a fault."""
+    faulty = type(f"Faulty{kind.__name__}", (kind,), faults)
+    return Catcher(kind.__name__, partial(run, faulty, runs=200, steps=40, shrinks=False))
+
+
+class Mutant(NamedTuple):
+    """A core with a fault."""
+
+    fault: type
+    by: Catcher
+    rule: str
+    """The rule that it breaks."""
+    or_rule: str = ""
+    """Another that it may break first, as the steps come."""
+
+    def __str__(self) -> str:
+        return f"{self.fault.__name__} is caught by {self.by.name}: {self.rule}"
+
+
+MUTANTS = [
+    # The search, tests/models/test_channel_model.py:
+    Mutant(AnyGenerationIsReleased, search(table=AnyGenerationIsReleased), channel_model.LATE),
+    Mutant(GenerationsStandStill, search(table=GenerationsStandStill), channel_model.LATE),
+    Mutant(FreeRunsStayApart, search(table=FreeRunsStayApart), channel_model.FREED),
+    Mutant(SpansOverlap, search(table=SpansOverlap), channel_model.ONE_OWNER),
+    Mutant(SlotsLeak, search(table=SlotsLeak), channel_model.ONE_OWNER),
+    Mutant(PublishesBeforeItWrites, search(line=PublishesBeforeItWrites), channel_model.BYTES),
+    Mutant(SalvagesEverything, search(line=SalvagesEverything), channel_model.ONCE),
+    Mutant(SalvagesNothing, search(line=SalvagesNothing), channel_model.DELIVERED),
+    Mutant(ReleasesTooEarly, search(line=ReleasesTooEarly), channel_model.BYTES),
+    Mutant(ForgetsARelease, search(line=ForgetsARelease), channel_model.CREDIT),
+    Mutant(ForgetsARecordAtTheFlush, search(line=ForgetsARecordAtTheFlush), channel_model.CREDIT),
+    Mutant(NeverLearns, search(line=NeverLearns), channel_model.DELIVERED),
+    Mutant(NeverSettles, search(line=NeverSettles), channel_model.ENDED),
+    Mutant(ReleasesGoByPlace, search(channel=ReleasesGoByPlace, line=HearsOfAnothers), channel_model.BELIEVED),
+    Mutant(EndsCountTwice, search(ledger=EndsCountTwice), channel_model.BALANCE),
+    Mutant(TakesOverWithoutSaying, search(ledger=TakesOverWithoutSaying), channel_model.BALANCE),
+    Mutant(WorkersAreNotHeard, search(ledger=WorkersAreNotHeard), channel_model.TRUTH),
+    Mutant(TheDeadAreForgotten, search(ledger=TheDeadAreForgotten), channel_model.TRUTH),
+    Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
+    Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
+    Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
+    # The machines, tests/models/test_machines.py:
+    Mutant(AnyGenerationIsReleased, machine(SlotMachine, table=AnyGenerationIsReleased), slot_machine.STALE),
+    Mutant(GenerationsStandStill, machine(SlotMachine, table=GenerationsStandStill), slot_machine.GENERATIONS),
+    Mutant(FreeRunsStayApart, machine(SlotMachine, table=FreeRunsStayApart), slot_machine.FIRST_FIT),
+    Mutant(SpansOverlap, machine(SlotMachine, table=SpansOverlap), slot_machine.FIRST_FIT),
+    Mutant(WhatIsWrittenIsReleased, machine(SlotMachine, table=WhatIsWrittenIsReleased), slot_machine.REFUSED),
+    Mutant(PublishedIsAbandoned, machine(SlotMachine, table=PublishedIsAbandoned), slot_machine.REFUSED),
+    Mutant(SlotsLeak, machine(SlotMachine, table=SlotsLeak), slot_machine.OWNERS),
+    Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
+    Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
+    Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),
+    Mutant(AdmitsAgain, machine(LedgerMachine, ledger=AdmitsAgain), ledger_machine.NEW),
+    Mutant(WorkersAreNotHeard, machine(LedgerMachine, ledger=WorkersAreNotHeard), ledger_machine.TRUE),
+    Mutant(
+        TheDeadAreForgotten,
+        machine(LedgerMachine, ledger=TheDeadAreForgotten),
+        ledger_machine.TRUE,
+        ledger_machine.BALANCED,
+    ),
+    Mutant(ClosesTwice, machine(LedgerMachine, ledger=ClosesTwice), ledger_machine.TRUE),
+    Mutant(AllowancesAreNotFreed, machine(LedgerMachine, ledger=AllowancesAreNotFreed), ledger_machine.PACED),
+    Mutant(SettlesWithoutCounting, machine(LedgerMachine, ledger=SettlesWithoutCounting), ledger_machine.BALANCED),
+    Mutant(EndsWhatHasEnded, machine(LedgerMachine, ledger=EndsWhatHasEnded), ledger_machine.ONE_END),
+    Mutant(CommitsHalf, machine(LedgerMachine, ledger=CommitsHalf), ledger_machine.OPEN),
+    Mutant(CommitsAgain, machine(LedgerMachine, ledger=CommitsAgain), ledger_machine.ONE_COMMIT),
+    Mutant(ForgetsWhatWasTrained, machine(LedgerMachine, ledger=ForgetsWhatWasTrained), ledger_machine.OPEN),
+    Mutant(LosesNothing, machine(LedgerMachine, ledger=LosesNothing), ledger_machine.TRUE),
+    Mutant(
+        WakeUpsDieWithTheCancelled,
+        machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
+        waiting_machine.PASSED_ON,
+    ),
+    Mutant(TheLastComesFirst, machine(WaitingMachine, waiters=TheLastComesFirst), waiting_machine.IN_ORDER),
+    Mutant(NobodyKeepsAPlace, machine(WaitingMachine, waiters=NobodyKeepsAPlace), waiting_machine.IN_ORDER),
+    Mutant(WakesOneTooMany, machine(WaitingMachine, waiters=WakesOneTooMany), waiting_machine.WAITING),
+    Mutant(
+        WakeUpsDieWithTheCancelled,
+        machine(MemoryMachine, channel=lambda _: channel_of(waiters=WakeUpsDieWithTheCancelled)),
+        memory_machine.AWAKE,
+    ),
+    Mutant(
+        BytesDoNotCount, machine(MemoryMachine, channel=lambda _: channel_of(BytesDoNotCount)), memory_machine.BOUNDED
+    ),
+    Mutant(
+        TheNewestIsReceived,
+        machine(MemoryMachine, channel=lambda _: channel_of(inbox=TheNewestIsReceived)),
+        memory_machine.ONCE,
+    ),
+    Mutant(
+        CancelledSendsArrive,
+        machine(MemoryMachine, channel=lambda _: channel_of(outbox=CancelledSendsArrive)),
+        memory_machine.UNDONE,
+    ),
+    Mutant(
+        ClosesQuietly, machine(MemoryMachine, channel=lambda _: channel_of(outbox=ClosesQuietly)), memory_machine.ENDS
+    ),
+    Mutant(
+        DoesNotWaitForWhatWasPublished,
+        machine(SourceMachine, books_type=DoesNotWaitForWhatWasPublished),
+        books_machine.SETTLED,
+        books_machine.TOLD,
+    ),
+    Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), books_machine.TOLD),
+    Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), books_machine.COUNTED),
+    Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), books_machine.BALANCED),
+    Mutant(DoesNotWaitForTheReaper, machine(RelayMachine, books_type=DoesNotWaitForTheReaper), books_machine.SETTLED),
+    Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), books_machine.SETTLED),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_fault_is_caught_by_the_rule_that_forbids_it(mutant: Mutant) -> None:
+    with pytest.raises(Broken) as caught:
+        mutant.by.look()
+
+    assert caught.value.rule in {mutant.rule, mutant.or_rule}
+
+
+def test_every_rule_can_fail() -> None:
+    rules = {
+        *channel_model.RULES,
+        *slot_machine.SLOT_RULES,
+        *ledger_machine.LEDGER_RULES,
+        *waiting_machine.WAITING_RULES,
+        *memory_machine.MEMORY_RULES,
+        *books_machine.BOOKS_RULES,
+    }
+
+    assert rules == {mutant.rule for mutant in MUTANTS}
