@@ -2,7 +2,7 @@
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
 #   make test            the whole suite, with coverage
 #   make check           formatter, linter, mypy, pyright, import directions
-#   make bench           the benchmarks
+#   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
 #   make clean           remove what the others made, except runs/
 
@@ -27,8 +27,20 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --quiet tests/test_imports.py
 
+# Ten minutes at most, peers included; those that are not installed are skipped (pip install -e '.[bench]').
+BENCH := runs/bench
+OURS := penstock iceoryx2-spin
+
 bench: $(READY)
-	$(BIN)/python -m benchmarks.transport --contestants penstock --producers 4 --group 8 --tokens 1024
+	mkdir -p $(BENCH)
+	$(BIN)/python -m benchmarks.transport --seconds 1 --repeats 3 --json $(BENCH)/peers.json --png $(BENCH)/peers.png
+	$(BIN)/python -m benchmarks.transport --contestants $(OURS) --group 1 8 16 --producers 1 2 4 --seconds 1 \
+		--repeats 1 --json $(BENCH)/cases.json --png $(BENCH)/cases.png
+	$(BIN)/python -m benchmarks.transport --contestants $(OURS) --tokens 256 32768 --seconds 1 --repeats 1 \
+		--json $(BENCH)/lengths.json --png $(BENCH)/lengths.png
+	$(BIN)/python -m benchmarks.latency --seconds 1 --repeats 2 --json $(BENCH)/latency.json
+	$(BIN)/python -m benchmarks.cost --seconds 1.5 --repeats 2 --json $(BENCH)/cost.json
+	$(BIN)/python -m benchmarks.end_to_end --seconds 2 --repeats 2 --json $(BENCH)/end_to_end.json
 
 setup: $(READY)
 

@@ -10,21 +10,18 @@ anything. A peer that is not installed is skipped with a line that says how to i
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from .chart import draw
 from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
 from .limit import copy_limit, spin_limit
 from .records import trajectory_bytes
+from .report import print_table, short, write_json
 
 __all__ = ["Results", "main", "measure"]
 
@@ -133,24 +130,12 @@ def _measured(name: str, case: Case, limit: float, results: Results) -> Round | 
 def _print(results: Results, console: Console) -> None:
     case, rows = results.case, results.rows()
     if rows:
-        table = Table(title=f"{case.producers} producers, groups of {case.group}, {case.tokens:,} tokens")
-        table.add_column("contestant", no_wrap=True)
-        for column in ("traj/s", "min–max", "of limit", "p50 µs", "p99 µs"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in rows:
-            low, high = row["trajectories_per_s_range"]
-            table.add_row(
-                row["contestant"],
-                _short(row["trajectories_per_s"]),
-                f"{_short(low)}–{_short(high)}",
-                f"{row['ratio_to_limit']:.3f}",
-                f"{row['p50_us']:,.0f}",
-                f"{row['p99_us']:,.0f}",
-            )
-        console.print(table)
+        title = f"{case.producers} producers, groups of {case.group}, {case.tokens:,} tokens"
+        head = ("contestant", "traj/s", "min–max", "of limit", "p50 µs", "p99 µs")
+        print_table(console, title, head, map(_cells, rows))
         console.print(
-            f"limit: {_short(results.limit)} copied ({_short(min(results.limits))}–{_short(max(results.limits))}), "
-            f"{_short(statistics.median(results.spin_limits))} with a spinning hand-over"
+            f"limit: {short(results.limit)} copied ({short(min(results.limits))}–{short(max(results.limits))}), "
+            f"{short(statistics.median(results.spin_limits))} with a spinning hand-over"
         )
     if (comparison := results.against_best_peer()) is not None:
         console.print(comparison)
@@ -158,22 +143,15 @@ def _print(results: Results, console: Console) -> None:
         console.print(f"{name} {reason}", style="dim", highlight=False, markup=False)
 
 
-def _short(rate: float) -> str:
-    """A rate in four or five characters."""
-    if rate >= 999_500:  # noqa: PLR2004
-        return f"{rate / 1e6:.2f} M"
-    return f"{rate / 1e3:.0f} k" if rate >= 9_950 else f"{rate / 1e3:.1f} k"  # noqa: PLR2004
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": model[0].partition(":")[2].strip() if model else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contestant"],
+        short(row["trajectories_per_s"]),
+        "–".join(map(short, row["trajectories_per_s_range"])),
+        f"{row['ratio_to_limit']:.3f}",
+        f"{row['p50_us']:,.0f}",
+        f"{row['p99_us']:,.0f}",
+    ]
 
 
 def _arguments() -> argparse.Namespace:
@@ -201,11 +179,9 @@ def main() -> None:
                 done.append(measure(arguments.contestants, case, arguments.repeats, console))
                 _print(done[-1], console)
     rows = [row for results in done for row in results.rows()]
-    if arguments.json:
-        limit = round(done[0].limit) if done[0].limits else None
-        skipped = {name: reason for results in done for name, reason in results.skipped.items()}
-        content = {"limit": limit, "machine": machine(), "rows": rows, "skipped": skipped}
-        arguments.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    limit = round(done[0].limit) if done[0].limits else None
+    skipped = {name: reason for results in done for name, reason in results.skipped.items()}
+    write_json(arguments.json, {"limit": limit, "rows": rows, "skipped": skipped})
     if arguments.png and rows:
         draw(rows, arguments.png)
 

@@ -11,16 +11,17 @@ from typing import Any
 from ..records import Plain
 from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, Send, race
 
-__all__ = ["mp_queue"]
+__all__ = ["connect_queue", "mp_queue", "serve_queue", "taken_from"]
 
 
 def mp_queue(case: Case) -> Outcome:
     """Records as they are, pickled by the queue."""
-    return race(case, _serve, connect_queue)
+    return race(case, serve_queue, connect_queue)
 
 
 @contextmanager
-def _serve(case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
+def serve_queue(case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
+    """The receiving end of a queue."""
     inbox: Any = multiprocessing.get_context("spawn").Queue(IN_FLIGHT * case.producers)
     try:
         yield inbox, taken_from(inbox)

@@ -11,7 +11,7 @@ from penstock.schemas import Packer
 from ..records import Checker, batch_tokens
 from .harness import DEADLINE_S, Case, Control, Latencies, Meter, Outcome, groups_to_send, producing
 
-__all__ = ["penstock"]
+__all__ = ["penstock", "produce"]
 
 
 def penstock(case: Case) -> Outcome:
@@ -27,7 +27,7 @@ async def _consume(case: Case) -> Outcome:
     received = 0
     with anyio.fail_after(case.seconds + DEADLINE_S):
         async with serve("shm://", TrajectoryGroup, senders=case.producers) as inbox:
-            with producing(_produce, [(inbox.url, case, number, control) for number in range(case.producers)]):
+            with producing(produce, [(inbox.url, case, number, control) for number in range(case.producers)]):
                 async for group in inbox:
                     if case.interval_s:
                         latencies.note(group.meta)
@@ -45,7 +45,8 @@ async def _consume(case: Case) -> Outcome:
     return meter.outcome()
 
 
-def _produce(url: str, case: Case, producer: int, control: Control) -> None:
+def produce(url: str, case: Case, producer: int, control: Control) -> None:
+    """What a producer's process runs."""
     anyio.run(_send, url, case, producer, control)
 
 

@@ -1,0 +1,209 @@
+"""A whole pipeline with real stages and a sink that only counts: trajectories a second, and where the time goes.
+
+    python -m benchmarks.end_to_end
+
+    source (2 processes) → RewardBridge → AdvantageNormalizer → Batcher → Count
+
+Sources send prebuilt groups, for sampling is not what is measured. By stage it says for how much of the time each one
+waited, and for what (`statistics()`); and as the stages share one event loop, what a group costs each of them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    Pipeline,
+    PipelineStatistics,
+    ReceiveChannel,
+    RewardBridge,
+    SendChannel,
+    Stage,
+    TrainBatch,
+    TrajectoryGroup,
+    current,
+    processes,
+    source,
+)
+from penstock.testing import drive
+
+from .contestants import leaving_nothing
+from .contestants.harness import DEADLINE_S
+from .machine import cpu_seconds
+from .records import BATCH_TOKENS, make_groups
+from .report import median_of, print_table, write_json
+
+__all__ = ["main"]
+
+GROUP, TOKENS = 8, 1024
+
+WARM_UP_S = 1.0
+
+ALONE_GROUPS = 400
+"""Groups with which a stage is timed alone."""
+
+REWARDS: dict[str, Any] = {"length_bounty": {"reward": -0.0001, "cap": 0.5}, "clip": [-10, 10]}
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A source: groups without advantages, as fast as they go, for a while."""
+
+    seconds: float
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Source`."""
+        groups = make_groups(current().worker.index, group=GROUP, tokens=TOKENS, advantages=False)
+        number, end = 0, time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            await outbox.send(msgspec.structs.replace(groups[number % len(groups)], instance_id=str(number)))
+            number += 1
+
+
+@dataclass(slots=True)
+class Count:
+    """A sink that only counts, and says of each batch that it was trained."""
+
+    trajectories: int = 0
+    started: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
+        """See `Sink`."""
+        ledger = current().ledger
+        async for batch in inbox:
+            ledger.end(batch.ids, "trained")
+            self.trajectories += len(batch)
+            self.started.set()
+            del batch
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run came to."""
+
+    trajectories_per_s: float
+    records_share: dict[str, float]
+    """Share of the time that each stage waited for records."""
+    credit_share: dict[str, float]
+    """Share of the time that each stage waited for room in the next channel."""
+    cores: dict[str, float]
+    """Cores that the workers took, and this process."""
+
+
+def middle_stages() -> list[Stage[Any, Any]]:
+    """The stages between source and sink."""
+    return [RewardBridge.from_config(REWARDS), AdvantageNormalizer("grpo"), Batcher(max_tokens=BATCH_TOKENS)]
+
+
+async def run(workers: int, seconds: float) -> Result:
+    """Run the pipeline once and look at it for `seconds` while it is warm."""
+    rewards, normalizer, batcher = middle_stages()
+    count = Count()
+    placed = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
+    pipeline: Pipeline = placed.then(rewards).then(normalizer).then(batcher).sink(count)
+    looks: list[Look] = []
+    with anyio.fail_after(seconds + DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.run)
+            await count.started.wait()
+            await anyio.sleep(WARM_UP_S)
+            looks.append(_look(pipeline, count))
+            await anyio.sleep(seconds)
+            looks.append(_look(pipeline, count))
+    balance = pipeline.report.balance if pipeline.report else None
+    if balance is None or balance.ended["trained"] != balance.admitted:
+        raise AssertionError(f"expected every trajectory that was sent to be counted, got {balance}")
+    return _between(*looks)
+
+
+@dataclass(frozen=True)
+class Look:
+    """The pipeline at one moment."""
+
+    at: float
+    trajectories: int
+    statistics: PipelineStatistics
+    cpu: dict[str, float]
+
+
+def _look(pipeline: Pipeline, count: Count) -> Look:
+    seen = pipeline.statistics()
+    pids = [worker.pid for stage in seen.stages for worker in stage.workers if worker.pid is not None]
+    cpu = {"workers": cpu_seconds(pids), "this process": cpu_seconds([os.getpid()])}
+    return Look(time.monotonic(), count.trajectories, seen, cpu)
+
+
+def _between(first: Look, last: Look) -> Result:
+    took = last.at - first.at
+    pairs = list(zip(first.statistics.stages, last.statistics.stages, strict=True))
+    return Result(
+        (last.trajectories - first.trajectories) / took,
+        {b.name: (b.waited_for_records_s - a.waited_for_records_s) / took for a, b in pairs},
+        {b.name: (b.waited_for_credit_s - a.waited_for_credit_s) / took for a, b in pairs},
+        {name: (last.cpu[name] - first.cpu[name]) / took for name in first.cpu},
+    )
+
+
+async def alone() -> dict[str, float]:
+    """Microseconds of processor time that a group costs each stage by itself, channels of one process included."""
+    built = make_groups(0, group=GROUP, tokens=TOKENS, advantages=False)
+    records: list[Any] = [
+        msgspec.structs.replace(built[number % len(built)], instance_id=str(number)) for number in range(ALONE_GROUPS)
+    ]
+    costs = {}
+    for stage in middle_stages():
+        began = time.process_time()
+        records = list(await drive(stage, records))
+        costs[type(stage).__name__] = (time.process_time() - began) / ALONE_GROUPS * 1e6
+    return costs
+
+
+def show(results: list[Result], costs: dict[str, float], console: Console) -> None:
+    """Print what came out."""
+    rates = median_of([result.trajectories_per_s for result in results])
+    cores = ", ".join(
+        f"{name} {statistics.median(result.cores[name] for result in results):.2f}" for name in results[0].cores
+    )
+    console.print(f"{rates} trajectories/s end to end; cores: {cores}", highlight=False)
+    rows = [
+        [
+            name,
+            f"{100 * statistics.median(result.records_share[name] for result in results):.0f}",
+            f"{100 * statistics.median(result.credit_share[name] for result in results):.0f}",
+            f"{costs[name]:.0f}" if name in costs else "",
+        ]
+        for name in results[0].records_share
+    ]
+    print_table(console, "time by stage", ("stage", "% for records", "% for credit", "alone, µs/group"), rows)
+
+
+@leaving_nothing()
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--workers", type=int, default=2, help="processes that the source runs in")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement counts")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the median is taken")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    results = [anyio.run(run, arguments.workers, arguments.seconds) for _ in range(arguments.repeats)]
+    costs = anyio.run(alone)
+    show(results, costs, Console())
+    content = {"rows": [msgspec.to_builtins(vars(result)) for result in results], "alone_us_per_group": costs}
+    write_json(arguments.json, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""How long a group is on its way: alone, under paced load, and to a receiver beside a trainer that holds the GIL.
+
+    python -m benchmarks.latency
+
+One way, from before `send` in the producer's process to the group in the receiver's hands; producers send when a group
+is due, not when there is room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+
+from penstock import (
+    Batcher,
+    ReceiveChannel,
+    SendChannel,
+    SinkTrainer,
+    TrainBatch,
+    TrajectoryGroup,
+    processes,
+    source,
+)
+
+from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
+from .contestants.harness import WARM_UP_S, Latencies
+from .records import make_groups
+from .report import median_of, print_table, write_json
+
+__all__ = ["main"]
+
+ALONE = ("penstock", "iceoryx2-event", "iceoryx2-spin")
+
+LOADS = (10_000, 38_000, 100_000, 189_000)
+"""Trajectories a second."""
+
+TOKENS = 1024
+
+BATCH = 64
+"""Trajectories that the busy trainer trains on in a step: as many milliseconds go by until the next batch is there."""
+
+STEP_S = 0.055
+"""How long a step of the busy trainer takes; less than it takes to fill a batch, or channels would be measured full."""
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Within the body a second thread of this process runs Python, and nothing but Python."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            sum(number * number for number in range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Pings:
+    """A source: a trajectory a millisecond, stamped."""
+
+    seconds: float
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Source`."""
+        groups = make_groups(0, group=1, tokens=TOKENS)
+        for number in range(int(self.seconds / 0.001)):
+            await anyio.sleep(0.001)
+            stamped = groups[0].meta | {"sent_ns": time.monotonic_ns()}
+            await outbox.send(msgspec.structs.replace(groups[0], instance_id=str(number), meta=stamped))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A stage: notes how long each group was on its way here."""
+
+    latencies: Latencies = field(default_factory=Latencies)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`."""
+        begin: float | None = None
+        async for group in inbox:
+            self.latencies.note(group.meta)
+            if begin is None:
+                begin = time.monotonic()
+            elif time.monotonic() - begin < WARM_UP_S:
+                self.latencies.restart()
+            await outbox.send(group)
+
+
+class BusyTrainer:
+    """A trainer whose step is Python from beginning to end."""
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        """Keep the interpreter to itself for a while."""
+        end, steps = time.perf_counter() + STEP_S, 0
+        while time.perf_counter() < end:
+            steps += 1
+        return {"tokens": float(len(batch.tokens))}
+
+
+def beside_sink_trainer(case: Case) -> Outcome:
+    """One in flight, in a pipeline that ends in a `SinkTrainer` whose trainer is busy nearly all the time."""
+    clock = Clock()
+    pipeline = (
+        source(Pings(case.seconds + WARM_UP_S), on=processes(1))
+        .then(clock, capacity=64, capacity_bytes=2**24)
+        .then(Batcher(max_tokens=BATCH * TOKENS))
+        .sink(SinkTrainer(BusyTrainer()))
+    )
+    anyio.run(pipeline.run)
+    return Outcome(float("nan"), *clock.latencies.percentiles())
+
+
+def beside_thread(case: Case) -> Outcome:
+    """One in flight, over a bare channel, beside a thread that holds the GIL for the switch interval of 5 ms."""
+    with busy_thread():
+        return CONTESTANTS["penstock"](case.pinging())
+
+
+class Table:
+    """Collects what each measurement came to, over the repeats."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._outcomes: dict[str, list[Outcome]] = {}
+        self._absent: dict[str, str] = {}
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        """One measurement."""
+        self._outcomes.setdefault(name, []).append(outcome)
+
+    def skip(self, name: str, reason: Absent) -> None:
+        """One that cannot be made here."""
+        self._absent[name] = str(reason)
+
+    def print(self, console: Console) -> None:
+        """Show the table."""
+        rows = [
+            [name, median_of([o.p50_us for o in outcomes]), median_of([o.p99_us for o in outcomes])]
+            for name, outcomes in self._outcomes.items()
+        ]
+        print_table(console, self.title, ("", "p50 µs", "p99 µs"), rows)
+        for name, reason in self._absent.items():
+            console.print(f"{name} skipped: {reason}", style="dim", highlight=False, markup=False)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The same for JSON."""
+        return [
+            {
+                "what": name,
+                "p50_us": [round(o.p50_us, 1) for o in outcomes],
+                "p99_us": [round(o.p99_us, 1) for o in outcomes],
+                "trajectories_per_s": [round(o.trajectories_per_s) for o in outcomes if o.trajectories_per_s > 0],
+            }
+            for name, outcomes in self._outcomes.items()
+        ]
+
+
+def measure(seconds: float, repeats: int) -> list[Table]:
+    """All of it, in turn."""
+    alone = Table("one trajectory in flight")
+    paced = Table("paced load: 4 producers, groups of 8")
+    busy = Table("one in flight, beside a trainer that runs Python")
+    single, loaded = Case(1, 1, TOKENS, seconds), Case(4, 8, TOKENS, seconds)
+    for _ in range(repeats):
+        for name in ALONE:
+            try:
+                alone.add(name, CONTESTANTS[name](single.pinging()))
+            except Absent as absent:
+                alone.skip(name, absent)
+        for load in LOADS:
+            paced.add(f"{load:,}/s", CONTESTANTS["penstock"](loaded.paced(load)))
+        busy.add("SinkTrainer", beside_sink_trainer(single))
+        busy.add("bare channel", beside_thread(single))
+    return [alone, paced, busy]
+
+
+@leaving_nothing()
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long each measurement counts")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the median is taken")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    tables, console = measure(arguments.seconds, arguments.repeats), Console()
+    for table in tables:
+        table.print(console)
+    write_json(arguments.json, {table.title: table.rows() for table in tables})
+
+
+if __name__ == "__main__":
+    main()

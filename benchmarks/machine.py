@@ -1,0 +1,39 @@
+"""What the numbers were measured on, and what processes take of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cpu_seconds", "machine", "pss_bytes"]
+
+
+def machine() -> dict[str, Any]:
+    """The processor, and what runs on it."""
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": model[0].partition(":")[2].strip() if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time that all threads of these processes have taken so far, to the nanosecond."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def pss_bytes(pids: Iterable[int]) -> dict[str, int]:
+    """Memory of these processes, what they share counted once: in all, and the shared-memory part of it."""
+    totals = {"Pss": 0, "Pss_Shmem": 0}
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in totals:
+                totals[name] += int(rest.split()[0]) * 1024
+    return totals

@@ -1,0 +1,46 @@
+"""How benchmarks show what they measured: medians with the least and the most, in tables of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .machine import machine
+
+__all__ = ["median_of", "print_table", "short", "write_json"]
+
+
+def short(rate: float) -> str:
+    """A rate in four or five characters."""
+    if rate >= 999_500:  # noqa: PLR2004
+        return f"{rate / 1e6:.2f} M"
+    return f"{rate / 1e3:.0f} k" if rate >= 9_950 else f"{rate / 1e3:.1f} k"  # noqa: PLR2004
+
+
+def median_of(values: Sequence[float], digits: int = 0) -> str:
+    """The median, and behind it the least and the most where there are several."""
+    middle = f"{statistics.median(values):,.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
+
+
+def print_table(console: Console, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table under a title; its first column names."""
+    console.print(f"\n{title}", style="italic", highlight=False)
+    table = Table()
+    for index, column in enumerate(head):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write `content`, with what it was measured on, where a path was given."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": machine()} | content, indent=2, ensure_ascii=False) + "\n")

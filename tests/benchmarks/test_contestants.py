@@ -1,0 +1,95 @@
+"""The harness that all contestants share, with real processes and small cases."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks import transport
+from benchmarks.contestants import CONTESTANTS, Absent, Case, Outcome
+from benchmarks.contestants.harness import decode_header, encode_header, flat_parts, need, race, read_flat
+from benchmarks.contestants.mp_queue import serve_queue
+from benchmarks.records import WrongContents, make_groups, plain
+from rich.console import Console
+from tests.benchmarks.contestants_for_tests import connect_forgetfully
+
+SMALL = Case(producers=2, group=2, tokens=64, seconds=0.2)
+
+
+@pytest.mark.parametrize("name", ["penstock", "mp-queue"])
+def test_a_contestant_brings_what_was_sent_and_is_timed(name: str) -> None:
+    flood = CONTESTANTS[name](SMALL)
+    ping = CONTESTANTS[name](SMALL.pinging())
+
+    assert flood.trajectories_per_s > 0
+    assert 0 < ping.p50_us <= ping.p99_us
+
+
+def test_a_contestant_that_loses_a_record_is_caught() -> None:
+    with pytest.raises(WrongContents, match=r"expected group 7 .* got 8"):
+        race(SMALL, serve_queue, connect_forgetfully)
+
+
+def test_a_record_as_bytes_comes_back_as_it_was() -> None:
+    record = plain(make_groups(1, group=2, tokens=64)[3])
+
+    parts, nbytes = flat_parts(record)
+    flat = read_flat(memoryview(b"".join(parts)))
+    framed = decode_header(encode_header(record), record.columns)
+
+    assert nbytes == sum(len(part) for part in parts)
+    for back in flat, framed:
+        assert (back.env, back.instance_id, back.meta) == (record.env, record.instance_id, record.meta)
+        assert (back.rows == record.rows).all()
+        assert [bytes(c) for c in back.columns] == [c.tobytes() for c in record.columns]
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(Absent, match="pip install no-such-package"):
+        need("no_such_module.part", "no-such-package")
+
+
+def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transport, "CONTESTANTS", {"penstock": steps(), "peer": steps(10.0), "gone": absent})
+    monkeypatch.setattr(transport, "copy_limit", lambda _nbytes, _seconds: 2000.0)
+    monkeypatch.setattr(transport, "spin_limit", lambda _nbytes, _seconds: 1000.0)
+    target = tmp_path / "results.json"
+    command = ["transport", "--contestants", "penstock", "peer", "gone", "--repeats", "3", "--json", str(target)]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(transport, "Console", partial(Console, width=80))
+
+    transport.main()
+
+    content, shown = json.loads(target.read_text()), capsys.readouterr().out
+    ours = content["rows"][1]
+    assert content["limit"] == 2000
+    assert [row["contestant"] for row in content["rows"]] == ["peer", "penstock"]
+    assert (ours["producers"], ours["group"], ours["tokens"]) == (4, 8, 1024)
+    assert (ours["trajectories_per_s"], ours["trajectories_per_s_range"]) == (300, [100, 500])
+    assert (ours["ratio_to_limit"], ours["limit"], ours["spin_limit"]) == (0.15, 2000, 1000)
+    assert (ours["p50_us"], ours["p99_us"]) == (3.0, 6.0)
+    assert content["skipped"] == {"gone": "skipped: pip install gone"}
+    assert "penstock / peer: 0.10" in shown
+    assert "gone skipped: pip install gone" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+
+
+def steps(factor: float = 1.0) -> partial[Outcome]:
+    """A contestant that is measured six times: rates 100, 300, 500 in turn with latencies 1, 3, 5."""
+    values = iter(np.repeat([1.0, 3.0, 5.0], 2))
+    return partial(_next_outcome, values, factor)
+
+
+def _next_outcome(values: object, factor: float, _case: Case) -> Outcome:
+    value = float(next(values))  # type: ignore[call-overload]
+    return Outcome(100 * value * factor, value, 2 * value)
+
+
+def absent(_case: Case) -> Outcome:
+    raise Absent("pip install gone")
