@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from .link import MEMORY_CAPACITY, Link
 from .memory import memory_channel
 from .placement import Here, Processes
 from .statistics import PipelineStatistics, StageState, StageStatistics
-from .telemetry import get_logger
+from .telemetry import get_logger, telling_waits
 from .worker_books import RUN_ENDED
 from .workers import Workers
 
@@ -66,16 +66,22 @@ class _Part:
 
     def statistics(self) -> StageStatistics:
         """What it does now."""
+        for_records_s, for_credit_s = self.waited()
         return StageStatistics(
             name=self.link.name,
             placement=str(self.link.on),
             state=self.state,
             waiting_for="" if self.over else self._waiting_for(),
-            waited_for_records_s=self.before.inbox.statistics().waited_s if self.before else 0.0,
-            waited_for_credit_s=self.outbox.waits[1] if self.outbox else 0.0,
+            waited_for_records_s=for_records_s,
+            waited_for_credit_s=for_credit_s,
             dropped={state: count for state, count in self.context.dropped.items() if count},
             workers=self.workers.statistics() if self.workers else (),
         )
+
+    def waited(self) -> tuple[float, float]:
+        """Seconds that it has waited here in all, for records and for credit; workers tell of their own."""
+        records = self.before.inbox.statistics().waited_s if self.before else 0.0
+        return records, self.outbox.waits[1] if self.outbox else 0.0
 
     def _waiting_for(self) -> str:
         workers = self.workers.statistics() if self.workers else ()
@@ -139,7 +145,7 @@ class Run:
         """Run one stage, and end what its end brings with it."""
         part.state = "running"
         try:
-            with part.scope, entered(part.context):
+            with part.scope, entered(part.context), self._telling_waits(part):
                 await self._body(part)
                 part.state = "returned"
         except Exception as error:  # noqa: BLE001 (whatever a stage raises is reported with its name)
@@ -150,6 +156,11 @@ class Run:
         if part.state == "returned":
             self._release_upstream(part)
             await _close_ends(part)
+
+    def _telling_waits(self, part: _Part) -> AbstractContextManager[None]:
+        if part.workers is not None:
+            return nullcontext()
+        return telling_waits(self._context.metrics, part.link.name, part.waited)
 
     async def _body(self, part: _Part) -> None:
         if part.workers is not None:

@@ -307,7 +307,7 @@ class Supervisor:
         name = self._name_of(orders["index"], orders["incarnation"])
         page = self._attendant.open(name)
         try:
-            child = await starter.start(orders | {"name": name, "account": page})
+            child = await starter.start(orders | {"name": name, "stage": self._name, "account": page})
         except BaseException:
             self._attendant.ended(name, f"{name} could not be started")
             raise

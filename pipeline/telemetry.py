@@ -8,7 +8,8 @@ reported once and left out from then on: watching a run must never end it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -17,7 +18,7 @@ import numpy as np
 import structlog
 from numpy.typing import ArrayLike
 
-__all__ = ["JsonlSink", "MetricSink", "Metrics", "get_logger"]
+__all__ = ["JsonlSink", "MetricSink", "Metrics", "Waited", "get_logger", "telling_waits"]
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
@@ -44,11 +45,13 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
 class Metrics:
     """Gathers observations; `emit` hands them to the sinks. One event loop uses it."""
 
-    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "sinks")
+    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "observers", "sinks")
 
     def __init__(self, *sinks: MetricSink) -> None:
         self.sinks: list[MetricSink] = list(sinks)
         """Where each step's metrics go."""
+        self.observers: list[Callable[[], None]] = []
+        """Called before observations are taken, for what is cheaper to look up now and then than to note at once."""
         self._means: dict[str, list[float]] = {}
         self._totals: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
@@ -86,6 +89,8 @@ class Metrics:
 
     def take(self) -> Observations:
         """Everything observed since the last `take` or `emit`, for the `absorb` of another process."""
+        for observe in self.observers:
+            observe()
         means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
         taken = Observations(means, self._totals, self._maxima, self._minima, dict(self._gauges))
         self._means, self._totals, self._maxima, self._minima = {}, {}, {}, {}
@@ -128,6 +133,30 @@ class Metrics:
         except Exception:
             self.sinks.remove(sink)
             log.exception("metric_sink_failed", sink=repr(sink), step=step)
+
+
+Waited: TypeAlias = Callable[[], tuple[float, float]]
+"""How long a stage has waited in all so far, in seconds: for records, and for credit."""
+
+
+@contextmanager
+def telling_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
+    """Within the body, `metrics` tell how long `stage` has waited: `wait_s/<stage>/records` and `…/credit`."""
+    told = waited()
+
+    def observe() -> None:
+        nonlocal told
+        now = waited()
+        for what, before, after in zip(("records", "credit"), told, now, strict=True):
+            metrics.total(f"wait_s/{stage}/{what}", after - before)
+        told = now
+
+    metrics.observers.append(observe)
+    try:
+        yield
+    finally:
+        observe()
+        metrics.observers.remove(observe)
 
 
 class JsonlSink:

@@ -35,7 +35,7 @@ from .errors import StageFailed
 from .joint import Outbox, Passage
 from .ledger import Account, EndState, Ledger
 from .remote_sender import RemoteSender
-from .telemetry import Metrics
+from .telemetry import Metrics, telling_waits
 from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed
 
 __all__ = ["main", "refuse_while_importing_main"]
@@ -200,9 +200,11 @@ async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
         try:
             if orders.inbox_kind:
                 async with _served(orders) as inbox:
-                    await stage.run(inbox, outbox)
+                    with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
+                        await stage.run(inbox, outbox)
             else:
-                await stage.run(outbox)
+                with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
+                    await stage.run(outbox)
         except Exception as error:
             if not consists_of(error, sender.failure):
                 raise
@@ -210,6 +212,10 @@ async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
         finally:
             news.pass_on()
             await outbox.close_all()
+
+
+def _waited(outbox: Outbox[Any], inbox: Any = None) -> tuple[float, float]:
+    return inbox.statistics().waited_s if inbox else 0.0, outbox.waits[1]
 
 
 @asynccontextmanager

@@ -38,6 +38,9 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is told on its command line."""
 
     name: str
+    """`SourceEnv 2/4`."""
+    stage: str
+    """`SourceEnv`."""
     parent: int
     """Process id of the parent."""
     job: int

@@ -5,6 +5,7 @@ import numpy as np
 import structlog
 
 from penstock import JsonlSink, Metrics
+from penstock.pipeline.telemetry import telling_waits
 
 
 def test_means_are_sums_over_sums_not_means_of_means() -> None:
@@ -82,3 +83,20 @@ def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
     sink({"reward": float("nan")}, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
+
+
+def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
+    metrics, waited = Metrics(), [1.0, 0.0]
+
+    with telling_waits(metrics, "Batcher", lambda: (waited[0], waited[1])):
+        waited[0] = 1.5
+        first = metrics.emit(1)
+        waited[:] = 1.75, 0.5
+        second = metrics.emit(2)
+        waited[1] = 0.75
+    third = metrics.emit(3)
+
+    assert (first["wait_s/Batcher/records"], first["wait_s/Batcher/credit"]) == (0.5, 0.0)
+    assert (second["wait_s/Batcher/records"], second["wait_s/Batcher/credit"]) == (0.25, 0.5)
+    assert third["wait_s/Batcher/credit"] == 0.25
+    assert not metrics.observers

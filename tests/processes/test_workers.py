@@ -101,7 +101,9 @@ async def test_metrics_and_drops_of_a_worker_are_those_of_the_run() -> None:
 
     report = await source(stages.SampleObserved(4), on=processes(1)).sink(Commit()).run(metrics=metrics)
 
-    assert metrics.emit(1).items() >= {"temperature": 2.0, "dropped/failed": 2.0, "late": 1.0}.items()
+    emitted = metrics.emit(1)
+    assert emitted.items() >= {"temperature": 2.0, "dropped/failed": 2.0, "late": 1.0}.items()
+    assert {"wait_s/SampleObserved/credit", "wait_s/Commit/records"} <= emitted.keys()
     assert report.balance.reasons["failed"] == {"no such tool": 2}
     assert report.balance.ended["trained"] == 8
 
