@@ -465,22 +465,19 @@ class Channel:
     ) -> None:
         self._lines: Moments[Line] = Moments()
         self._books: Moments[Books] = Moments()
-        self._sizes = [sizes, *([sizes_after_restart] if sizes_after_restart else [])]
-        self._make_line = partial(line, table=table, copies=copies)
+        make = partial(line, table=table, copies=copies)
+        self._firsts = [self._lines.first(partial(make, each)) for each in (sizes, sizes_after_restart) if each]
+        """The moment at which a line begins, by how often its producer was started anew."""
         self._kills = kills
         self._receiver_may_die = receiver_may_die
         self._known: dict[int, list[tuple[Step, bool]]] = {}
         """The steps of each line's moment, and whether they are faults."""
         self._checked: set[int] = set()
         """Moments of the books that were looked at."""
-        first = self._line(0)
         books = self._books.first(partial(Books, ledger))
         for place in range(producers):
             books = self._books.after(books, ("open", (place, 0)))[0]
-        self.start = State(((first,),) * producers, books, receiver=True)
-
-    def _line(self, incarnation: int) -> int:
-        return self._lines.first(partial(self._make_line, self._sizes[incarnation]))
+        self.start = State(((self._firsts[0],),) * producers, books, receiver=True)
 
     def search(self) -> int:
         """Look at every state; returns how many there are.
@@ -526,10 +523,10 @@ class Channel:
         return sum(not self._lines[line].alive for lines in state.lines for line in lines)
 
     def _may_restart(self, state: State, lines: tuple[int, ...]) -> bool:
-        return state.receiver and not self._lines[lines[-1]].alive and len(lines) < len(self._sizes)
+        return state.receiver and not self._lines[lines[-1]].alive and len(lines) < len(self._firsts)
 
     def _restarted(self, state: State, place: int) -> State:
-        lines = (*state.lines[place], self._line(len(state.lines[place])))
+        lines = (*state.lines[place], self._firsts[len(state.lines[place])])
         books = self._books.after(state.books, ("open", (place, len(lines) - 1)))[0]
         return State((*state.lines[:place], lines, *state.lines[place + 1 :]), books, state.receiver)
 

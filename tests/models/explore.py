@@ -139,7 +139,7 @@ def picture(thing: Any) -> Hashable:
     """All that `thing` holds, comparable: equal pictures behave alike."""
     seen: Hashable
     kind: type = type(thing)
-    if kind in PLAIN:
+    if kind in PLAIN or (isinstance(thing, tuple) and PLAIN.issuperset(map(type, thing))):
         seen = thing
     elif isinstance(thing, dict):
         seen = frozenset([(picture(key), picture(value)) for key, value in thing.items()])
@@ -152,10 +152,8 @@ def picture(thing: Any) -> Hashable:
     elif callable(thing):
         seen = getattr(thing, "__qualname__", kind.__qualname__)
     else:
-        held = [(name, picture(getattr(thing, name))) for name in _slots(kind) if hasattr(thing, name)]
-        held += [
-            (name, picture(value)) for name, value in getattr(thing, "__dict__", {}).items() if name not in STORIES
-        ]
+        names = [name for name in _slots(kind) if hasattr(thing, name)] + list(getattr(thing, "__dict__", ()))
+        held = [(name, picture(getattr(thing, name))) for name in names if name not in STORIES]
         seen = kind.__qualname__, *held
     return seen
 

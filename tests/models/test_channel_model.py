@@ -14,7 +14,10 @@ SCOPES: dict[str, tuple[Callable[[], Channel], int]] = {
         partial(Channel, (2, 2), (1,), kills=1, copies=True),
         40_643,
     ),
-    "two producers, both killed and started anew": (partial(Channel, (2,), (1,), copies=True), 169_362),
+    "two producers, both killed and started anew, while the receiver lives": (
+        partial(Channel, (2,), (1,), copies=True, receiver_may_die=False),
+        60_921,
+    ),
     "one producer, whose records are trained and let go in any order": (
         partial(Channel, (2, 1, 2), (1,), producers=1),
         64_535,

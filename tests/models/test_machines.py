@@ -14,10 +14,10 @@ from tests.models.waiting_machine import WaitingMachine
 @pytest.mark.parametrize(
     ("machine", "runs"),
     [
-        pytest.param(SlotMachine, 100, id="slot_table"),
-        pytest.param(WaitingMachine, 100, id="waiters"),
-        pytest.param(MemoryMachine, 100, id="memory_channel"),
-        pytest.param(LedgerMachine, 70, id="ledger_and_accounts"),
+        pytest.param(SlotMachine, 80, id="slot_table"),
+        pytest.param(WaitingMachine, 80, id="waiters"),
+        pytest.param(MemoryMachine, 80, id="memory_channel"),
+        pytest.param(LedgerMachine, 60, id="ledger_and_accounts"),
         pytest.param(SourceMachine, 60, id="books_of_sources"),
         pytest.param(RelayMachine, 60, id="books_of_middle_stages"),
     ],
