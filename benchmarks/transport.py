@@ -33,10 +33,9 @@ LIMIT_S = 0.5
 
 @dataclass(frozen=True)
 class Round:
-    """One contestant, measured once."""
+    """One contestant's throughput, measured once."""
 
-    flood: Outcome
-    ping: Outcome
+    trajectories_per_s: float
     limit: float
     """The copy limit, measured just before."""
 
@@ -49,6 +48,8 @@ class Results:
     limits: list[float] = field(default_factory=list)
     spin_limits: list[float] = field(default_factory=list)
     rounds: dict[str, list[Round]] = field(default_factory=dict)
+    pings: dict[str, Outcome] = field(default_factory=dict)
+    """How long a group of each contestant is on its way, one in flight; measured in the first repeat."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Why a contestant was not measured, or not to the end."""
 
@@ -63,8 +64,8 @@ class Results:
         return sorted(rows, key=lambda row: -row["trajectories_per_s"])
 
     def _row(self, name: str, rounds: list[Round]) -> dict[str, Any]:
-        rates = [one.flood.trajectories_per_s for one in rounds]
-        ratios = [one.flood.trajectories_per_s / one.limit for one in rounds]
+        rates = [one.trajectories_per_s for one in rounds]
+        ratios = [one.trajectories_per_s / one.limit for one in rounds]
         return {
             "contestant": name,
             "producers": self.case.producers,
@@ -77,10 +78,8 @@ class Results:
             "limit": round(self.limit),
             "limit_range": [round(min(self.limits)), round(max(self.limits))],
             "spin_limit": round(statistics.median(self.spin_limits)),
-            "p50_us": round(statistics.median(one.ping.p50_us for one in rounds), 1),
-            "p99_us": round(statistics.median(one.ping.p99_us for one in rounds), 1),
-            "p50_us_range": _range([one.ping.p50_us for one in rounds]),
-            "p99_us_range": _range([one.ping.p99_us for one in rounds]),
+            "p50_us": round(self.pings[name].p50_us, 1),
+            "p99_us": round(self.pings[name].p99_us, 1),
             "repeats": len(rounds),
         }
 
@@ -90,12 +89,8 @@ class Results:
         if best is None or OURS not in self.rounds:
             return None
         pairs = zip(self.rounds[OURS], self.rounds[best], strict=False)
-        ratios = [ours.flood.trajectories_per_s / theirs.flood.trajectories_per_s for ours, theirs in pairs]
+        ratios = [ours.trajectories_per_s / theirs.trajectories_per_s for ours, theirs in pairs]
         return f"{OURS} / {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-
-
-def _range(values: list[float]) -> list[float]:
-    return [round(min(values), 1), round(max(values), 1)]
 
 
 def measure(contestants: list[str], case: Case, repeats: int, console: Console) -> Results:
@@ -107,24 +102,25 @@ def measure(contestants: list[str], case: Case, repeats: int, console: Console) 
             if name in results.skipped:
                 continue
             with console.status(f"{name}, {repeat + 1} of {repeats}"):
-                limit = copy_limit(nbytes, LIMIT_S / 2)
-                measured = _measured(name, case, limit, results)
-            if measured is not None:
-                results.limits.append(limit)
-                results.rounds.setdefault(name, []).append(measured)
+                _measure_one(name, copy_limit(nbytes, LIMIT_S / 2), results)
         results.spin_limits.append(spin_limit(nbytes, LIMIT_S))
     return results
 
 
-def _measured(name: str, case: Case, limit: float, results: Results) -> Round | None:
-    """One contestant, once; or why not, noted in `results`. One that fails does not spoil the others' run."""
+def _measure_one(name: str, limit: float, results: Results) -> None:
+    """One contestant, once; or why not. One that fails does not spoil the others' run."""
+    run, case = CONTESTANTS[name], results.case
     try:
-        return Round(CONTESTANTS[name](case), CONTESTANTS[name](case.pinging()), limit)
+        if name not in results.pings:
+            results.pings[name] = run(case.pinging())
+        measured = Round(run(case).trajectories_per_s, limit)
     except Absent as absent:
         results.skipped[name] = f"skipped: {absent}"
     except Exception as error:  # noqa: BLE001
         results.skipped[name] = f"failed: {type(error).__name__}: {error}"
-    return None
+    else:
+        results.limits.append(limit)
+        results.rounds.setdefault(name, []).append(measured)
 
 
 def _print(results: Results, console: Console) -> None:

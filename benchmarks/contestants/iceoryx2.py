@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import multiprocessing
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +43,8 @@ class _Address(NamedTuple):
     nbytes: int
     """Of the largest record."""
     event: bool
+    ready: Any
+    """Set when the subscriber knows all publishers: what is sent to one that does not is dropped beyond its buffer."""
 
 
 @contextmanager
@@ -48,12 +52,15 @@ def _serve(case: Case, _control: Control, *, event: bool) -> Iterator[tuple[Any,
     iox2 = need("iceoryx2", "iceoryx2")
     nbytes = case.group * (trajectory_bytes(case.tokens) + case.tokens) + 4096
     with _directory() as directory:
-        address = _Address(directory, case.producers, nbytes, event)
+        ready = multiprocessing.get_context("spawn").Event()
+        address = _Address(directory, case.producers, nbytes, event, ready)
         node = _node(iox2, address)
-        subscriber = _service(iox2, node, address).subscriber_builder().buffer_size(IN_FLIGHT).create()
+        service = _service(iox2, node, address)
+        subscriber = service.subscriber_builder().buffer_size(IN_FLIGHT).create()
         listener = _events(iox2, node).listener_builder().create() if event else None
         try:
-            yield address, _taken_from(subscriber, _waiter(iox2, listener))
+            records = _taken_from(subscriber, _waiter(iox2, listener))
+            yield address, itertools.chain(_met(service, subscriber, address), records)
         finally:
             subscriber.delete()
             if listener is not None:
@@ -64,9 +71,11 @@ def _serve(case: Case, _control: Control, *, event: bool) -> Iterator[tuple[Any,
 def _directory() -> Iterator[str]:
     """A place of our own; iceoryx2 leaves a file or two behind, which go with it."""
     with tempfile.TemporaryDirectory(prefix="iceoryx2_") as directory:
-        yield directory
-        for left in Path("/dev/shm").glob(f"{Path(directory).name}*"):  # noqa: S108 (it is where iceoryx2 puts them)
-            left.unlink(missing_ok=True)
+        try:
+            yield directory
+        finally:
+            for left in Path("/dev/shm").glob(f"{Path(directory).name}*"):  # noqa: S108 (where iceoryx2 puts them)
+                left.unlink(missing_ok=True)
 
 
 def _node(iox2: Any, address: _Address) -> Any:
@@ -100,6 +109,15 @@ def _waiter(iox2: Any, listener: Any) -> Callable[[], bool]:
         return lambda: not listener.timed_wait(duration)
     attempts = itertools.count(1)
     return lambda: next(attempts) % SPINS == 0
+
+
+def _met(service: Any, subscriber: Any, address: _Address) -> Iterator[None]:
+    """No record, until the subscriber has met all publishers; then they are told to begin."""
+    while service.dynamic_config.number_of_publishers < address.producers:
+        time.sleep(IDLE_S)
+        yield None
+    subscriber.has_samples()  # it meets whom it does not know yet
+    address.ready.set()
 
 
 def _taken_from(subscriber: Any, idle: Callable[[], bool]) -> Iterator[Plain | None]:
@@ -144,6 +162,7 @@ def _connect(address: _Address, _producer: int) -> Iterator[Send]:
         if notifier is not None:
             notifier.notify()
 
+    address.ready.wait()
     yield send
     publisher.delete()
     if notifier is not None:

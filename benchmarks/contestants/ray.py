@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..records import Plain, trajectory_bytes
-from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, need, race, records_to_send
+from .harness import DEADLINE_S, IDLE_S, IN_FLIGHT, Case, Control, Outcome, need, race, records_to_send
 
 __all__ = ["ray_actor", "ray_graph", "ray_queue"]
 
@@ -121,7 +121,7 @@ def _returned(ray: Any, actors: list[Any], case: Case, control: Control, _: str)
     called = ahead
     while waiting[0]:
         for calls in waiting:
-            yield ray.get(calls.popleft())
+            yield ray.get(calls.popleft(), timeout=DEADLINE_S)
         if not control.stopping:
             called += 1
             for actor, calls in zip(actors, waiting, strict=True):
@@ -139,7 +139,7 @@ def _of_graph(ray: Any, actors: list[Any], case: Case, control: Control, _: str)
     waiting = deque(graph.execute(0) for _ in range(ahead))
     called = ahead
     while waiting:
-        yield from ray.get(waiting.popleft())
+        yield from ray.get(waiting.popleft(), timeout=DEADLINE_S)
         if not control.stopping:
             called += 1
             waiting.append(graph.execute(0))
@@ -164,6 +164,6 @@ def _queued(ray: Any, actors: list[Any], case: Case, control: Control, directory
         if control.stopping and not stop.stopping:
             stop.stop()
         ended = control.stopping and len(ray.wait(floods, num_returns=len(floods), timeout=0)[0]) == len(floods)
-    for number, sent in enumerate(ray.get(floods)):
+    for number, sent in enumerate(ray.get(floods, timeout=DEADLINE_S)):
         control.report(number, sent)
     queue.shutdown()
