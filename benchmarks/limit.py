@@ -24,8 +24,11 @@ __all__ = ["copy_limit", "spin_limit"]
 RING_BYTES = 16 * 2**20
 """Bytes that writer and reader go round in: what a thousand trajectories take."""
 
-PRIVATE_RECORDS = 64
-"""Records that each side has of its own: they stay in its cache, as a batch that is being filled does."""
+PRIVATE_BYTES = 64 * 16_704
+"""Bytes that each side has of its own: they stay in its cache, as a batch that is being filled does."""
+
+PRIVATE_RECORDS = 8
+"""Records that each side has of its own at least, however long they are: a group."""
 
 WRITTEN, READ, STOP = 0, 16, 32
 """Where the counters stand on which two spin: each has a cache line, and the next, which is fetched with it."""
@@ -88,9 +91,10 @@ class _Ring:
     def __init__(self, nbytes: int) -> None:
         self.slots = max(2, RING_BYTES // nbytes)
         self._shared = memoryview(mmap.mmap(-1, self.slots * nbytes))
-        self._own = np.ones(PRIVATE_RECORDS * nbytes, np.uint8).data
-        spans = [slice(slot * nbytes, (slot + 1) * nbytes) for slot in range(max(self.slots, PRIVATE_RECORDS))]
-        self._pairs = [(spans[slot], spans[slot % PRIVATE_RECORDS]) for slot in range(self.slots)]
+        private = max(PRIVATE_RECORDS, PRIVATE_BYTES // nbytes)
+        self._own = np.ones(private * nbytes, np.uint8).data
+        spans = [slice(slot * nbytes, (slot + 1) * nbytes) for slot in range(max(self.slots, private))]
+        self._pairs = [(spans[slot], spans[slot % private]) for slot in range(self.slots)]
 
     def write(self) -> float:
         """Seconds that a round of copies in takes."""
