@@ -49,8 +49,8 @@ SETTLE_S = 1.0
 
 
 async def cpu_when_idle(producers: int, seconds: float) -> float:
-    """Share of a core that all ends of a channel take together while nobody sends."""
-    share = math.nan
+    """Share of a core that all ends of a channel take together while nobody sends, less what looking on takes."""
+    share, looking_on = math.nan, await _cpu_share([os.getpid()], seconds)
     async with serve("shm://", TrajectoryGroup, senders=producers) as inbox:
         pipes = [multiprocessing.get_context("spawn").Pipe() for _ in range(producers)]
         arguments = [(inbox.url, theirs) for _, theirs in pipes]
@@ -63,7 +63,7 @@ async def cpu_when_idle(producers: int, seconds: float) -> float:
                 ours.send(None)
             async for _ in inbox:
                 pass
-    return share
+    return share - looking_on
 
 
 def _send_one_and_wait(url: str, pipe: Connection) -> None:
