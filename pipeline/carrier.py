@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
-from ..schemas import Array
+from ..schemas import Array, Packer
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Layout, Schema
 
@@ -107,6 +107,15 @@ class Inlet(Protocol):
         Raises:
             StaleDescriptor: the descriptor does not fit what lies there.
             InvalidRecord: what lies there is no record.
+        """
+        ...
+
+    def pack(self, parcel: Parcel, packer: Packer) -> bool:
+        """Copy a group straight into `packer`; whether it had room, and columns like those of the groups before it.
+
+        Raises:
+            StaleDescriptor: the descriptor does not fit what lies there.
+            InvalidRecord: what lies there is no group.
         """
         ...
 

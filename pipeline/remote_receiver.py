@@ -19,7 +19,7 @@ import anyio.lowlevel
 import zmq
 from anyio.abc import Listener, SocketStream
 
-from ..schemas import GroupId, InvalidRecord, ProtocolMismatch
+from ..schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TrainBatch
 from ..schemas.control import (
     PROTOCOL_VERSION,
     Closed,
@@ -425,6 +425,14 @@ class RemoteReceiver(Receiving[R]):
 
     def receive_nowait(self) -> R:
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        while True:
+            peer, parcel = self._next()
+            self._arrivals.popleft()
+            if (record := self._take(peer, parcel)) is not None:
+                return record
+
+    def _next(self) -> tuple[Peer, Parcel]:
+        """The next record, which stays where it is; the notices before it are told."""
         if self._closed:
             raise anyio.ClosedResourceError
         while True:
@@ -432,16 +440,21 @@ class RemoteReceiver(Receiving[R]):
                 self._drain()
             if not self._arrivals:
                 raise anyio.EndOfStream if self._ended() else anyio.WouldBlock
-            peer, arrival = self._arrivals.popleft()
-            if arrival is None:
-                if self._listener is not None:
-                    self._listener.parted(peer)
-            elif isinstance(arrival, PeerLost):
-                if self._listener is None:
-                    raise arrival
-                self._listener.lost(peer, arrival)
-            elif (record := self._take(peer, arrival)) is not None:
-                return record
+            peer, arrival = self._arrivals[0]
+            if isinstance(arrival, tuple):
+                return peer, arrival
+            self._arrivals.popleft()
+            self._tell(peer, arrival)
+
+    def _tell(self, peer: Peer, notice: PeerLost | None) -> None:
+        """A sender died, or said goodbye."""
+        if notice is None:
+            if self._listener is not None:
+                self._listener.parted(peer)
+        elif self._listener is None:
+            raise notice
+        else:
+            self._listener.lost(peer, notice)
 
     def _take(self, peer: Peer, parcel: Parcel) -> R | None:
         peer.taken += 1
@@ -461,18 +474,76 @@ class RemoteReceiver(Receiving[R]):
         """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
-            self._until_checkpoint = CHECKPOINT_EVERY
             await self._breathe()
         while True:
             try:
                 return self.receive_nowait()
             except anyio.WouldBlock:
-                with self._clock.waiting("record"):
-                    self._flush()
-                    if not self._arrivals and not self._ended():
-                        await self._waiting.wait()
+                await self._wait()
+
+    async def receive_packed(self, packer: Packer) -> TrainBatch:
+        """Copy groups from where they lie straight into `packer` until the next has no room there, and pack them.
+
+        No view of a group is made, so this is the fastest way from a channel into a batch. A batch also ends where the
+        next group has other columns, and at the end of the stream. What was copied before a wait that is cancelled
+        stays in `packer`.
+
+        Raises:
+            TypeError: this channel does not carry groups, or belongs to a pipeline, which has to see every record.
+            InvalidRecord: the next group has no room in an empty batch; `receive` still gives it.
+            anyio.EndOfStream: all senders are gone, and all that they sent was received.
+            PeerLost: a sender died; what it had sent was received before.
+        """
+        if self.schema.kind != "group" or self._listener is not None:
+            whose = " of a pipeline" if self._listener is not None else ""
+            raise TypeError(f"expected a channel of groups of its own, got one of kind {self.schema.kind}{whose}")
+        while True:
+            try:
+                while not self._pack_next(packer):
+                    self._until_checkpoint -= 1
+                    if self._until_checkpoint <= 0:
+                        await self._breathe()
+                return packer.pack()
+            except anyio.WouldBlock:
+                await self._wait()
+            except anyio.EndOfStream:
+                if not packer.groups:
+                    raise
+                return packer.pack()
+
+    def _pack_next(self, packer: Packer) -> bool:
+        """Copy the next group into `packer`; whether `packer` was full before."""
+        peer, parcel = self._next()
+        try:
+            taken = peer.inlet.pack(parcel, packer)
+        except (StaleDescriptor, InvalidRecord) as error:
+            self._arrivals.popleft()
+            peer.taken += 1
+            self._expel(peer, error)
+            return False
+        if taken:
+            self._arrivals.popleft()
+            self._received += 1
+            peer.taken += 1
+            peer.release(parcel[0])
+            if len(peer.releases) >= self._release_at:
+                self._flush_peer(peer)
+        elif not packer.groups:
+            raise InvalidRecord(
+                f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "
+                f"takes {parcel[0].nbytes} bytes: make batches larger or groups smaller"
+            )
+        return not taken
+
+    async def _wait(self) -> None:
+        with self._clock.waiting("record"):
+            self._flush()
+            if not self._arrivals and not self._ended():
+                await self._waiting.wait()
 
     async def _breathe(self) -> None:
+        """Let other tasks run, and let a cancellation in before anything was moved."""
+        self._until_checkpoint = CHECKPOINT_EVERY
         self._breathing = True
         try:
             await anyio.lowlevel.checkpoint()

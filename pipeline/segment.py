@@ -184,9 +184,26 @@ class SegmentReader:
         self._payload = _table_bytes(slots)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data) + self._payload
+        self._typed: list[Any] = [_cast(memoryview(self._map).cast("B"), dtype.char) for dtype in DTYPES]
 
     def lease(self, descriptor: Descriptor, released: Callable[[Descriptor], None]) -> tuple[Array, bytes]:
         """The bytes of a record as a read-only array that holds a lease, and a copy of its contents.
+
+        Raises:
+            StaleDescriptor: the span is out of bounds, was reused, or is not published.
+        """
+        contents = self.contents(descriptor)
+        lease = Lease(self, descriptor, self._address + descriptor.slot * self.slot_bytes, released)
+        return np.asarray(lease), contents
+
+    def columns(self, descriptor: Descriptor, layout: Layout) -> list[memoryview]:
+        """The columns of a record whose `contents` tell of `layout`, to be copied before anything is awaited."""
+        at, typed = self._payload + descriptor.slot * self.slot_bytes, self._typed
+        bases = [at // itemsize for itemsize in _ITEM_BYTES]
+        return [typed[index][bases[index] + first : bases[index] + last] for index, first, last in layout.places]
+
+    def contents(self, descriptor: Descriptor) -> bytes:
+        """A copy of the contents of a record.
 
         Raises:
             StaleDescriptor: the span is out of bounds, was reused, or is not published.
@@ -204,10 +221,8 @@ class SegmentReader:
             )
         if aligned(contents_bytes) > size:
             raise StaleDescriptor(f"expected contents within {size} bytes, got {contents_bytes}")
-        begin = slot * self.slot_bytes
-        contents = self._payload + begin + size - aligned(contents_bytes)
-        lease = Lease(self, descriptor, self._address + begin, released)
-        return np.asarray(lease), self._map[contents : contents + contents_bytes]
+        at = self._payload + slot * self.slot_bytes + size - aligned(contents_bytes)
+        return self._map[at : at + contents_bytes]
 
     def published_after(self, sequence: int) -> list[Descriptor]:
         """What the header table says is published beyond record `sequence`: for a sender that was killed.

@@ -18,10 +18,10 @@ import anyio.to_thread
 import zmq
 from anyio.abc import SocketListener
 
-from ..schemas import Array, InvalidRecord, ProtocolMismatch
+from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
 from ..schemas.control import Offer, Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import Contents, Layout, Schema, aligned
+from ..schemas.layout import Contents, Form, Layout, Schema, aligned
 from .blocking import enter_in_thread
 from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
@@ -102,13 +102,28 @@ class SlotInlet:
 
     def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
         """Views of a span that release it when the last one dies; see `Inlet.fetch`."""
-        payload, encoded = self._segment.lease(parcel[0], released)
+        descriptor = parcel[0]
+        payload, encoded = self._segment.lease(descriptor, released)
+        contents, form, layout = self._read(encoded, descriptor)
+        return contents.header, form.view(layout, payload)
+
+    def pack(self, parcel: Parcel, packer: Packer) -> bool:
+        """Copy a group from its span into `packer`; see `Inlet.pack`."""
+        descriptor = parcel[0]
+        contents, form, layout = self._read(self._segment.contents(descriptor), descriptor)
+        if not packer.takes(form, contents.lengths):
+            return False
+        group = PackedGroup.decode(contents.header, contents.lengths.sequences)
+        packer.copy(form, contents.lengths, self._segment.columns(descriptor, layout), group)
+        return True
+
+    def _read(self, encoded: bytes, descriptor: Descriptor) -> tuple[Contents, Form, Layout]:
         contents = Contents.decode(encoded)
         form = self._schema.received(contents)
         layout = form.layout(contents.lengths)
-        if layout.nbytes + aligned(len(encoded)) != len(payload):
-            raise InvalidRecord(f"{contents.lengths}: expected columns of {layout.nbytes} bytes, got {parcel[0]}")
-        return contents.header, form.view(layout, payload)
+        if layout.nbytes + aligned(len(encoded)) != descriptor.nbytes:
+            raise InvalidRecord(f"{contents.lengths}: expected columns of {layout.nbytes} bytes, got {descriptor}")
+        return contents, form, layout
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """What the headers say was published; see `Inlet.salvage`."""

@@ -18,11 +18,11 @@ import anyio.abc
 import anyio.to_thread
 import zmq
 
-from ..schemas import Array, ProtocolMismatch
+from ..schemas import Array, PackedGroup, Packer, ProtocolMismatch
 from ..schemas.control import Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import DTYPES, Contents, Layout, Schema, aligned
-from .carrier import Inlet, Parcel, R, dealer, router
+from .carrier import Frames, Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
 from .remote_receiver import RemoteReceiver, Terms
@@ -89,13 +89,30 @@ class FrameInlet:
 
     def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
-        descriptor, frames = parcel
-        if not frames:
-            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
-        released(descriptor)
+        frames = self._frames(parcel)
+        released(parcel[0])
         contents = Contents.decode(frames[0].bytes)
         form = self._schema.received(contents)
         return contents.header, form.frames(contents.lengths, [frame.buffer for frame in frames[1:]])
+
+    @staticmethod
+    def _frames(parcel: Parcel) -> Frames:
+        descriptor, frames = parcel
+        if not frames:
+            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
+        return frames
+
+    def pack(self, parcel: Parcel, packer: Packer) -> bool:
+        """Copy a group from its frames into `packer`; see `Inlet.pack`."""
+        frames = self._frames(parcel)
+        contents = Contents.decode(frames[0].bytes)
+        form = self._schema.received(contents)
+        if not packer.takes(form, contents.lengths):
+            return False
+        columns = form.frames(contents.lengths, [frame.buffer for frame in frames[1:]])
+        group = PackedGroup.decode(contents.header, contents.lengths.sequences)
+        packer.copy(form, contents.lengths, [column.reshape(-1) for column in columns.values()], group)
+        return True
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """Nothing: what had not left the process is gone with it."""

@@ -6,7 +6,6 @@ own memory, so that the slot a group came from is free again as soon as `add` re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, count_between, freeze
 from .errors import InvalidRecord
-from .group import GROUP_RULES, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
+from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_header
 from .ids import GroupId, TrajectoryId
-from .layout import Schema, aligned
+from .layout import Form, Lengths, Schema
 from .recycled import Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -44,6 +43,16 @@ class PackedGroup(NamedTuple):
     def id(self) -> GroupId:
         """The prompt that the sequences answer."""
         return GroupId(self.env, self.instance_id)
+
+    @classmethod
+    def decode(cls, header: bytes, sequences: int) -> PackedGroup:
+        """From the header of a group.
+
+        Raises:
+            InvalidRecord: it is none.
+        """
+        env, instance_id, meta = decode_header(header)
+        return cls(env, instance_id, sequences, meta)
 
 
 class PaddedBatch(NamedTuple):
@@ -264,13 +273,14 @@ class Packer:
     """
 
     __slots__ = (
-        "_ends",
+        "_candidates",
+        "_chunks",
+        "_form",
         "_groups",
         "_memory",
-        "_names",
-        "_over_sequences",
         "_over_tokens",
         "_starts",
+        "_targets",
         "_tokens",
         "max_tokens",
     )
@@ -278,16 +288,18 @@ class Packer:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         """Tokens that one batch holds at most."""
-        self._names: tuple[str, ...] = ()
-        """The columns of the groups in the batch."""
-        self._over_tokens: dict[str, Array] = {}
-        """Buffers over tokens, allocated with the first group of each batch."""
+        self._form: Form | None = None
+        """The form of the first group in the batch; None while it is empty."""
+        self._candidates = 0
+        """Its teacher candidates a token."""
         self._memory = Recycled()
-        """Where they lie."""
-        self._over_sequences: dict[str, list[Array]] = {}
-        """Columns over sequences: small, kept as copies and joined in `pack`."""
-        self._ends: list[NDArray[np.int64]] = []
-        """Where the sequences of each group end, counted within the group."""
+        """Where the columns over tokens lie."""
+        self._over_tokens: dict[str, Array] = {}
+        """The columns over tokens, as long as may be."""
+        self._targets: list[tuple[Any, int]] = []
+        """Of each column: its buffer and the items a token has, or (None, 0) for a column over sequences."""
+        self._chunks: list[list[bytes]] = []
+        """Of each column over sequences: what every group has of it. They are small, and joined in `pack`."""
         self._starts: list[int] = []
         """Where each group begins."""
         self._groups: list[PackedGroup] = []
@@ -312,31 +324,40 @@ class Packer:
         """Whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
+    def takes(self, form: Form, lengths: Lengths) -> bool:
+        """Whether a group of this form and these lengths has room, and the columns of the groups before it."""
+        if self._tokens + lengths.tokens > self.max_tokens:
+            return False
+        known = self._form
+        return known is None or (
+            (form is known or form.names == known.names) and lengths.candidates == self._candidates
+        )
+
     def add(self, group: TrajectoryGroup) -> None:
         """Copy `group` in.
 
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        first, last = self._tokens, self._tokens + len(group.tokens)
-        if last > self.max_tokens:
-            raise InvalidRecord(
-                f"tokens: expected at most {self.max_tokens - first} more (of {self.max_tokens}), "
-                f"got a group of {len(group.tokens)}"
-            )
         columns = group.columns()
-        if not self._groups:
-            self._open(columns)
-        elif tuple(columns) != self._names or group.teacher_ids is not None:
-            self._check_same(group, columns)
-        for name, buffer in self._over_tokens.items():
-            buffer[first:last] = columns[name]
-        for name, kept in self._over_sequences.items():
-            kept.append(columns[name].copy())
-        ends = columns["offsets"][1:].copy()
-        self._ends.append(ends)
+        form, lengths = GROUP_SCHEMA.measure(columns)
+        if not self.takes(form, lengths):
+            raise self._refusal(group, form, lengths)
+        plain = columns.values() if form.plain(lengths, columns.values()) else GROUP_SCHEMA.plain(columns)
+        self.copy(form, lengths, plain, PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta))
+
+    def copy(self, form: Form, lengths: Lengths, columns: Iterable[Any], group: PackedGroup) -> None:
+        """Copy a group in that `takes` let in, out of buffers that are as `form` and `lengths` say."""
+        if self._form is None:
+            self._open(form, lengths.candidates)
+        first, last = self._tokens, self._tokens + lengths.tokens
+        for (target, width), chunks, column in zip(self._targets, self._chunks, columns, strict=True):
+            if target is None:
+                chunks.append(column.tobytes())
+            else:
+                target[first * width : last * width] = column
         self._starts.append(first)
-        self._groups.append(PackedGroup(group.env, group.instance_id, len(ends), group.meta))
+        self._groups.append(group)
         self._tokens = last
 
     def pack(self) -> TrainBatch:
@@ -345,44 +366,48 @@ class Packer:
         Raises:
             InvalidRecord: nothing was added.
         """
-        if not self._groups:
+        if self._form is None:
             raise InvalidRecord("pack: expected at least one group, got none")
         columns = {name: buffer[: self._tokens] for name, buffer in self._over_tokens.items()}
-        versions = self._over_sequences.pop("policy_versions")
-        columns |= {name: np.concatenate(kept) for name, kept in self._over_sequences.items()}
-        columns["policy_versions"] = _join_versions(versions, self._ends)
-        bounds = np.concatenate([_ZERO, *self._ends])
-        bounds[1:] += np.repeat(self._starts, [group.sequences for group in self._groups])
+        chunks = {name: chunks for name, chunks in zip(self._form.names, self._chunks, strict=True) if chunks}
+        counts = [group.sequences for group in self._groups]
+        bounds = _join_offsets(chunks.pop("offsets"), self._starts, counts)
+        columns["policy_versions"] = _join_versions(chunks.pop("policy_versions"), self._starts, counts, bounds)
+        columns |= {name: np.frombuffer(b"".join(kept), GROUP_SCHEMA.rule(name).dtype) for name, kept in chunks.items()}
         batch = _finish(tuple(self._groups), columns, bounds)
-        self._over_tokens, self._over_sequences = {}, {}
-        self._groups, self._ends, self._starts, self._tokens = [], [], [], 0
+        self._form, self._over_tokens, self._targets, self._chunks = None, {}, [], []
+        self._groups, self._starts, self._tokens = [], [], 0
         return batch
 
-    def _open(self, columns: Mapping[str, Array]) -> None:
-        over_tokens = {name: column for name, column in columns.items() if name in TOKEN_COLUMNS}
-        sizes = [self.max_tokens * column.itemsize * math.prod(column.shape[1:]) for column in over_tokens.values()]
-        starts = [0, *accumulate(aligned(size) for size in sizes)]
-        memory = self._memory.block(starts[-1])
-        self._names = tuple(columns)
-        self._over_tokens = {
-            name: memory[start : start + size].view(column.dtype).reshape(self.max_tokens, *column.shape[1:])
-            for (name, column), start, size in zip(over_tokens.items(), starts[:-1], sizes, strict=True)
-        }
-        self._over_sequences = {name: [] for name in columns if name not in TOKEN_COLUMNS and name != "offsets"}
+    def _open(self, form: Form, candidates: int) -> None:
+        layout = form.layout(Lengths(self.max_tokens, 0, candidates))
+        columns = form.view(layout, self._memory.block(layout.nbytes)[: layout.nbytes])
+        self._form, self._candidates = form, candidates
+        self._over_tokens = {name: column for name, column in columns.items() if name in TOKEN_COLUMNS}
+        self._targets = [
+            (columns[name].reshape(-1).data, candidates if name in form.shaped else 1)
+            if name in TOKEN_COLUMNS
+            else (None, 0)
+            for name in form.names
+        ]
+        self._chunks = [[] for _ in form.names]
 
-    def _check_same(self, group: TrajectoryGroup, columns: Mapping[str, Array]) -> None:
-        expected = set(self._names)
-        if columns.keys() != expected:
-            raise InvalidRecord(
+    def _refusal(self, group: TrajectoryGroup, form: Form, lengths: Lengths) -> InvalidRecord:
+        if not self.fits(group):
+            return InvalidRecord(
+                f"tokens: expected at most {self.max_tokens - self._tokens} more (of {self.max_tokens}), "
+                f"got a group of {len(group.tokens)}"
+            )
+        expected, got = set(self._form.names if self._form else ()), set(form.names)
+        if expected != got:
+            return InvalidRecord(
                 f"{group.env}/{group.instance_id}: expected the columns of the groups before it, "
-                f"missing {sorted(expected - columns.keys())}, extra {sorted(columns.keys() - expected)}"
+                f"missing {sorted(expected - got)}, extra {sorted(got - expected)}"
             )
-        candidates = self._over_tokens["teacher_ids"].shape[1] if "teacher_ids" in columns else 0
-        if candidates and columns["teacher_ids"].shape[1] != candidates:
-            raise InvalidRecord(
-                f"{group.env}/{group.instance_id}: expected {candidates} teacher candidates a token, as in the "
-                f"groups before it, got {columns['teacher_ids'].shape[1]}"
-            )
+        return InvalidRecord(
+            f"{group.env}/{group.instance_id}: expected {self._candidates} teacher candidates a token, "
+            f"as in the groups before it, got {lengths.candidates}"
+        )
 
 
 _ZERO = np.zeros(1, np.int64)
@@ -403,18 +428,38 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
     return oldest
 
 
-def _join_versions(versions: Sequence[NDArray[np.int64]], ends: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """One column over sequences where all groups have it so, else one over tokens; `ends` is of sequences, by group.
+def _join_offsets(chunks: Sequence[bytes], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
+    """[B + 1] where each sequence of a batch begins, from the offsets of its groups."""
+    first, *others = chunks
+    joined = np.frombuffer(b"".join([first, *[chunk[OFFSET_BYTES:] for chunk in others]]), np.int64)
+    bounds: NDArray[np.int64] = joined + np.repeat(starts, [counts[0] + 1, *counts[1:]])
+    return bounds
+
+
+OFFSET_BYTES = 8
+
+
+def _join_versions(
+    chunks: Sequence[bytes], starts: Sequence[int], counts: Sequence[int], bounds: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """One column over sequences where all groups have it so, else one over tokens.
 
     Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
     over sequences, so the oldest version of each sequence is all that is kept.
     """
-    if all(len(v) == len(e) for v, e in zip(versions, ends, strict=True)):
-        return np.concatenate(versions)
-    offsets = [np.concatenate([_ZERO, e]) for e in ends]
-    if sum(int(o[-1]) for o in offsets) == sum(len(e) for e in ends):
+    joined = np.frombuffer(b"".join(chunks), np.int64)
+    over_sequences = [len(chunk) == OFFSET_BYTES * count for chunk, count in zip(chunks, counts, strict=True)]
+    if all(over_sequences):
+        return joined
+    versions = [np.frombuffer(chunk, np.int64) for chunk in chunks]
+    firsts = [0, *accumulate(counts)]
+    offsets = [bounds[a : b + 1] - start for a, b, start in zip(firsts, firsts[1:], starts, strict=False)]
+    if int(bounds[-1]) == len(bounds) - 1:
         return np.concatenate([oldest_versions(v, o) for v, o in zip(versions, offsets, strict=True)])
-    spread = [np.repeat(v, np.diff(o)) if len(v) == len(o) - 1 else v for v, o in zip(versions, offsets, strict=True)]
+    spread = [
+        np.repeat(v, np.diff(o)) if by_sequence else v
+        for v, o, by_sequence in zip(versions, offsets, over_sequences, strict=True)
+    ]
     return np.concatenate(spread)
 
 

@@ -388,15 +388,24 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Raises:
             InvalidRecord: the header is none.
         """
-        try:
-            env, instance_id, meta = _decode_header(header)
-        except msgspec.DecodeError as error:
-            raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
+        env, instance_id, meta = decode_header(header)
         if columns.keys() <= GROUP_RULES.keys():
             return cls(env=env, instance_id=instance_id, meta=meta, **columns)
         fields = {name: column for name, column in columns.items() if name in GROUP_RULES}
         parts = {n.removeprefix(PART_PREFIX): column for n, column in columns.items() if n not in GROUP_RULES}
         return cls(env=env, instance_id=instance_id, meta=meta, reward_parts=parts, **fields)
+
+
+def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
+    """Environment, instance and metadata.
+
+    Raises:
+        InvalidRecord: it is no header.
+    """
+    try:
+        return _decode_header(header)
+    except msgspec.DecodeError as error:
+        raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
 
 
 def _check_structure(columns: Mapping[str, Array], rules: Mapping[str, ColumnRule]) -> dict[str, int]:

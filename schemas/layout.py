@@ -11,7 +11,7 @@ Axes: N tokens, S sequences, F = S + 1 offsets, K teacher candidates a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -149,6 +149,19 @@ class Form:
             columns[name] = columns[name].reshape(shape)
         return columns
 
+    def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
+        """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so."""
+        if self.shaped:
+            return False
+        for column, (index, first, last) in zip(columns, self.layout(lengths).places, strict=True):
+            if (
+                column.__class__ is not np.ndarray
+                or column.dtype is not DTYPES[index]
+                or column.shape != (last - first,)
+            ):
+                return False
+        return True
+
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
 
@@ -219,7 +232,7 @@ class Schema:
             InvalidRecord: naming the first one that breaks its rule.
         """
         self.check(columns)
-        return [np.ascontiguousarray(c, self._rule(name).dtype).reshape(-1) for name, c in columns.items()]
+        return [np.ascontiguousarray(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
 
     def check(self, columns: Mapping[str, Array]) -> None:
         """Hold every column to its rule, contents apart.
@@ -227,7 +240,7 @@ class Schema:
         Raises:
             InvalidRecord: naming the first one that breaks its rule.
         """
-        rules = {name: self._rule(name) for name in columns} | self._structure
+        rules = {name: self.rule(name) for name in columns} | self._structure
         offsets = next(name for name, rule in self.rules.items() if rule.axes == ("F",))
         lengths: dict[str, int] = {}
         check_axes(columns, {offsets: rules[offsets]}, lengths)
@@ -239,7 +252,7 @@ class Schema:
         self._check_complete(columns)
         named = []
         for name, column in columns.items():
-            rule = self._rule(name)
+            rule = self.rule(name)
             over_sequences = len(rule.axes) == 1 or len(column) == sequences
             named.append((name, rule.dtype, rule.axes[0 if over_sequences else 1]))
         return Form(named)
@@ -269,15 +282,20 @@ class Schema:
             raise InvalidRecord(f"form: expected every column once, got {names}")
         self._check_complete(names)
         for name, code, axes in columns:
-            rule = self._rule(name)
+            rule = self.rule(name)
             if code != rule.dtype.str or axes not in rule.axes:
                 expected = f"{rule.dtype.str} over {' or '.join(rule.axes)}"
                 raise InvalidRecord(f"{name}: expected {expected}, got {code} over {axes}")
-        return Form([(name, self._rule(name).dtype, axes) for name, _, axes in columns])
+        return Form([(name, self.rule(name).dtype, axes) for name, _, axes in columns])
 
     # -- either ------------------------------------------------------------------------------------------------------
 
-    def _rule(self, name: str) -> ColumnRule:
+    def rule(self, name: str) -> ColumnRule:
+        """What column `name` must be, its contents apart.
+
+        Raises:
+            InvalidRecord: there is no such column.
+        """
         rule = self._part_rule if name.startswith(self._part_prefix) else self._structure.get(name)
         if rule is None:
             raise InvalidRecord(f"{name}: expected one of the columns {sorted(self.rules)}")
