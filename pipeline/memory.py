@@ -139,11 +139,15 @@ class MemorySender(_End[T]):
     async def send(self, record: T, /) -> None:
         """Hand over `record`, waiting for room if need be; see `SendChannel.send`."""
         await self._breathe()
-        try:
-            return self.send_nowait(record)
-        except ChannelFull:
-            with self._clock.waiting("credit"):
-                await self._send_after_waiting(record)
+        if not self._queue.waiting_senders:
+            try:
+                self.send_nowait(record)
+            except ChannelFull:
+                pass
+            else:
+                return
+        with self._clock.waiting("credit"):
+            await self._send_after_waiting(record)
 
     async def _send_after_waiting(self, record: T) -> None:
         """Keep the place in line until there is room, so that small records do not starve a large one."""

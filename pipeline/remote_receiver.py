@@ -69,6 +69,8 @@ class Peer:
         """Open for as long as both live."""
         self.open = True
         """Until it says goodbye, or is lost."""
+        self.expelled = False
+        """Whether it broke the protocol. Of what it sent nothing more is believed."""
         self.sequence = 0
         """Its last record that arrived."""
         self.taken = 0
@@ -342,7 +344,10 @@ class RemoteReceiver(Receiving[R]):
         self._say(peer, Farewell())
 
     def _expel(self, peer: Peer, error: Exception) -> None:
-        """A peer that breaks the protocol is treated as dead; the others go on."""
+        """A peer that breaks the protocol is treated as dead, once; the others go on."""
+        if peer.expelled:
+            return
+        peer.expelled = True
         self._reject(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
         lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {error}")

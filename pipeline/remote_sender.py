@@ -253,7 +253,7 @@ class RemoteSender(Closing, Generic[R]):
             await anyio.lowlevel.checkpoint()
         if self._closed:
             raise anyio.ClosedResourceError
-        if not self._line.place(record):
+        if self._line.waiting or not self._line.place(record):
             with self._clock.waiting("credit"):
                 await self._send_after_waiting(record)
 
@@ -263,7 +263,7 @@ class RemoteSender(Closing, Generic[R]):
             line.flush()  # hears of credit too, which no wake-up will announce again: so try before waiting
             if self._closed:
                 raise anyio.ClosedResourceError
-            if line.place(record):
+            if (first or not line.waiting) and line.place(record):
                 line.waiting.wake_one()  # one release may have made room for several
                 return
             await line.waiting.wait(first=first)

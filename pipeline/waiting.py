@@ -22,9 +22,10 @@ class Waiters:
 
     def __init__(self) -> None:
         self._queue: deque[asyncio.Future[None]] = deque()
+        """One for each waiting task, which takes it out itself: one that was woken still counts until it runs."""
 
     def __bool__(self) -> bool:
-        """Whether anyone waits."""
+        """Whether anyone waits: whoever comes now stands behind them."""
         return bool(self._queue)
 
     async def wait(self, *, first: bool = False) -> None:
@@ -34,27 +35,28 @@ class Waiters:
             self._queue.appendleft(future)
         else:
             self._queue.append(future)
+        woken = False
         try:
             await future
-        except BaseException:
-            if future.done() and not future.cancelled():
-                self.wake_one()
-            elif future in self._queue:
-                self._queue.remove(future)
-            raise
+            woken = True
+        finally:
+            at_the_head = self._queue[0] is future
+            self._queue.remove(future)
+            if not woken and (at_the_head or not future.cancelled()):
+                self.wake_one()  # what it did not take, or could not use, may do for the next
 
     def wake_one(self) -> None:
         """Wake the task that has waited longest."""
-        while self._queue:
-            future = self._queue.popleft()
+        for future in self._queue:
             if not future.done():
                 future.set_result(None)
                 return
 
     def wake_all(self) -> None:
         """Wake everyone: the condition will not come, or came for all."""
-        while self._queue:
-            self.wake_one()
+        for future in self._queue:
+            if not future.done():
+                future.set_result(None)
 
 
 class WaitClock:

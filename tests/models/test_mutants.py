@@ -387,7 +387,10 @@ class WakeUpsDieWithTheCancelled(Waiters):
     async def wait(self, *, first: bool = False) -> None:
         future = asyncio.get_running_loop().create_future()
         (self._queue.appendleft if first else self._queue.append)(future)
-        await future
+        try:
+            await future
+        finally:
+            self._queue.remove(future)
 
 
 class TheLastComesFirst(Waiters):
@@ -600,9 +603,24 @@ MUTANTS = [
         machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
         waiting_machine.PASSED_ON,
     ),
-    Mutant(TheLastComesFirst, machine(WaitingMachine, waiters=TheLastComesFirst), waiting_machine.IN_ORDER),
-    Mutant(NobodyKeepsAPlace, machine(WaitingMachine, waiters=NobodyKeepsAPlace), waiting_machine.IN_ORDER),
-    Mutant(WakesOneTooMany, machine(WaitingMachine, waiters=WakesOneTooMany), waiting_machine.WAITING),
+    Mutant(
+        TheLastComesFirst,
+        machine(WaitingMachine, waiters=TheLastComesFirst),
+        waiting_machine.IN_ORDER,
+        or_rule=waiting_machine.PASSED_ON,
+    ),
+    Mutant(
+        NobodyKeepsAPlace,
+        machine(WaitingMachine, waiters=NobodyKeepsAPlace),
+        waiting_machine.IN_ORDER,
+        or_rule=waiting_machine.PASSED_ON,
+    ),
+    Mutant(
+        WakesOneTooMany,
+        machine(WaitingMachine, waiters=WakesOneTooMany),
+        waiting_machine.WAITING,
+        or_rule=waiting_machine.IN_ORDER,
+    ),
     Mutant(
         WakeUpsDieWithTheCancelled,
         machine(MemoryMachine, channel=lambda _: channel_of(waiters=WakeUpsDieWithTheCancelled)),

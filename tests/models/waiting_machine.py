@@ -82,9 +82,14 @@ class WaitingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue)
     @rule(pick=PICKS)
     def cancel_one_that_waits(self, pick: int) -> None:
+        self.go_on()
         number = any_of(self.queue, pick)
+        at_the_head = number == self.queue[0]
         self.tasks[number].cancel()
         self.queue.remove(number)
+        if at_the_head:  # what was too little for it may do for the next
+            self._wake()
+        self.go_on()
 
     @precondition(lambda self: self.woken)
     @rule(pick=PICKS)

@@ -1,6 +1,7 @@
 """What the memory carrier does beyond the rules that all channels keep."""
 
 import gc
+from typing import NamedTuple
 
 import anyio
 import pytest
@@ -79,3 +80,24 @@ async def test_a_busy_sender_lets_others_run() -> None:
         for number in range(100):
             await outbox.send(number)
         assert ran
+
+
+async def test_small_records_do_not_overtake_a_large_one_that_waits() -> None:
+    class Sized(NamedTuple):
+        name: str
+        nbytes: int
+
+    sizes = {"large": 8, **{f"small {n}": 3 for n in range(20)}}
+    outbox, inbox = memory_channel[Sized](100, 10)
+    got: list[str] = []
+    async with outbox, inbox, anyio.create_task_group() as tasks:
+        for _ in range(2):
+            outbox.send_nowait(Sized("first", 5))
+        for name, nbytes in sizes.items():
+            tasks.start_soon(outbox.send, Sized(name, nbytes))
+            await anyio.wait_all_tasks_blocked()
+
+        got += [(await inbox.receive()).name for _ in range(len(sizes) + 2)]
+
+    assert got[:3] == ["first", "first", "large"]
+    assert sorted(got[2:]) == sorted(sizes)

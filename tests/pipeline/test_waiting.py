@@ -55,3 +55,29 @@ def test_a_clock_counts_only_while_something_is_waited_for() -> None:
     total = clock.waited_s
     assert clock.waiting_for == ""
     assert clock.waited_s == total
+
+
+async def test_whoever_cancels_at_the_head_lets_the_next_have_a_look() -> None:
+    """What was too little for the first may do for the second, which nobody else would wake."""
+    waiters = Waiters()
+    first = asyncio.create_task(waiters.wait())
+    await anyio.wait_all_tasks_blocked()
+    second = asyncio.create_task(waiters.wait())
+    await anyio.wait_all_tasks_blocked()
+
+    first.cancel()
+
+    with anyio.fail_after(5):
+        await second
+
+
+async def test_a_woken_task_still_stands_in_line_until_it_runs() -> None:
+    waiters = Waiters()
+    task = asyncio.create_task(waiters.wait())
+    await anyio.wait_all_tasks_blocked()
+
+    waiters.wake_one()
+
+    assert waiters
+    await task
+    assert not waiters
