@@ -33,7 +33,7 @@ __all__ = [
 
 PRIME = 1_000_003
 
-KINDS = 16
+KINDS = 2
 """Different groups that a producer sends in turn."""
 
 CHECK_WHOLE_EVERY = 128

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TypeAlias
+
 import anyio
 import anyio.lowlevel
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrainBatch, TrajectoryGroup, connect, serve
+from penstock.pipeline.remote_receiver import RemoteReceiver
 from penstock.schemas import Packer
 
 from ..records import Checker, batch_tokens
 from .harness import DEADLINE_S, Case, Control, Latencies, Meter, Outcome, groups_to_send, producing
 
 __all__ = ["penstock", "produce"]
+
+Inbox: TypeAlias = RemoteReceiver[TrajectoryGroup]
+
+Progress: TypeAlias = tuple[TrainBatch | None, int]
+"""A batch if one is full, and the groups received so far."""
 
 
 def penstock(case: Case) -> Outcome:
@@ -24,25 +34,40 @@ async def _consume(case: Case) -> Outcome:
     checker = Checker(producers=case.producers, group=case.group, tokens=case.tokens)
     control, latencies = Control(case.producers), Latencies()
     meter = Meter(case, checker, control, latencies)
-    received = 0
+    consume = _one_by_one if case.interval_s else _packed
     with anyio.fail_after(case.seconds + DEADLINE_S):
         async with serve("shm://", TrajectoryGroup, senders=case.producers) as inbox:
             with producing(produce, [(inbox.url, case, number, control) for number in range(case.producers)]):
-                async for group in inbox:
-                    if case.interval_s:
-                        latencies.note(group.meta)
-                    if not packer.fits(group):
-                        checker.check(packer.pack())
-                        meter.look(received)
-                    packer.add(group)
-                    del group  # copied: its slots must not wait until the next one comes
-                    received += 1
-                    if case.interval_s:
-                        control.take(received)
-                        meter.look(received)
-    checker.check(packer.pack())
+                async for batch, received in consume(inbox, packer, control, latencies):
+                    if batch is not None:
+                        checker.check(batch)
+                    meter.look(received)
     checker.finish(control.sent)
     return meter.outcome()
+
+
+async def _packed(inbox: Inbox, packer: Packer, _control: Control, _latencies: Latencies) -> AsyncIterator[Progress]:
+    """Batch after batch, as fast as they come."""
+    received = 0
+    with suppress(anyio.EndOfStream):
+        while True:
+            batch = await inbox.receive_packed(packer)
+            received += len(batch.groups)
+            yield batch, received
+
+
+async def _one_by_one(inbox: Inbox, packer: Packer, control: Control, latencies: Latencies) -> AsyncIterator[Progress]:
+    """Group after group, each with the time that it was on its way."""
+    received = 0
+    async for group in inbox:
+        latencies.note(group.meta)
+        batch = None if packer.fits(group) else packer.pack()
+        packer.add(group)
+        del group  # copied: its slots must not wait until the next one comes
+        received += 1
+        control.take(received)
+        yield batch, received
+    yield packer.pack(), received
 
 
 def produce(url: str, case: Case, producer: int, control: Control) -> None:

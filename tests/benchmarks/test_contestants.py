@@ -34,7 +34,7 @@ def test_a_contestant_that_loses_a_record_is_caught() -> None:
 
 
 def test_a_record_as_bytes_comes_back_as_it_was() -> None:
-    record = plain(make_groups(1, group=2, tokens=64)[3])
+    record = plain(make_groups(1, group=2, tokens=64)[1])
 
     parts, nbytes = flat_parts(record)
     flat = read_flat(memoryview(b"".join(parts)))
