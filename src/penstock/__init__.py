@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
-    from .schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
+    from .schemas import GroupId, Packer, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
@@ -53,6 +53,7 @@ __all__ = [
     "NoOpPolicy",
     "OutsideEnvironment",
     "PPOClip",
+    "Packer",
     "Pipeline",
     "PipelineStatistics",
     "Policy",
@@ -108,7 +109,7 @@ _HOMES = {
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
-    "schemas": ("GroupId", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
+    "schemas": ("GroupId", "Packer", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),

@@ -5,9 +5,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import TrainBatch, TrajectoryGroup, connect, serve
+from penstock import Packer, TrainBatch, TrajectoryGroup, connect, serve
 from penstock.errors import InvalidRecord
-from penstock.schemas import Packer
 from penstock.testing import batch as a_batch
 from penstock.testing import group
 

@@ -137,15 +137,14 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on
 
 
 async def test_a_sender_that_breaks_the_protocol_twice_is_told_lost_once() -> None:
-    async with serve("shm://", TrajectoryGroup, senders=1) as inbox:
-        async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
-            assert isinstance(outbox, RemoteSender)
-            outbox._line.tell(control.Publish((Descriptor(1, 0, 1, 7, 64), Descriptor(2, 0, 1, 7, 64))))
-            with pytest.raises(PeerLost, match="was cut off"):
-                await inbox.receive()
-            with pytest.raises(anyio.EndOfStream):
-                await inbox.receive()
-            assert inbox.rejected == 1
+    async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup, name="forger") as outbox:
+        assert isinstance(outbox, RemoteSender)
+        outbox._line.tell(control.Publish((Descriptor(1, 0, 1, 7, 64), Descriptor(2, 0, 1, 7, 64))))
+        with pytest.raises(PeerLost, match="was cut off"):
+            await inbox.receive()
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+        assert inbox.rejected == 1
 
 
 async def test_a_release_that_was_never_due_is_passed_over() -> None:
