@@ -5,14 +5,12 @@ python -m benchmarks.cost
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
 import statistics
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -27,7 +25,7 @@ from .contestants.harness import DEADLINE_S, Control, producing
 from .contestants.penstock import penstock, produce
 from .machine import cpu_seconds, pss_bytes
 from .records import batch_tokens, make_groups
-from .report import median_of, print_table, short, write_json
+from .report import command_line, median_of, print_table, short, write_json
 
 __all__ = ["main"]
 
@@ -207,10 +205,7 @@ def measure(seconds: float, repeats: int, console: Console) -> dict[str, Any]:
 @leaving_nothing()
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the median is taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = command_line(__doc__, seconds=3.0, repeats=3)
     arguments = parser.parse_args()
     write_json(arguments.json, measure(arguments.seconds, arguments.repeats, Console()))
 

@@ -10,12 +10,10 @@ waited, and for what (`statistics()`); and as the stages share one event loop, w
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -43,7 +41,7 @@ from .contestants import leaving_nothing
 from .contestants.harness import DEADLINE_S
 from .machine import cpu_seconds
 from .records import BATCH_TOKENS, make_groups
-from .report import median_of, print_table, write_json
+from .report import command_line, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -192,11 +190,8 @@ def show(results: list[Result], costs: dict[str, float], console: Console) -> No
 @leaving_nothing()
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line(__doc__, seconds=3.0, repeats=3)
     parser.add_argument("--workers", type=int, default=2, help="processes that the source runs in")
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the median is taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     results = [anyio.run(run, arguments.workers, arguments.seconds) for _ in range(arguments.repeats)]
     costs = anyio.run(alone)

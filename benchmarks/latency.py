@@ -8,13 +8,11 @@ is due, not when there is room.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -35,7 +33,7 @@ from penstock import (
 from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
 from .contestants.harness import WARM_UP_S, Latencies
 from .records import make_groups
-from .report import median_of, print_table, write_json
+from .report import command_line, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -195,10 +193,7 @@ def measure(seconds: float, repeats: int) -> list[Table]:
 @leaving_nothing()
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the median is taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = command_line(__doc__, seconds=2.0, repeats=3)
     arguments = parser.parse_args()
     tables, console = measure(arguments.seconds, arguments.repeats), Console()
     for table in tables:

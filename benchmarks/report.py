@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,16 @@ from rich.table import Table
 
 from .machine import machine
 
-__all__ = ["median_of", "print_table", "short", "write_json"]
+__all__ = ["command_line", "median_of", "print_table", "short", "write_json"]
+
+
+def command_line(doc: str | None, *, seconds: float, repeats: int) -> argparse.ArgumentParser:
+    """What every benchmark can be told; `doc` begins with what it is for."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
+    parser.add_argument("--seconds", type=float, default=seconds, help="how long each measurement counts")
+    parser.add_argument("--repeats", type=int, default=repeats, help="measurements of which the median is taken")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    return parser
 
 
 def short(rate: float) -> str:

@@ -21,7 +21,7 @@ from .chart import draw
 from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
 from .limit import copy_limit, spin_limit
 from .records import trajectory_bytes
-from .report import print_table, short, write_json
+from .report import command_line, print_table, short, write_json
 
 __all__ = ["Results", "main", "measure"]
 
@@ -151,14 +151,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line(__doc__, seconds=2.0, repeats=5)
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--producers", type=int, nargs="+", default=[4], help="producer processes")
     parser.add_argument("--group", type=int, nargs="+", default=[8], help="trajectories a group")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024], help="tokens a trajectory")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of which the median is taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--png", type=Path, help="draw the results here")
     return parser.parse_args()
 

@@ -468,12 +468,16 @@ class RemoteReceiver(Receiving[R]):
         except (StaleDescriptor, InvalidRecord) as error:
             self._expel(peer, error)
             return None
-        self._received += 1
-        if len(peer.releases) >= self._release_at:
-            self._flush_peer(peer)
+        self._count(peer)
         if self._listener is not None:
             self._listener.received(peer, record)
         return record
+
+    def _count(self, peer: Peer) -> None:
+        """One more record of `peer` was handed over; its credit goes back where enough has gathered."""
+        self._received += 1
+        if len(peer.releases) >= self._release_at:
+            self._flush_peer(peer)
 
     async def receive(self) -> R:
         """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
@@ -528,11 +532,9 @@ class RemoteReceiver(Receiving[R]):
             return False
         if taken:
             self._arrivals.popleft()
-            self._received += 1
             peer.taken += 1
             peer.release(parcel[0])
-            if len(peer.releases) >= self._release_at:
-                self._flush_peer(peer)
+            self._count(peer)
         elif not packer.groups:
             raise InvalidRecord(
                 f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "

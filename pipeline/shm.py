@@ -64,7 +64,7 @@ class SlotOutlet:
                 f"expected a record of at most {segment.slots * segment.slot_bytes} bytes (capacity_bytes of the "
                 f"channel), got one of {nbytes}: raise capacity_bytes or make the group smaller"
             )
-        if self.items >= self._capacity or (span := self._table.allocate(slots)) is None:
+        if self.full or (span := self._table.allocate(slots)) is None:
             return None
         try:
             segment.write(span, contents, columns, layout)

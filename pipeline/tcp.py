@@ -21,8 +21,8 @@ import zmq
 from ..schemas import Array, PackedGroup, Packer, ProtocolMismatch
 from ..schemas.control import Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import DTYPES, Contents, Layout, Schema, aligned
-from .carrier import Frames, Inlet, Parcel, R, dealer, router
+from ..schemas.layout import DTYPES, Contents, Form, Layout, Schema, aligned
+from .carrier import Inlet, Parcel, R, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
 from .remote_receiver import RemoteReceiver, Terms
@@ -55,7 +55,7 @@ class FrameOutlet:
                 f"expected a record of at most {self._capacity_bytes} bytes (capacity_bytes of the channel), "
                 f"got one of {nbytes}: raise capacity_bytes or make the group smaller"
             )
-        if self.items >= self._capacity or self.nbytes + nbytes > self._capacity_bytes:
+        if self.full or self.nbytes + nbytes > self._capacity_bytes:
             return None
         frames = [contents, *map(_frame, columns, layout.places)]
         self._in_flight[sequence] = nbytes
@@ -89,30 +89,26 @@ class FrameInlet:
 
     def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
-        frames = self._frames(parcel)
+        contents, form, buffers = self._read(parcel)
         released(parcel[0])
-        contents = Contents.decode(frames[0].bytes)
-        form = self._schema.received(contents)
-        return contents.header, form.frames(contents.lengths, [frame.buffer for frame in frames[1:]])
-
-    @staticmethod
-    def _frames(parcel: Parcel) -> Frames:
-        descriptor, frames = parcel
-        if not frames:
-            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
-        return frames
+        return contents.header, form.frames(contents.lengths, buffers)
 
     def pack(self, parcel: Parcel, packer: Packer) -> bool:
         """Copy a group from its frames into `packer`; see `Inlet.pack`."""
-        frames = self._frames(parcel)
-        contents = Contents.decode(frames[0].bytes)
-        form = self._schema.received(contents)
+        contents, form, buffers = self._read(parcel)
         if not packer.takes(form, contents.lengths):
             return False
-        columns = form.frames(contents.lengths, [frame.buffer for frame in frames[1:]])
+        columns = form.frames(contents.lengths, buffers)
         group = PackedGroup.decode(contents.header, contents.lengths.sequences)
         packer.copy(form, contents.lengths, [column.reshape(-1) for column in columns.values()], group)
         return True
+
+    def _read(self, parcel: Parcel) -> tuple[Contents, Form, list[memoryview]]:
+        descriptor, frames = parcel
+        if not frames:
+            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
+        contents = Contents.decode(frames[0].bytes)
+        return contents, self._schema.received(contents), [frame.buffer for frame in frames[1:]]
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """Nothing: what had not left the process is gone with it."""

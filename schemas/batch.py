@@ -411,6 +411,7 @@ class Packer:
 
 
 _ZERO = np.zeros(1, np.int64)
+_INT64_BYTES = _ZERO.itemsize
 
 
 def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -431,12 +432,9 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
 def _join_offsets(chunks: Sequence[bytes], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
     """[B + 1] where each sequence of a batch begins, from the offsets of its groups."""
     first, *others = chunks
-    joined = np.frombuffer(b"".join([first, *[chunk[OFFSET_BYTES:] for chunk in others]]), np.int64)
+    joined = np.frombuffer(b"".join([first, *[chunk[_INT64_BYTES:] for chunk in others]]), np.int64)
     bounds: NDArray[np.int64] = joined + np.repeat(starts, [counts[0] + 1, *counts[1:]])
     return bounds
-
-
-OFFSET_BYTES = 8
 
 
 def _join_versions(
@@ -448,7 +446,7 @@ def _join_versions(
     over sequences, so the oldest version of each sequence is all that is kept.
     """
     joined = np.frombuffer(b"".join(chunks), np.int64)
-    over_sequences = [len(chunk) == OFFSET_BYTES * count for chunk, count in zip(chunks, counts, strict=True)]
+    over_sequences = [len(chunk) == _INT64_BYTES * count for chunk, count in zip(chunks, counts, strict=True)]
     if all(over_sequences):
         return joined
     versions = [np.frombuffer(chunk, np.int64) for chunk in chunks]

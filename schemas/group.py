@@ -192,9 +192,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             InvalidRecord: naming the column, what was expected and what came.
         """
         self._check_header()
-        columns = self.columns()
-        lengths = _check_structure(columns, GROUP_RULES)
-        check_axes(columns, {PART_PREFIX + name: GROUP_RULES["rewards"] for name in self.reward_parts}, lengths)
+        self.schema.check(self.columns(), contents=True)
         self._check_offsets()
         self._check_contents()
 
@@ -406,17 +404,6 @@ def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
         return _decode_header(header)
     except msgspec.DecodeError as error:
         raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
-
-
-def _check_structure(columns: Mapping[str, Array], rules: Mapping[str, ColumnRule]) -> dict[str, int]:
-    """Hold columns to their rules, the number of sequences being what `offsets` says; the lengths of all axes."""
-    lengths: dict[str, int] = {}
-    check_axes(columns, {"offsets": rules["offsets"]}, lengths)
-    if not lengths["F"]:
-        raise InvalidRecord("offsets: expected at least the entry 0, got none")
-    lengths["S"] = lengths["F"] - 1
-    check_axes(columns, rules, lengths)
-    return lengths
 
 
 _encode_header = msgspec.msgpack.Encoder().encode

@@ -191,9 +191,8 @@ class Schema:
     def __init__(self, kind: str, rules: Mapping[str, ColumnRule], *, part_prefix: str, part_rule: str) -> None:
         self.kind = kind
         self.rules = rules
-        self._structure = {name: rule._replace(finite=False) for name, rule in rules.items()}
         self._part_prefix = part_prefix
-        self._part_rule = self._structure[part_rule]
+        self._part_rule = rules[part_rule]
         self._required = frozenset(name for name, rule in rules.items() if rule.required)
         self._either = tuple(name for name, rule in rules.items() if rule.axes == ("S", "N"))
         """Columns with a value a sequence or a value a token."""
@@ -234,13 +233,15 @@ class Schema:
         self.check(columns)
         return [np.ascontiguousarray(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
 
-    def check(self, columns: Mapping[str, Array]) -> None:
-        """Hold every column to its rule, contents apart.
+    def check(self, columns: Mapping[str, Array], *, contents: bool = False) -> None:
+        """Hold every column to its rule: dtype and shape, and where `contents`, that floats are finite.
 
         Raises:
             InvalidRecord: naming the first one that breaks its rule.
         """
-        rules = {name: self.rule(name) for name in columns} | self._structure
+        rules = {**self.rules, **{name: self.rule(name) for name in columns}}
+        if not contents:
+            rules = {name: rule._replace(finite=False) for name, rule in rules.items()}
         offsets = next(name for name, rule in self.rules.items() if rule.axes == ("F",))
         lengths: dict[str, int] = {}
         check_axes(columns, {offsets: rules[offsets]}, lengths)
@@ -291,12 +292,12 @@ class Schema:
     # -- either ------------------------------------------------------------------------------------------------------
 
     def rule(self, name: str) -> ColumnRule:
-        """What column `name` must be, its contents apart.
+        """What column `name` must be.
 
         Raises:
             InvalidRecord: there is no such column.
         """
-        rule = self._part_rule if name.startswith(self._part_prefix) else self._structure.get(name)
+        rule = self._part_rule if name.startswith(self._part_prefix) else self.rules.get(name)
         if rule is None:
             raise InvalidRecord(f"{name}: expected one of the columns {sorted(self.rules)}")
         return rule
