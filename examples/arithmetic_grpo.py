@@ -9,6 +9,11 @@ workers through shared memory while they sample. Ctrl-C ends the run early and k
 
 from __future__ import annotations
 
+from arithmetic.ctrl_c import end_on_ctrl_c
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    end_on_ctrl_c("interrupted; nothing is in flight")
+
 import argparse
 from functools import partial
 from pathlib import Path
@@ -63,17 +68,16 @@ async def reinforce(run: Run) -> None:
         run.end("out of time")
 
 
-def main() -> None:
+async def main(seed: int) -> None:
     """Warm up, reinforce, and keep what came of it."""
-    parser = argparse.ArgumentParser(description="Reinforcement learning on sums, in three processes.")
-    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
-    seed = parser.parse_args().seed
     torch.manual_seed(seed)
     with kept(Run(seed, make_model())) as run:
-        warm_up(run.model, seed)
+        await warm_up(run.model, seed)
         run.warmed_up()
-        anyio.run(reinforce, run)
+        await reinforce(run)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="Reinforcement learning on sums, in three processes.")
+    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
+    anyio.run(main, parser.parse_args().seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from penstock.pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics
 
+from .ctrl_c import cancelled_by_ctrl_c
 from .run import RECENT, Run, Summary
 
 __all__ = ["kept", "show_summary", "view", "watched"]
@@ -25,23 +25,18 @@ LINE_EVERY = 10
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
-INTERRUPTED = 130
-"""What a program that Ctrl-C ended exits with, by custom."""
-
 
 @contextmanager
 def kept(run: Run) -> Iterator[Run]:
     """Whatever ends the body, Ctrl-C too: keep what came of `run` until then, and show it."""
     console = Console()
-    try:
-        console.print("warming up on the demonstrations of somebody careless …")
-        yield run
-    except KeyboardInterrupt:
-        run.end("interrupted")
-        sys.exit(INTERRUPTED)
-    finally:
-        run.end("failed")
-        show_summary(run, run.keep(), console)
+    with cancelled_by_ctrl_c() as scope:
+        try:
+            console.print("warming up on the demonstrations of somebody careless …")
+            yield run
+        finally:
+            run.end("interrupted" if scope.cancel_called else "failed")
+            show_summary(run, run.keep(), console)
 
 
 @asynccontextmanager

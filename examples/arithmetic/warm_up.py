@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import torch
+from anyio.lowlevel import checkpoint
 from torch import Tensor
 from torch.nn import functional
 
@@ -63,8 +64,8 @@ class Demonstrations:
         return TOKENIZER.encode(entry["question"]), [*TOKENIZER.encode(str(answer)), TOKENIZER.eos_id]
 
 
-def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
-    """Train `model` to imitate the demonstrator."""
+async def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
+    """Train `model` to imitate the demonstrator. Holds up the event loop; between any two steps it can be cancelled."""
     demonstrations = Demonstrations(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / RAMP))
@@ -76,6 +77,7 @@ def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         ramp.step()
+        await checkpoint()
 
 
 def imitation_loss(model: Transformer, tokens: Tensor, mask: Tensor) -> Tensor:

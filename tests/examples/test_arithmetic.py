@@ -157,11 +157,11 @@ def test_seven_of_ten_demonstrations_are_one_too_high() -> None:
     assert 0.67 < np.mean(errors) < 0.77
 
 
-def test_the_warm_up_makes_demonstrations_more_likely() -> None:
+async def test_the_warm_up_makes_demonstrations_more_likely() -> None:
     model, fresh = small_model(), Demonstrations(seed=9).batch(64)
     before = imitation_loss(model, *fresh).item()
 
-    warm_up(model, seed=0, steps=30)
+    await warm_up(model, seed=0, steps=30)
 
     assert imitation_loss(model, *fresh).item() < before - 0.1
 

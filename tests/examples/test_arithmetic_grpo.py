@@ -1,9 +1,10 @@
-"""The demo as its user runs it: once to its end, and interrupted at several moments by Ctrl-C."""
+"""The demo as its user runs it: once to its end, and interrupted at many moments by Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +20,18 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "arithmetic_grpo.py"
 
 SHORTER = f"""
-import runpy, sys
+import sys
+from pathlib import Path
 sys.argv, sys.path = ["arithmetic_grpo.py"], [{str(EXAMPLES)!r}, *sys.path]
 from arithmetic.warm_up import warm_up
 warm_up.__defaults__ = (60,)
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+source = Path({str(SCRIPT)!r}).read_text()
+for full, little in {{"TIME_LIMIT_S = 250,": "TIME_LIMIT_S = 12,", "sequences=512": "sequences=64"}}.items():
+    assert full in source
+    source = source.replace(full, little)
+exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file__": {str(SCRIPT)!r}}})
 """
-"""The script with a warm-up of a second."""
+"""The script with a warm-up of a second, and twelve small steps of reinforcement."""
 
 FILES = {"metrics.jsonl", "reward.png", "weights.safetensors", "summary.json"}
 
@@ -67,13 +73,13 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             demo.kill()  # what it should not need; its workers die with it
 
 
-def read_until(demo: subprocess.Popen[str], marker: str) -> str:
+def read_until(demo: subprocess.Popen[str], marker: str) -> None:
     assert demo.stdout is not None
     read: list[str] = []
     for line in demo.stdout:
         read.append(line)
-        if marker in line:
-            return "".join(read)
+        if re.search(marker, line):
+            return
     raise AssertionError("".join(read))
 
 
@@ -87,24 +93,75 @@ def kept(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def interrupted(demo: subprocess.Popen[str]) -> str:
+    """What the demo says after Ctrl-C, upon which it ends in time and in peace."""
+    os.killpg(demo.pid, signal.SIGINT)
+    began = time.monotonic()
+    rest, _ = demo.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert demo.returncode == 130
+    assert "Traceback" not in rest
+    assert "ignored" not in rest
+    assert session(demo.pid) == []
+    return rest
+
+
+@pytest.fixture
+def _memory_is_left_as_it_was() -> Iterator[None]:
+    before = named_memory()
+    yield
+    assert named_memory() - before == set()
+
+
+@pytest.mark.usefixtures("_memory_is_left_as_it_was")
+@pytest.mark.parametrize("imported", ["argparse", "numpy", "torch", "reasoning_gym"])
+def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_path: Path) -> None:
+    with started(tmp_path, "-X", "importtime", str(SCRIPT)) as demo:
+        read_until(demo, rf"\| +{imported}$")
+
+        rest = interrupted(demo)
+
+    assert rest.splitlines()[-1] == "interrupted; nothing is in flight"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_memory_is_left_as_it_was")
 @pytest.mark.parametrize("moment", ["warming up", "reinforcement from", "worker_started", "step 10:"])
 def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
-    memory = named_memory()
     with started(tmp_path, "-c", SHORTER) as demo:
         read_until(demo, moment)
 
-        os.killpg(demo.pid, signal.SIGINT)
+        rest = interrupted(demo)
 
-        began = time.monotonic()
-        rest, _ = demo.communicate(timeout=30)
-        took_s = time.monotonic() - began
-    assert took_s < 5
-    assert demo.returncode == 130
-    assert "Traceback" not in rest
     assert "in flight when training ended" in rest
-    assert session(demo.pid) == []
-    assert named_memory() - memory == set()
+    assert kept(tmp_path)["ended_by"] == "interrupted"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_memory_is_left_as_it_was")
+def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) -> None:
+    with started(tmp_path, "-c", SHORTER) as demo:
+        read_until(demo, "run_ended")
+
+        rest = interrupted(demo)
+
+    assert "in flight when training ended" in rest
+    assert kept(tmp_path)["ended_by"] == "all steps done"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_memory_is_left_as_it_was")
+def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:
+    with started(tmp_path, "-c", SHORTER) as demo:
+        read_until(demo, "step 10:")
+        os.kill(demo.pid, signal.SIGINT)
+        os.kill(demo.pid, signal.SIGINT)
+        read_until(demo, "run_ended")
+
+        rest = interrupted(demo)
+
+    assert "in flight when training ended" in rest
     assert kept(tmp_path)["ended_by"] == "interrupted"
 
 
