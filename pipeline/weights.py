@@ -126,14 +126,30 @@ class _Place(NamedTuple):
     offset: int
 
 
-def _places(specs: Iterable[TensorSpec]) -> tuple[list[_Place], int]:
-    """Where the tensors lie in a buffer, one after another, and how many bytes a buffer has."""
-    places: list[_Place] = []
-    offset = 0
-    for spec in specs:
-        places.append(_Place(spec, offset))
-        offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, _pages(max(offset, 1))
+class _Plan:
+    """How a segment is cut: where the two buffers lie in it, and where the tensors lie in a buffer."""
+
+    def __init__(self, specs: Iterable[TensorSpec], manifest_bytes: int) -> None:
+        self.places: list[_Place] = []
+        offset = 0
+        for spec in specs:
+            self.places.append(_Place(spec, offset))
+            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        self.first = _end_of_manifest(manifest_bytes)
+        """Where the first buffer begins."""
+        self.buffer_bytes = _pages(max(offset, 1))
+        self.nbytes = self.first + 2 * self.buffer_bytes
+        """Bytes of the segment: the weights twice, and a little."""
+
+    def cut(self, memory: memoryview) -> tuple[memoryview, list[NDArray[np.uint8]]]:
+        """The words and the two buffers of a segment that is mapped as `memory`."""
+        whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        buffers = [whole[self.first + at * self.buffer_bytes :][: self.buffer_bytes] for at in (0, 1)]
+        return memory[: mmap.PAGESIZE].cast("q"), buffers
+
+
+def _end_of_manifest(manifest_bytes: int) -> int:
+    return mmap.PAGESIZE + _pages(manifest_bytes)
 
 
 def _pages(nbytes: int) -> int:
@@ -164,18 +180,15 @@ class WeightWriter:
         self.specs = tuple(specs)
         manifest = msgspec.msgpack.encode(self.specs)
         self.manifest_bytes = len(manifest)
-        self._places, self._buffer_bytes = _places(self.specs)
-        first = mmap.PAGESIZE + _pages(len(manifest))
-        self.nbytes = first + 2 * self._buffer_bytes
-        """Bytes of the segment: the weights twice, and a little."""
+        self._plan = _Plan(self.specs, len(manifest))
+        self.nbytes = self._plan.nbytes
+        """Bytes of the segment."""
         self.fd = _allocate(self.nbytes, len(self.specs))
         """To be handed to readers; open until `close`."""
         memory = memoryview(mmap.mmap(self.fd, self.nbytes))
         memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
-        self._words = memory[: mmap.PAGESIZE].cast("q")
+        self._words, self._buffers = self._plan.cut(memory)
         self._words[LATEST] = NO_VERSION
-        whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self._buffers = [whole[first + at * self._buffer_bytes :][: self._buffer_bytes] for at in (0, 1)]
         self._fence = _Fence()
 
     @property
@@ -199,7 +212,7 @@ class WeightWriter:
         at = sequence % 2
         self._words[BEGUN + at] = sequence
         self._fence()
-        for spec, offset in self._places:
+        for spec, offset in self._plan.places:
             self._buffers[at][offset : offset + spec.nbytes] = _bytes_of(tensors[spec.name])
         self._words[VERSION + at] = version
         self._fence()
@@ -243,18 +256,15 @@ class WeightReader:
             raise ProtocolMismatch(
                 f"expected {nbytes} bytes of weights sealed against shrinking, got {size} bytes with seals {seals:#x}"
             )
-        first = mmap.PAGESIZE + _pages(manifest_bytes)
-        if first > size:
+        if _end_of_manifest(manifest_bytes) > size:
             raise ProtocolMismatch(f"expected a list of tensors within {size} bytes, got one of {manifest_bytes}")
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
         self.specs = _decode_specs(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
         """What is published, in the publisher's order."""
-        self._places, self._buffer_bytes = _places(self.specs)
-        if first + 2 * self._buffer_bytes != nbytes:
-            raise ProtocolMismatch(f"expected two buffers of {self._buffer_bytes} bytes from {first}, got {nbytes}")
-        self._words = memory[: mmap.PAGESIZE].cast("q")
-        whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self._buffers = [whole[first + at * self._buffer_bytes :][: self._buffer_bytes] for at in (0, 1)]
+        self._plan = plan = _Plan(self.specs, manifest_bytes)
+        if plan.nbytes != nbytes:
+            raise ProtocolMismatch(f"expected two buffers of {plan.buffer_bytes} bytes from {plan.first}, got {nbytes}")
+        self._words, self._buffers = plan.cut(memory)
         self._fence = _Fence()
 
     @property
@@ -264,7 +274,7 @@ class WeightReader:
 
     def private_copy(self) -> NDArray[np.uint8]:
         """Memory for one version, for `read_into`."""
-        return np.zeros(self._buffer_bytes, np.uint8)
+        return np.zeros(self._plan.buffer_bytes, np.uint8)
 
     def read_into(self, memory: NDArray[np.uint8]) -> int:
         """Copy the newest version, whole, and return it; −1 if there is none yet or the publisher never let it finish.
@@ -283,7 +293,7 @@ class WeightReader:
 
     def _copied(self, memory: NDArray[np.uint8], sequence: int) -> bool:
         at = sequence % 2
-        for start in range(0, self._buffer_bytes, CHUNK_BYTES):
+        for start in range(0, self._plan.buffer_bytes, CHUNK_BYTES):
             memory[start : start + CHUNK_BYTES] = self._buffers[at][start : start + CHUNK_BYTES]
             self._fence()
             if self._words[BEGUN + at] != sequence:
@@ -292,7 +302,7 @@ class WeightReader:
 
     def load(self, memory: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors that lie in `memory` into `tensors`, in place; their specs were checked before."""
-        for spec, offset in self._places:
+        for spec, offset in self._plan.places:
             if spec.nbytes:
                 _fill(tensors[spec.name], memory[offset : offset + spec.nbytes], spec)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..pipeline.context import Worker, current
-from ..pipeline.policy import WeightSubscriber
+from ..pipeline.weight_subscriber import WeightSubscriber
 from ..schemas import StopReason
 from .causal_model import CausalModel, KVCache, causal_attend, positions_of
 from .policies import Completion, Sampler

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
     from .pipeline.placement import here, processes
-    from .pipeline.policy import WeightPublisher, WeightSubscriber
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
+    from .pipeline.weight_publisher import WeightPublisher
+    from .pipeline.weight_subscriber import WeightSubscriber
     from .schemas import GroupId, Packer, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
@@ -105,10 +106,11 @@ _HOMES = {
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
     "pipeline.placement": ("here", "processes"),
-    "pipeline.policy": ("WeightPublisher", "WeightSubscriber"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
+    "pipeline.weight_publisher": ("WeightPublisher",),
+    "pipeline.weight_subscriber": ("WeightSubscriber",),
     "schemas": ("GroupId", "Packer", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),

@@ -11,7 +11,7 @@ from tests.tiny_model import TinyModel
 
 from penstock.pipeline.context import Worker
 from penstock.pipeline.errors import WeightsMismatch
-from penstock.pipeline.policy import WeightPublisher
+from penstock.pipeline.weight_publisher import WeightPublisher
 from penstock.stages.policies import Completion, Sampler
 from penstock.stages.torch_policy import TorchPolicy
 

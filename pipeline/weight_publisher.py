@@ -1,28 +1,21 @@
-"""How the policy's weights get from the trainer to those who sample: a versioned publisher and its subscribers.
+"""The trainer's end of the way that weights take: versions are published to whoever subscribed.
 
-The publisher owns a segment of shared memory (`weights`) and a door, a Unix socket of mode 0600 in a private directory.
-A subscriber that knocks is handed the segment and stays connected: it hears of new versions, is asked to pause, and
-knows at once when the publisher dies, as the publisher knows of it. Nothing on the socket is unpickled.
+The publisher owns a segment of shared memory (`weights`) and a door (`weight_door`). A subscriber that knocks is handed
+the segment and stays connected: it hears of new versions, is asked to pause, and knows at once when the publisher dies,
+as the publisher knows of it. Nothing on the socket is unpickled.
 
-    async with WeightPublisher(model.state_dict()) as publisher:  # in the trainer's process
+    async with WeightPublisher(model.state_dict()) as publisher:
         await publisher.publish(model.state_dict(), version=0)
-
-    async with WeightSubscriber(url) as subscriber:  # where sampling happens; publisher.url
-        subscriber.attach(model.state_dict())
-        await subscriber.newer()
-        await anyio.to_thread.run_sync(subscriber.refresh)
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -43,20 +36,14 @@ from ..schemas.control import (
 )
 from .blocking import enter_in_thread
 from .door import Door
-from .errors import NobodyListens, PeerClosed, PeerLost
-from .socket_directory import socket_directory
 from .telemetry import get_logger
 from .waiting import Waiters
-from .weights import NO_VERSION, Tensor, WeightReader, WeightWriter, check_weights, specs_of
+from .weight_door import opened_door
+from .weights import NO_VERSION, Tensor, WeightWriter, specs_of
 
-__all__ = ["WeightPublisher", "WeightSubscriber"]
+__all__ = ["WeightPublisher"]
 
-R = TypeVar("R")
-
-log = get_logger("penstock.policy")
-
-SCHEME = "weights://"
-DOOR = "door"
+log = get_logger("penstock.weights")
 
 INTRODUCTION_S = 10.0
 """Whoever knocks has this long to say who they are."""
@@ -131,12 +118,11 @@ class WeightPublisher:
         async with AsyncExitStack() as stack:
             self._writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
             stack.callback(self._close)
-            directory, door = await enter_in_thread(stack, _opened_door())
+            self._url, door = await enter_in_thread(stack, opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(listener.serve, self._attend)
             stack.push_async_callback(self._part, tasks)
-            self._url = f"{SCHEME}{directory}"
             self._stack = stack.pop_all()
         return self
 
@@ -339,228 +325,3 @@ def _refusal(said: Subscribe, *, same_user: bool) -> Refused | None:
         versions = f"expected protocol version {PROTOCOL_VERSION}, got {said.version}"
         return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
     return None
-
-
-class WeightSubscriber:
-    """The weights of a publisher in another process (or in this one), copied into a model when there are newer ones."""
-
-    def __init__(self, url: str, *, name: str | None = None) -> None:
-        """Prepare to subscribe at `url`; `name` says who this is, for messages."""
-        self.url = url
-        self.name = name or f"subscriber in process {os.getpid()}"
-        self._stack = AsyncExitStack()
-        self._reader: WeightReader | None = None
-        self._publisher = url
-        self._model: Mapping[str, Tensor] = {}
-        self._memory: Any = None
-        """One version, private: the model is touched only with a version that was read whole."""
-        self._version = NO_VERSION
-        self._failure: PeerLost | None = None
-        self._final = False
-        self._pause = 0
-        """Number of the pause that is on; 0 where sampling may go on."""
-        self._confirmed = 0
-        self._active = 0
-        """Bodies of `sampling` that run."""
-        self._news = Waiters()
-        """Wakes those who wait for a version or for the end of a pause."""
-        self._answer = Waiters()
-        """Wakes the task that confirms pauses."""
-
-    def __repr__(self) -> str:
-        state = "lost" if self._failure else "final" if self._final else "paused" if self._pause else "open"
-        return f"<WeightSubscriber {self.url} {state}: version {self._version} of {self.latest}>"
-
-    async def __aenter__(self) -> Self:
-        """Knock, and map the publisher's segment.
-
-        Raises:
-            NobodyListens: there is no publisher at `url`.
-            ProtocolMismatch: it refused, with its reason.
-            PeerLost: it died or closed meanwhile.
-        """
-        async with AsyncExitStack() as stack:
-            door = await stack.enter_async_context(await _knock(self.url))
-            try:
-                await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
-                self._reader = await self._introduce(door)
-            except (anyio.EndOfStream, anyio.BrokenResourceError):
-                raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._listen, door)
-            tasks.start_soon(self._confirm, door)
-            stack.callback(tasks.cancel_scope.cancel)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Leave. The model keeps its weights."""
-        await self._stack.aclose()
-
-    async def _introduce(self, door: Door) -> WeightReader:
-        said = await door.hear()
-        if isinstance(said, Refused):
-            raise ProtocolMismatch(f"the publisher at {self.url} refused: {said.reason}")
-        fd = door.take_fd()
-        if not isinstance(said, Weights) or fd is None:
-            raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(said).__name__}")
-        with ExitStack() as stack:
-            stack.callback(os.close, fd)
-            self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
-            return await anyio.to_thread.run_sync(WeightReader, fd, said.nbytes, said.manifest_bytes)
-
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def latest(self) -> int:
-        """The newest version that was published; −1 before the first. A look into memory, no system call."""
-        return self._reader.latest if self._reader else NO_VERSION
-
-    @property
-    def version(self) -> int:
-        """The version that the attached tensors hold; −1 before the first `refresh`."""
-        return self._version
-
-    def attach(self, tensors: Mapping[str, Tensor]) -> None:
-        """Say which tensors `refresh` fills, in place: a model's `state_dict`, or numpy arrays by name.
-
-        Raises:
-            WeightsMismatch: what is published differs in a name, dtype or shape; lists every difference.
-            TypeError: a value is no tensor.
-        """
-        reader = self._opened()
-        check_weights(specs_of(tensors), reader.specs, f"weights of {self._publisher} do not fit the model")
-        self._model, self._memory, self._version = dict(tensors), reader.private_copy(), NO_VERSION
-
-    def refresh(self) -> int:
-        """Bring the attached tensors to the newest version, if they are older; return the version they hold.
-
-        Blocks while it copies: call it in a worker thread, where nobody samples from the model meanwhile. The tensors
-        never hold a mixture. A publisher that overtakes the copy again and again leaves them as they were.
-
-        Raises:
-            PeerLost: the publisher died, and the tensors hold its last version.
-            RuntimeError: nothing is attached.
-        """
-        reader = self._opened()
-        if self._memory is None:
-            raise RuntimeError("expected tensors to refresh, got none: call attach(model.state_dict()) first")
-        if reader.latest > self._version:
-            version = reader.read_into(self._memory)
-            if version != NO_VERSION:
-                reader.load(self._memory, self._model)
-                self._version = version
-        elif self._failure is not None:
-            raise self._failure
-        return self._version
-
-    async def newer(self, than: int | None = None) -> int:
-        """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
-
-        Raises:
-            PeerLost: the publisher died.
-            PeerClosed: the publisher closed; its last version is not newer.
-        """
-        bound = self._version if than is None else than
-        self._opened()
-        while self.latest <= bound:
-            self._check()
-            if self._final:
-                raise PeerClosed(f"{self._publisher} closed at version {self.latest}: nothing above {bound} will come")
-            await self._news.wait()
-        return self.latest
-
-    def _opened(self) -> WeightReader:
-        if self._reader is None:
-            raise RuntimeError(f"expected an open subscriber, got {self!r}: use it within `async with`")
-        return self._reader
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    # -- pausing -------------------------------------------------------------------------------------------------------
-
-    @property
-    def paused(self) -> bool:
-        """Whether the publisher wants no sampling now."""
-        return bool(self._pause)
-
-    @asynccontextmanager
-    async def sampling(self) -> AsyncIterator[None]:
-        """Sample within the body only: entering waits while the publisher pauses, and the pause waits for the body.
-
-        Keep the body as short as the pause may have to wait: one batch of completions, or one token.
-
-        Raises:
-            PeerLost: the publisher died.
-        """
-        while self._pause:
-            self._check()
-            await self._news.wait()
-        self._check()
-        self._active += 1
-        try:
-            yield
-        finally:
-            self._active -= 1
-            self._answer.wake_all()
-
-    # -- the door ------------------------------------------------------------------------------------------------------
-
-    async def _listen(self, door: Door) -> None:
-        """Note what the publisher says, until it closes or dies."""
-        try:
-            while not self._final:
-                self._note(await door.hear())
-        except anyio.EndOfStream:
-            self._failure = PeerLost(f"{self._publisher} at {self.url} died: its door is closed")
-        except ProtocolMismatch as error:
-            self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
-        self._news.wake_all()
-
-    def _note(self, said: Message) -> None:
-        if isinstance(said, Pause):
-            self._pause = said.number
-            self._answer.wake_all()
-        elif isinstance(said, Resume | Final):
-            self._pause = 0
-            self._final = isinstance(said, Final)
-        self._news.wake_all()
-
-    async def _confirm(self, door: Door) -> None:
-        """Tell the publisher, for each pause, when sampling has stopped."""
-        try:
-            while True:
-                if self._active or self._pause in {0, self._confirmed}:
-                    await self._answer.wait()
-                else:
-                    self._confirmed = self._pause
-                    await door.say(Paused(self._confirmed))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the publisher is gone: `_listen` notices
-
-
-async def _knock(url: str) -> Door:
-    if not url.startswith(SCHEME):
-        raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
-    try:
-        return Door(await anyio.connect_unix(Path(url.removeprefix(SCHEME)) / DOOR))
-    except OSError as error:
-        raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error
-
-
-@contextmanager
-def _opened_door() -> Iterator[tuple[Path, socket.socket]]:
-    """A listening Unix socket of mode 0600 in a private directory, which goes when the body ends. Blocks."""
-    with socket_directory() as directory:
-        door = socket.socket(socket.AF_UNIX)
-        try:
-            door.bind(str(directory / DOOR))
-            (directory / DOOR).chmod(0o600)
-            door.listen()
-            yield directory, door
-        finally:
-            door.close()

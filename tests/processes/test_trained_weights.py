@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.pipeline.policy import WeightPublisher, WeightSubscriber
+from penstock.pipeline.weight_publisher import WeightPublisher
+from penstock.pipeline.weight_subscriber import WeightSubscriber
 from penstock.schemas import TrainBatch
 from penstock.stages.losses import AdvantageWeighted
 from penstock.stages.sink_trainer import SinkTrainer

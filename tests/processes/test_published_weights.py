@@ -22,9 +22,10 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
-from penstock.pipeline import policy as module
+from penstock.pipeline import weight_publisher as module
 from penstock.pipeline.door import Door
-from penstock.pipeline.policy import WeightPublisher, WeightSubscriber
+from penstock.pipeline.weight_publisher import WeightPublisher
+from penstock.pipeline.weight_subscriber import WeightSubscriber
 from penstock.pipeline.weights import Tensor
 
 
@@ -171,7 +172,7 @@ async def test_a_closed_publisher_publishes_nothing() -> None:
 
 FULL_SPEED = """
     import sys, anyio, numpy as np
-    from penstock.pipeline.policy import WeightPublisher
+    from penstock.pipeline.weight_publisher import WeightPublisher
 
     def tensors(version):
         return {name: np.full(1_000_000, version, np.int64) for name in ("first", "second")}
@@ -294,7 +295,7 @@ async def test_a_subscriber_that_does_not_stop_is_named_and_the_pause_given_up()
 
 SAMPLING = """
     import sys, anyio
-    from penstock.pipeline.policy import WeightSubscriber
+    from penstock.pipeline.weight_subscriber import WeightSubscriber
 
     async def main():
         async with WeightSubscriber(sys.argv[1]) as subscriber, subscriber.sampling():
@@ -330,7 +331,7 @@ async def test_a_stopped_subscriber_does_not_hold_up_publishing() -> None:
 
 PUBLISHING = """
     import anyio, numpy as np
-    from penstock.pipeline.policy import WeightPublisher
+    from penstock.pipeline.weight_publisher import WeightPublisher
 
     async def main():
         tensors = {"weight": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
