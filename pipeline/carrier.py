@@ -3,7 +3,7 @@
 `remote_sender` and `remote_receiver` hold that machinery. Four rules keep it together:
 
 1. Credit is given back by release messages, never by a socket buffer: high-water marks are off and drop nothing.
-2. Descriptors leave by tick: when the sending task yields, at a full batch, and before it waits for credit.
+2. Records leave by tick: when the sending task yields, when enough have gathered, and before it waits for credit.
 3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
    own, because the descriptor is edge-triggered and a send may swallow the edge.
 4. The door's end of stream is the notice of death. What a dead sender had published is taken in first, also the part
@@ -12,16 +12,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
 from ..schemas import Array, Packer
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import Layout, Schema
+from ..schemas.layout import Form, Lengths, Schema
 
-__all__ = ["HANDSHAKE_S", "Frames", "Inlet", "Outlet", "Parcel", "R", "Record", "dealer", "router"]
+__all__ = ["HANDSHAKE_S", "Frames", "Inlet", "Outlet", "Parcel", "R", "Record", "Released", "dealer", "router"]
 
 HANDSHAKE_S = 10.0
 """A peer that was let in must introduce itself within this time."""
@@ -68,21 +68,20 @@ class Outlet(Protocol):
         """Whether there is no credit for any record, however small."""
         ...
 
-    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
-        """Take a record in, or None while there is no credit for it.
+    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
+        """Take a record in, with plain columns (see `Form.plain`), or tell that there is no credit for it.
 
         Raises:
             RecordTooLarge: there never will be.
-            TypeError, ValueError, BufferError: a column is not what the layout says.
         """
         ...
 
-    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+    def post(self, socket: zmq.Socket[bytes]) -> None:
         """Send what was placed."""
         ...
 
-    def free(self, slot: int, generation: int) -> None:
-        """The receiver released a record.
+    def free(self, slot: int, generation: int, records: int) -> None:
+        """The receiver released some records of a bundle.
 
         Raises:
             StaleDescriptor: it is not in flight.
@@ -95,14 +94,17 @@ class Outlet(Protocol):
 
 
 Parcel: TypeAlias = tuple[Descriptor, Frames]
-"""A record on its way: where it lies, and the frames that carry it where it does not lie in shared memory."""
+"""A bundle on its way: where it lies, and the frames that carry it where it does not lie in shared memory."""
+
+Released: TypeAlias = Callable[[Descriptor, int], None]
+"""Is told that some more records of a bundle are done with."""
 
 
 class Inlet(Protocol):
     """How a carrier's payload is taken in, from one sender."""
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
-        """The header of a record, and its columns; `released` is called when its memory is free again.
+    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
+        """The header and the columns of record `index` of a bundle; `released` is called when nobody reads it any more.
 
         Raises:
             StaleDescriptor: the descriptor does not fit what lies there.
@@ -110,12 +112,14 @@ class Inlet(Protocol):
         """
         ...
 
-    def pack(self, parcel: Parcel, packer: Packer) -> bool:
-        """Copy a group straight into `packer`; whether it had room, and columns like those of the groups before it.
+    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
+        """Copy the groups of a bundle from `index` on straight into `packer`; how many it had room for.
+
+        None where their columns are not those of the groups before them.
 
         Raises:
             StaleDescriptor: the descriptor does not fit what lies there.
-            InvalidRecord: what lies there is no group.
+            InvalidRecord: what lies there are no groups.
         """
         ...
 

@@ -80,7 +80,7 @@ class Peer:
         self.returned_bytes = 0
         self.nbytes = 0
         """Bytes of all its records that arrived."""
-        self.releases: deque[Descriptor] = deque()
+        self.releases: deque[tuple[Descriptor, int]] = deque()
         """Records whose credit has not been sent yet; appended to by any thread, which is all that one may do here."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
@@ -90,9 +90,9 @@ class Peer:
         state = "open" if self.open else "gone"
         return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
 
-    def release(self, descriptor: Descriptor) -> None:
-        """A lease ended. Safe from any thread, and from within garbage collection."""
-        self.releases.append(descriptor)
+    def release(self, descriptor: Descriptor, records: int) -> None:
+        """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
+        self.releases.append((descriptor, records))
         self._schedule(self)
 
     def ended(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
@@ -123,7 +123,7 @@ class PeerListener(Protocol):
 
 
 Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
-"""A record, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
+"""A bundle, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
 
 Enter: TypeAlias = Callable[[Door], Coroutine[Any, Any, Inlet]]
 """The part of an introduction that differs by carrier."""
@@ -181,6 +181,10 @@ class RemoteReceiver(Receiving[R]):
         self._peers: dict[bytes, Peer] = {}
         self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()
+        self._index = 0
+        """How many records of the first bundle were taken already."""
+        self._waiting_here = 0
+        """Records that arrived and were not taken yet."""
         self._received = 0
         self._waiting = Waiters()
         self._clock = WaitClock()
@@ -324,15 +328,20 @@ class RemoteReceiver(Receiving[R]):
 
     def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
         for descriptor in descriptors:
-            if descriptor.sequence != peer.sequence + 1:
+            if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
-            peer.sequence += 1
-            peer.nbytes += descriptor.nbytes
-            self._arrivals.append((peer, (descriptor, frames)))
+            self._take_in(peer, (descriptor, frames))
         if peer.sequence - peer.returned > self._terms.capacity:
             raise ProtocolMismatch(
                 f"expected at most {self._terms.capacity} records in flight, got {peer.sequence - peer.returned}"
             )
+
+    def _take_in(self, peer: Peer, parcel: Parcel) -> None:
+        descriptor = parcel[0]
+        peer.sequence = descriptor.sequence
+        peer.nbytes += _bytes_of(descriptor, descriptor.records)
+        self._waiting_here += descriptor.records
+        self._arrivals.append((peer, parcel))
 
     def _part(self, peer: Peer, sequence: int) -> None:
         if sequence != peer.sequence:
@@ -360,10 +369,8 @@ class RemoteReceiver(Receiving[R]):
         self._drain()
         if peer.open:
             peer.open = False
-            for descriptor, frames in peer.inlet.salvage(peer.sequence):
-                peer.sequence = descriptor.sequence
-                peer.nbytes += descriptor.nbytes
-                self._arrivals.append((peer, (descriptor, frames)))
+            for parcel in peer.inlet.salvage(peer.sequence):
+                self._take_in(peer, parcel)
             error = PeerLost(
                 f"{peer.name} (pid {peer.pid}) closed its door without saying goodbye after record {peer.sequence}"
             )
@@ -404,12 +411,12 @@ class RemoteReceiver(Receiving[R]):
 
     def _flush_peer(self, peer: Peer) -> None:
         self._dirty.pop(peer.identity, None)
-        spans: list[tuple[int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         while peer.releases:
-            released = peer.releases.popleft()
-            spans.append((released.slot, released.generation))
-            peer.returned += 1
-            peer.returned_bytes += released.nbytes
+            released, records = peer.releases.popleft()
+            spans.append((released.slot, released.generation, records))
+            peer.returned += records
+            peer.returned_bytes += _bytes_of(released, records)
         if spans:
             self._say(peer, Release(tuple(spans)))
         if peer.endings:
@@ -432,12 +439,11 @@ class RemoteReceiver(Receiving[R]):
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
         while True:
             peer, parcel = self._next()
-            self._arrivals.popleft()
             if (record := self._take(peer, parcel)) is not None:
                 return record
 
     def _next(self) -> tuple[Peer, Parcel]:
-        """The next record, which stays where it is; the notices before it are told."""
+        """The bundle that the next record is in; the notices before it are told."""
         if self._closed:
             raise anyio.ClosedResourceError
         while True:
@@ -462,22 +468,36 @@ class RemoteReceiver(Receiving[R]):
             self._listener.lost(peer, notice)
 
     def _take(self, peer: Peer, parcel: Parcel) -> R | None:
-        peer.taken += 1
         try:
-            record: R = self._assemble(*peer.inlet.fetch(parcel, peer.release))
+            record: R = self._assemble(*peer.inlet.fetch(parcel, self._index, peer.release))
         except (StaleDescriptor, InvalidRecord) as error:
-            self._expel(peer, error)
+            self._drop(peer, parcel, error)
             return None
-        self._count(peer)
+        self._count(peer, parcel, 1)
         if self._listener is not None:
             self._listener.received(peer, record)
         return record
 
-    def _count(self, peer: Peer) -> None:
-        """One more record of `peer` was handed over; its credit goes back where enough has gathered."""
-        self._received += 1
-        if len(peer.releases) >= self._release_at:
+    def _count(self, peer: Peer, parcel: Parcel, records: int) -> None:
+        """More records of `peer` were handed over; credit goes back where enough has gathered."""
+        self._received += records
+        self._pass_over(peer, parcel, records)
+        if len(peer.releases) * records >= self._release_at:
             self._flush_peer(peer)
+
+    def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
+        """What is left of a bundle cannot be read."""
+        self._pass_over(peer, parcel, parcel[0].records - self._index)
+        self._expel(peer, error)
+
+    def _pass_over(self, peer: Peer, parcel: Parcel, records: int) -> None:
+        """The next records of the first bundle wait no more."""
+        peer.taken += records
+        self._waiting_here -= records
+        self._index += records
+        if self._index == parcel[0].records:
+            self._arrivals.popleft()
+            self._index = 0
 
     async def receive(self) -> R:
         """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
@@ -521,20 +541,16 @@ class RemoteReceiver(Receiving[R]):
                 return packer.pack()
 
     def _pack_next(self, packer: Packer) -> bool:
-        """Copy the next group into `packer`; whether `packer` was full before."""
+        """Copy the next groups into `packer`, as many as lie together; whether `packer` was full before."""
         peer, parcel = self._next()
         try:
-            taken = peer.inlet.pack(parcel, packer)
+            taken = peer.inlet.pack(parcel, self._index, packer)
         except (StaleDescriptor, InvalidRecord) as error:
-            self._arrivals.popleft()
-            peer.taken += 1
-            self._expel(peer, error)
+            self._drop(peer, parcel, error)
             return False
         if taken:
-            self._arrivals.popleft()
-            peer.taken += 1
-            peer.release(parcel[0])
-            self._count(peer)
+            peer.release(parcel[0], taken)
+            self._count(peer, parcel, taken)
         elif not packer.groups:
             raise InvalidRecord(
                 f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "
@@ -568,7 +584,7 @@ class RemoteReceiver(Receiving[R]):
             items=sum(peer.sequence - peer.returned for peer in peers),
             capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
             nbytes=sum(peer.nbytes - peer.returned_bytes for peer in peers),
-            sent=self._received + len(self._arrivals),
+            sent=self._received + self._waiting_here,
             received=self._received,
             senders=len(peers),
             waiting_for=self._clock.waiting_for,
@@ -591,6 +607,11 @@ class RemoteReceiver(Receiving[R]):
         self._socket.close()
         self._arrivals.clear()  # with the peers, their segments are unmapped now, not when cycles are collected
         self._peers.clear()
+
+
+def _bytes_of(descriptor: Descriptor, records: int) -> int:
+    """Bytes of some records of a bundle, as if all were alike."""
+    return descriptor.nbytes // descriptor.records * records
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -33,8 +33,7 @@ from ..schemas.control import (
     decode,
     encode,
 )
-from ..schemas.layout import encode_contents
-from .carrier import Outlet, Parcel, R, Record
+from .carrier import Outlet, R, Record
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Closing
@@ -51,10 +50,7 @@ log = get_logger("penstock.channel")
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what an exception does
 
 FLUSH_AT = 64
-"""Descriptors in one message: beyond this a message a batch costs nothing measurable."""
-
-NOT_PLAIN = (AttributeError, BufferError, TypeError, ValueError)
-"""What copying a column raises that is not contiguous, or not of the dtype and length that the layout says."""
+"""Records in one message: beyond this a message a batch costs nothing measurable."""
 
 PARTING_S = 10.0
 """How long a closing sender waits for a receiver that lives but does not answer."""
@@ -79,7 +75,8 @@ class SenderLine:
         self._door = door
         self._socket = socket
         self._loop = asyncio.get_running_loop()
-        self._outgoing: list[Parcel] = []
+        self._unposted = 0
+        """Records that were taken in since the last message."""
         self._severed = False
         """Whether the socket has nobody to send to any more."""
         self._flush_scheduled = False
@@ -116,32 +113,26 @@ class SenderLine:
             raise self.failure
         if self._severed:
             return False
-        parcel = None if self.outlet.full else self._place(record)
-        if parcel is None:
+        if not self._place(record):
             self.drain()
-            parcel = None if self.outlet.full else self._place(record)
-        if parcel is None:
-            return False
+            if not self._place(record):
+                return False
         self.sent += 1
-        self._outgoing.append(parcel)
-        if len(self._outgoing) >= FLUSH_AT:
+        self._unposted += 1
+        if self._unposted >= FLUSH_AT:
             self.flush()
         elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
         return True
 
-    def _place(self, record: Record) -> Parcel | None:
+    def _place(self, record: Record) -> bool:
+        if self.outlet.full:
+            return False
         schema, columns = record.schema, record.columns()
         form, lengths = schema.measure(columns)
-        contents = encode_contents((schema.kind, form.encoded, lengths, record.header()))
-        layout, sequence = form.layout(lengths), self.sent + 1
-        if not form.shaped:
-            try:
-                return self.outlet.place(contents, columns.values(), layout, sequence)
-            except NOT_PLAIN:
-                pass  # cheaper to find out than to ask every time
-        return self.outlet.place(contents, schema.plain(columns), layout, sequence)
+        plain = columns.values() if form.plain(lengths, columns.values()) else schema.plain(columns)
+        return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
     def full(self) -> ChannelFull:
         """The error that says what is in flight."""
@@ -153,12 +144,12 @@ class SenderLine:
         )
 
     def flush(self) -> None:
-        """Let the descriptors go."""
+        """Let what was taken in go."""
         self._flush_scheduled = False
-        if self._outgoing and self._connected:
-            parcels, self._outgoing = self._outgoing, []
+        if self._unposted and self._connected:
+            self._unposted = 0
             with self._noticing_severance():
-                self.outlet.post(self._socket, parcels)
+                self.outlet.post(self._socket)
             self.drain()
 
     @property
@@ -192,8 +183,8 @@ class SenderLine:
     def _heed(self, message: Message) -> None:
         match message:
             case Release(spans):
-                for slot, generation in spans:
-                    self.outlet.free(slot, generation)
+                for slot, generation, records in spans:
+                    self.outlet.free(slot, generation, records)
                 self.waiting.wake_one()
             case Ended(entries):
                 if self.on_ended is not None:

@@ -5,7 +5,7 @@ shrinking and allocated in full before use, so that a full machine is an error a
 
 First a table of `HEADER_BYTES` a slot, then the slots. The header of a span's first slot is the truth about it (state,
 generation, sequence, bytes; the state is written last), the descriptor on the socket only the doorbell. A span holds
-the columns of a record, and behind them its contents, which end with the span's bytes.
+the columns of a bundle, and behind them its contents, which end with the span's bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..schemas import Array
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import ALIGNMENT, DTYPES, Layout, aligned
+from ..schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned
 from .errors import OutOfSharedMemory, StaleDescriptor
 from .machine_memory import available_bytes
 from .slots import Span
@@ -33,8 +33,8 @@ DEFAULT_SLOT_BYTES = 1024
 """Small enough that a record wastes little of its last slot, large enough that the header table stays under 4 %."""
 
 HEADER_BYTES = 32
-_HEADER = struct.Struct("<B3xIQQQ")
-"""state, bytes of the contents, generation, sequence, bytes of the record."""
+_HEADER = struct.Struct("<BxHIQQQ")
+"""state, records, bytes of the contents, generation, sequence, bytes of the bundle."""
 
 FREE, WRITING, PUBLISHED = 0, 1, 2
 
@@ -91,26 +91,25 @@ class SegmentWriter:
             f"got none ({reason}): lower capacity_bytes or the number of senders, or free memory"
         )
 
-    def write(self, span: Span, contents: bytes, columns: Iterable[Array], layout: Layout) -> None:
-        """Copy a record into `span`; its header says "writing" until `publish`.
-
-        Raises:
-            TypeError, ValueError, BufferError: a column is not what the layout says.
-        """
+    def write(self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout) -> None:
+        """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`."""
         target, typed = self._bytes, self._typed
-        _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, len(contents), span.generation, 0, 0)
+        _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, 0, len(contents), span.generation, 0, 0)
         at = self._payload + span.start * self.slot_bytes
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
-        for column, (index, first, last) in zip(columns, layout.places, strict=True):
-            base = bases[index]
-            typed[index][base + first : base + last] = column
+        for columns, (index, first, _) in zip(zip(*records, strict=True), layout.places, strict=True):
+            view, begin = typed[index], bases[index] + first
+            for column in columns:
+                end = begin + len(column)
+                view[begin:end] = column
+                begin = end
         at += layout.nbytes
         target[at : at + len(contents)] = contents
 
-    def publish(self, span: Span, sequence: int, contents_bytes: int, nbytes: int) -> None:
+    def publish(self, span: Span, contents_bytes: int, nbytes: int) -> None:
         """From now on the span is the reader's, also if this process is killed before it can say so."""
         at, target = span.start * HEADER_BYTES, self._bytes
-        _HEADER.pack_into(target, at, WRITING, contents_bytes, span.generation, sequence, nbytes)
+        _HEADER.pack_into(target, at, WRITING, span.records, contents_bytes, span.generation, span.sequence, nbytes)
         target[at] = PUBLISHED
 
     def free(self, span: Span) -> None:
@@ -135,7 +134,7 @@ _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
 
 
 class Lease:
-    """The right to read a span; ends with the last array view on it.
+    """The right to read one record of a span; ends with the last array view on it.
 
     numpy asks for `__array_interface__` and keeps the lease as the base of every view it makes.
     """
@@ -143,7 +142,7 @@ class Lease:
     __slots__ = ("__array_interface__", "_released", "descriptor", "segment")
 
     def __init__(
-        self, segment: SegmentReader, descriptor: Descriptor, address: int, released: Callable[[Descriptor], None]
+        self, segment: SegmentReader, descriptor: Descriptor, address: int, released: Callable[[Descriptor, int], None]
     ) -> None:
         self.segment = segment
         """Keeps the mapping alive, also when the sender is long gone."""
@@ -157,7 +156,7 @@ class Lease:
         }
 
     def __del__(self) -> None:
-        self._released(self.descriptor)
+        self._released(self.descriptor, 1)
 
 
 class SegmentReader:
@@ -186,42 +185,36 @@ class SegmentReader:
         self._address = int(self._bytes.ctypes.data) + self._payload
         self._typed: list[Any] = [_cast(memoryview(self._map).cast("B"), dtype.char) for dtype in DTYPES]
 
-    def lease(self, descriptor: Descriptor, released: Callable[[Descriptor], None]) -> tuple[Array, bytes]:
-        """The bytes of a record as a read-only array that holds a lease, and a copy of its contents.
+    def lease(self, descriptor: Descriptor, released: Callable[[Descriptor, int], None]) -> Array:
+        """The bytes of a bundle that has `contents`, as a read-only array that holds a lease on one of its records."""
+        return np.asarray(Lease(self, descriptor, self._address + descriptor.slot * self.slot_bytes, released))
 
-        Raises:
-            StaleDescriptor: the span is out of bounds, was reused, or is not published.
-        """
-        contents = self.contents(descriptor)
-        lease = Lease(self, descriptor, self._address + descriptor.slot * self.slot_bytes, released)
-        return np.asarray(lease), contents
-
-    def columns(self, descriptor: Descriptor, layout: Layout) -> list[memoryview]:
-        """The columns of a record whose `contents` tell of `layout`, to be copied before anything is awaited."""
+    def columns(self, descriptor: Descriptor, places: Iterable[Place]) -> list[memoryview]:
+        """What lies at `places` of a bundle that has `contents`, to be copied before anything is awaited."""
         at, typed = self._payload + descriptor.slot * self.slot_bytes, self._typed
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
-        return [typed[index][bases[index] + first : bases[index] + last] for index, first, last in layout.places]
+        return [typed[index][bases[index] + first : bases[index] + last] for index, first, last in places]
 
     def contents(self, descriptor: Descriptor) -> bytes:
-        """A copy of the contents of a record.
+        """A copy of the contents of a bundle.
 
         Raises:
             StaleDescriptor: the span is out of bounds, was reused, or is not published.
         """
-        _, slot, slots, _, nbytes = descriptor
+        sequence, records, slot, slots, generation, nbytes = descriptor
         if not (0 <= slot < slot + slots <= self.slots and 0 < nbytes <= slots * self.slot_bytes):
             raise StaleDescriptor(
                 f"expected a span within {self.slots} slots of {self.slot_bytes} bytes, got {descriptor}"
             )
-        state, contents_bytes, generation, sequence, size = _HEADER.unpack_from(self._map, slot * HEADER_BYTES)
-        if (state, sequence, slot, slots, generation, size) != (PUBLISHED, *descriptor):
+        state, held, contents_bytes, *found = _HEADER.unpack_from(self._map, slot * HEADER_BYTES)
+        if state != PUBLISHED or held != records or found != [generation, sequence, nbytes]:
             raise StaleDescriptor(
-                f"expected slot {slot} to hold {descriptor}, got state {state}, generation {generation}, "
-                f"sequence {sequence}, {size} bytes"
+                f"expected slot {slot} to hold {descriptor}, got state {state}, {held} records, generation {found[0]}, "
+                f"sequence {found[1]}, {found[2]} bytes"
             )
-        if aligned(contents_bytes) > size:
-            raise StaleDescriptor(f"expected contents within {size} bytes, got {contents_bytes}")
-        at = self._payload + slot * self.slot_bytes + size - aligned(contents_bytes)
+        if aligned(contents_bytes) > nbytes:
+            raise StaleDescriptor(f"expected contents within {nbytes} bytes, got {contents_bytes}")
+        at = self._payload + slot * self.slot_bytes + nbytes - aligned(contents_bytes)
         return self._map[at : at + contents_bytes]
 
     def published_after(self, sequence: int) -> list[Descriptor]:
@@ -232,15 +225,18 @@ class SegmentReader:
         table = self._bytes[: self.slots * HEADER_BYTES].view(_HEADER_DTYPE)
         ready = np.flatnonzero((table["state"] == PUBLISHED) & (table["sequence"] > sequence))
         found = [
-            Descriptor(sequence, slot, -(-nbytes // self.slot_bytes), generation, nbytes)
-            for slot, (_, _, generation, sequence, nbytes) in zip(ready.tolist(), table[ready].tolist(), strict=True)
+            Descriptor(sequence, records, slot, -(-nbytes // self.slot_bytes), generation, nbytes)
+            for slot, (_, records, _, generation, sequence, nbytes) in zip(
+                ready.tolist(), table[ready].tolist(), strict=True
+            )
         ]
         return sorted(found)
 
 
 _HEADER_DTYPE = np.dtype(
     [
-        ("state", "<u4"),
+        ("state", "<u2"),
+        ("records", "<u2"),
         ("contents_bytes", "<u4"),
         ("generation", "<u8"),
         ("sequence", "<u8"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket as sockets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from anyio.abc import SocketListener
 from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
 from ..schemas.control import Offer, Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import Contents, Form, Layout, Schema, aligned
+from ..schemas.layout import Contents, Form, Layout, Lengths, Part, Place, Schema, aligned, encode_contents
 from .blocking import enter_in_thread
-from .carrier import Inlet, Parcel, R, dealer, router
+from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine, introduce
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
-from .slots import SlotTable
+from .slots import SlotTable, Span
 from .socket_directory import socket_directory
 
 __all__ = ["connect_shm", "serve_shm"]
@@ -39,54 +39,129 @@ DOOR = "door"
 DATA = "data"
 
 
-class SlotOutlet:
-    """Places records in the sender's segment."""
+BUNDLE_SHARE = 8
+"""A bundle takes at most this part of what may be in flight: its bytes are credit again only when all of it is read."""
 
-    def __init__(self, segment: SegmentWriter, capacity: int) -> None:
+BUNDLE_BYTES = 512 * 1024
+"""Beyond this a bundle grows no more: what writing it costs is its bytes by then, and they should stay in the cache."""
+
+CONTENTS_BYTES, PART_BYTES = 64, 32
+"""What the contents of a bundle take at most, and each record in them, beside the form and the headers."""
+
+
+class _Bundle:
+    """Records of one form that will be written side by side; the span has room for all of them."""
+
+    __slots__ = ("candidates", "columns", "form", "nbytes", "parts", "span")
+
+    def __init__(self, span: Span, form: Form, candidates: int, nbytes: int) -> None:
+        self.span = span
+        self.form = form
+        self.candidates = candidates
+        self.nbytes = nbytes
+        """Bytes that they take at most."""
+        self.columns: list[Collection[Array]] = []
+        """Of each record."""
+        self.parts: list[Part] = []
+
+
+class SlotOutlet:
+    """Places records in the sender's segment: credit is taken at once, the copy is made when a bundle is complete."""
+
+    def __init__(self, segment: SegmentWriter, capacity: int, kind: str) -> None:
         self.items = 0
         self.nbytes = 0
         self._segment = segment
         self._table = SlotTable(segment.slots)
         self._capacity = capacity
+        self._kind = kind
+        self._most = max(1, capacity // BUNDLE_SHARE)
+        self._most_bytes = min(BUNDLE_BYTES, segment.slots * segment.slot_bytes // BUNDLE_SHARE)
+        self._bundle: _Bundle | None = None
+        self._sequence = 0
+        self._ready: list[Descriptor] = []
+        """Bundles that are published, and not posted yet."""
 
     @property
     def full(self) -> bool:
         """Whether as many records are in flight as may be."""
         return self.items >= self._capacity
 
-    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
-        """Copy a record into a span and publish it; see `Outlet.place`."""
+    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
+        """Make a record part of the bundle that is being filled, or begin one; see `Outlet.place`."""
+        if self.full:
+            return False
+        nbytes = form.layout(lengths).nbytes + aligned(PART_BYTES + len(header))
+        bundle = self._bundle
+        if bundle is None or not self._joins(bundle, form, lengths, nbytes):
+            self._complete()
+            bundle = self._begin(form, lengths, nbytes)
+            if bundle is None:
+                return False
+        bundle.columns.append(columns)
+        bundle.parts.append(Part(lengths.tokens, lengths.sequences, header))
+        self.items += 1
+        self._sequence = sequence
+        if len(bundle.parts) >= self._most or bundle.nbytes >= self._most_bytes:
+            self._complete()
+        return True
+
+    def _joins(self, bundle: _Bundle, form: Form, lengths: Lengths, nbytes: int) -> bool:
+        """Whether a record can lie beside those of `bundle`; if so its bytes are taken."""
+        together = bundle.nbytes + nbytes
+        if bundle.form is not form or bundle.candidates != lengths.candidates or together > self._most_bytes:
+            return False
+        more = -(-together // self._segment.slot_bytes) - bundle.span.count
+        if more > 0:
+            if not self._table.extend(bundle.span, more):
+                return False
+            self.nbytes += more * self._segment.slot_bytes
+        bundle.nbytes = together
+        return True
+
+    def _begin(self, form: Form, lengths: Lengths, nbytes: int) -> _Bundle | None:
         segment = self._segment
-        nbytes = layout.nbytes + aligned(len(contents))
+        nbytes += aligned(CONTENTS_BYTES + len(form.encoded))
         slots = -(-nbytes // segment.slot_bytes)
         if slots > segment.slots:
             raise RecordTooLarge(
                 f"expected a record of at most {segment.slots * segment.slot_bytes} bytes (capacity_bytes of the "
                 f"channel), got one of {nbytes}: raise capacity_bytes or make the group smaller"
             )
-        if self.full or (span := self._table.allocate(slots)) is None:
+        span = self._table.allocate(slots)
+        if span is None:
             return None
-        try:
-            segment.write(span, contents, columns, layout)
-        except BaseException:
-            self._table.abandon(span)
-            raise
-        self._table.publish(span, sequence)
-        segment.publish(span, sequence, len(contents), nbytes)
-        self.items += 1
         self.nbytes += slots * segment.slot_bytes
-        return Descriptor(sequence, span.start, slots, span.generation, nbytes), ()
+        self._bundle = _Bundle(span, form, lengths.candidates, nbytes)
+        return self._bundle
 
-    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+    def _complete(self) -> None:
+        """Write the bundle that is being filled, and publish it."""
+        bundle, self._bundle = self._bundle, None
+        if bundle is None:
+            return
+        span, form, parts = bundle.span, bundle.form, tuple(bundle.parts)
+        contents = Contents(self._kind, form.encoded, bundle.candidates, parts)
+        encoded, layout = encode_contents(contents), form.layout(contents.lengths())
+        nbytes = layout.nbytes + aligned(len(encoded))
+        self._segment.write(span, encoded, bundle.columns, layout)
+        self._table.publish(span, self._sequence, len(parts))
+        self._segment.publish(span, len(encoded), nbytes)
+        self._ready.append(Descriptor(self._sequence, len(parts), span.start, span.count, span.generation, nbytes))
+
+    def post(self, socket: zmq.Socket[bytes]) -> None:
         """One message for all of them."""
-        socket.send(encode(Publish(tuple(descriptor for descriptor, _ in parcels))), zmq.NOBLOCK)
+        self._complete()
+        ready, self._ready = self._ready, []
+        socket.send(encode(Publish(tuple(ready))), zmq.NOBLOCK)
 
-    def free(self, slot: int, generation: int) -> None:
-        """The receiver released a span; see `Outlet.free`."""
-        span = self._table.release(slot, generation)
-        self._segment.free(span)
-        self.items -= 1
-        self.nbytes -= span.count * self._segment.slot_bytes
+    def free(self, slot: int, generation: int, records: int) -> None:
+        """The receiver released some records of a span; see `Outlet.free`."""
+        span = self._table.release(slot, generation, records)
+        self.items -= records
+        if not span.records:
+            self._segment.free(span)
+            self.nbytes -= span.count * self._segment.slot_bytes
 
     def close(self) -> None:
         """Let go of the segment."""
@@ -100,30 +175,44 @@ class SlotInlet:
         self._segment = segment
         self._schema = schema
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
-        """Views of a span that release it when the last one dies; see `Inlet.fetch`."""
+    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
+        """Views of a record that release it when the last one dies; see `Inlet.fetch`."""
         descriptor = parcel[0]
-        payload, encoded = self._segment.lease(descriptor, released)
-        contents, form, layout = self._read(encoded, descriptor)
-        return contents.header, form.view(layout, payload)
+        contents, form, layout = self._read(descriptor)
+        places = self._places(contents, form, layout, index, index + 1)
+        columns = form.view(places, self._segment.lease(descriptor, released), contents.candidates)
+        return contents.parts[index].header, columns
 
-    def pack(self, parcel: Parcel, packer: Packer) -> bool:
-        """Copy a group from its span into `packer`; see `Inlet.pack`."""
+    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
+        """Copy groups from their span into `packer`; see `Inlet.pack`."""
         descriptor = parcel[0]
-        contents, form, layout = self._read(self._segment.contents(descriptor), descriptor)
-        if not packer.takes(form, contents.lengths):
-            return False
-        group = PackedGroup.decode(contents.header, contents.lengths.sequences)
-        packer.copy(form, contents.lengths, self._segment.columns(descriptor, layout), group)
-        return True
+        contents, form, layout = self._read(descriptor)
+        count = packer.room(form, contents.candidates, [part.tokens for part in contents.parts[index:]])
+        if count:
+            last = index + count
+            groups = [PackedGroup.decode(part.header, part.sequences) for part in contents.parts[index:last]]
+            columns = self._segment.columns(descriptor, self._places(contents, form, layout, index, last))
+            packer.copy(
+                form, contents.candidates, columns, groups, [part.tokens for part in contents.parts[index:last]]
+            )
+        return count
 
-    def _read(self, encoded: bytes, descriptor: Descriptor) -> tuple[Contents, Form, Layout]:
+    def _read(self, descriptor: Descriptor) -> tuple[Contents, Form, Layout]:
+        encoded = self._segment.contents(descriptor)
         contents = Contents.decode(encoded)
         form = self._schema.received(contents)
-        layout = form.layout(contents.lengths)
-        if layout.nbytes + aligned(len(encoded)) != descriptor.nbytes:
-            raise InvalidRecord(f"{contents.lengths}: expected columns of {layout.nbytes} bytes, got {descriptor}")
+        lengths = contents.lengths()
+        layout = form.layout(lengths)
+        if layout.nbytes + aligned(len(encoded)) != descriptor.nbytes or lengths.records != descriptor.records:
+            raise InvalidRecord(f"{lengths}: expected columns of {layout.nbytes} bytes, got {descriptor}")
         return contents, form, layout
+
+    @staticmethod
+    def _places(contents: Contents, form: Form, layout: Layout, first: int, last: int) -> Iterable[Place]:
+        """Where the columns of records `first` to before `last` lie."""
+        if not first and last == len(contents.parts):
+            return layout.places
+        return form.within(layout, contents.lengths(0, first), contents.lengths(first, last))
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """What the headers say was published; see `Inlet.salvage`."""
@@ -188,7 +277,8 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         ready = await door.hear()
         if not isinstance(ready, Ready):
             raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
-        line = SenderLine(door, welcome, SlotOutlet(segment, welcome.capacity), dealer(welcome.endpoint, identity))
+        outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
+        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
         stack.pop_all()
         async with RemoteSender[R](line, "shm") as sender:
             yield sender

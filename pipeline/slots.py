@@ -1,11 +1,11 @@
 """Who owns which slot: the producer's table, sans-I/O.
 
-A slot is a fixed-size cell of a segment. A record takes a *span* of adjacent slots, first fit, lowest address first, so
-that a small hot set of slots is used again and again and stays in the cache. Only the producer allocates in its own
-segment, so there is no lock and nothing for a killed process to leave locked.
+A slot is a fixed-size cell of a segment. A bundle of records takes a *span* of adjacent slots, first fit, the lowest
+address first, so that a small hot set of slots is used again and again and stays in the cache. Only the producer
+allocates in its own segment, so there is no lock and nothing for a killed process to leave locked.
 
-    free ──allocate──▶ writing ──publish──▶ published ──release──▶ free
-                          └──────abandon─────▶ free
+    free ──allocate, extend──▶ writing ──publish──▶ published ──release of every record──▶ free
+                                  └──────abandon─────▶ free
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STORY_LENGTH = 8
 
 @dataclass(slots=True)
 class Span:
-    """Adjacent slots that hold, or held, one record."""
+    """Adjacent slots that hold, or held, one bundle."""
 
     start: int
     """First slot."""
@@ -37,7 +37,9 @@ class Span:
     """How often the first slot had been allocated when this span was."""
     state: SpanState = "writing"
     sequence: int = 0
-    """The record's number among the sender's; 0 until it is published."""
+    """The last record's number among the sender's; 0 until it is published."""
+    records: int = 0
+    """Records that the reader still holds."""
 
 
 class SlotTable:
@@ -78,12 +80,17 @@ class SlotTable:
             raise RecordTooLarge(f"expected a span of at most {self.slots} slots, got one of {count}")
         for index, (start, length) in enumerate(self._free):
             if length >= count:
-                if length == count:
-                    del self._free[index]
-                else:
-                    self._free[index] = (start + count, length - count)
+                self._take(index, count)
                 return self._open(start, count)
         return None
+
+    def _take(self, index: int, count: int) -> None:
+        """The first `count` slots of a free run are free no more."""
+        start, length = self._free[index]
+        if length == count:
+            del self._free[index]
+        else:
+            self._free[index] = (start + count, length - count)
 
     def _open(self, start: int, count: int) -> Span:
         generation = self._generations[start] = self._generations[start] + 1
@@ -91,14 +98,29 @@ class SlotTable:
         self._stories[start].append(("allocated as generation", generation))
         return span
 
-    def publish(self, span: Span, sequence: int) -> None:
-        """`span` holds record number `sequence` and belongs to the reader until it is released.
+    def extend(self, span: Span, count: int) -> bool:
+        """Let `span`, which is being written, have `count` slots more; whether those behind it were free.
+
+        Raises:
+            IllegalTransition: the span is not being written.
+        """
+        self._expect(span, "writing", "extend")
+        end = span.start + span.count
+        index = bisect_left(self._free, (end, 0))
+        if index == len(self._free) or self._free[index][0] != end or self._free[index][1] < count:
+            return False
+        self._take(index, count)
+        span.count += count
+        return True
+
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        """`span` holds `records` up to number `sequence`, and belongs to the reader until each is released.
 
         Raises:
             IllegalTransition: the span is not being written.
         """
         self._expect(span, "writing", "publish")
-        span.state, span.sequence = "published", sequence
+        span.state, span.sequence, span.records = "published", sequence, records
         self._stories[span.start].append(("published as record", sequence))
 
     def abandon(self, span: Span) -> None:
@@ -110,11 +132,13 @@ class SlotTable:
         self._expect(span, "writing", "abandon")
         self._close(span, "abandoned in generation")
 
-    def release(self, start: int, generation: int) -> Span:
-        """The reader is done with the span that begins at slot `start`. Any order will do.
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        """The reader is done with `records` more of the span that begins at slot `start`: with all, it is free.
+
+        Any order will do.
 
         Raises:
-            StaleDescriptor: the slot is not in that generation: a late or forged release.
+            StaleDescriptor: the slot is not in that generation, or holds fewer records: a late or forged release.
             IllegalTransition: the span is not published.
         """
         span = self._live.get(start)
@@ -124,7 +148,14 @@ class SlotTable:
                 f"release of slot {start}, generation {generation}, but the slot is {now}; {self._story(start)}"
             )
         self._expect(span, "published", "release")
-        self._close(span, "released in generation")
+        if not 0 < records <= span.records:
+            raise StaleDescriptor(
+                f"release of {records} records in slot {start}, generation {generation}, but {span.records} are held; "
+                f"{self._story(start)}"
+            )
+        span.records -= records
+        if not span.records:
+            self._close(span, "released in generation")
         return span
 
     def _close(self, span: Span, how: str) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import ipaddress
 import socket as sockets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
 import anyio.to_thread
+import numpy as np
 import zmq
 
-from ..schemas import Array, PackedGroup, Packer, ProtocolMismatch
+from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
 from ..schemas.control import Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import DTYPES, Contents, Form, Layout, Schema, aligned
-from .carrier import Inlet, Parcel, R, dealer, router
+from ..schemas.layout import Contents, Form, Lengths, Part, Schema, aligned, encode_contents
+from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
 from .remote_receiver import RemoteReceiver, Terms
@@ -34,11 +35,14 @@ __all__ = ["connect_tcp", "serve_tcp"]
 class FrameOutlet:
     """Keeps account of the records that are on their way; ZeroMQ keeps the arrays."""
 
-    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+    def __init__(self, capacity: int, capacity_bytes: int, kind: str) -> None:
         self.items = 0
         self.nbytes = 0
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
+        self._kind = kind
+        self._ready: list[Parcel] = []
+        """Records that are not posted yet."""
         self._in_flight: dict[int, int] = {}
         """Bytes of each record in flight, by sequence number."""
 
@@ -47,31 +51,34 @@ class FrameOutlet:
         """Whether as many records are in flight as may be."""
         return self.items >= self._capacity
 
-    def place(self, contents: bytes, columns: Iterable[Array], layout: Layout, sequence: int) -> Parcel | None:
+    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
         """Take credit for a record; see `Outlet.place`."""
-        nbytes = layout.nbytes + aligned(len(contents))
+        part = Part(lengths.tokens, lengths.sequences, header)
+        contents = encode_contents(Contents(self._kind, form.encoded, lengths.candidates, (part,)))
+        nbytes = form.layout(lengths).nbytes + aligned(len(contents))
         if nbytes > self._capacity_bytes:
             raise RecordTooLarge(
                 f"expected a record of at most {self._capacity_bytes} bytes (capacity_bytes of the channel), "
                 f"got one of {nbytes}: raise capacity_bytes or make the group smaller"
             )
         if self.full or self.nbytes + nbytes > self._capacity_bytes:
-            return None
-        frames = [contents, *map(_frame, columns, layout.places)]
+            return False
+        self._ready.append((Descriptor(sequence, 1, sequence, 0, 0, nbytes), [contents, *map(_frame, columns)]))
         self._in_flight[sequence] = nbytes
         self.items += 1
         self.nbytes += nbytes
-        return Descriptor(sequence, sequence, 0, 0, nbytes), frames
+        return True
 
-    def post(self, socket: zmq.Socket[bytes], parcels: list[Parcel]) -> None:
+    def post(self, socket: zmq.Socket[bytes]) -> None:
         """One message a record: its frames are its own."""
-        for descriptor, frames in parcels:
+        ready, self._ready = self._ready, []
+        for descriptor, frames in ready:
             socket.send_multipart([encode(Publish((descriptor,))), *frames], zmq.NOBLOCK, copy=False)
 
-    def free(self, slot: int, generation: int) -> None:
+    def free(self, slot: int, generation: int, records: int) -> None:
         """The receiver took a record in; see `Outlet.free`."""
         nbytes = self._in_flight.pop(slot, None)
-        if nbytes is None or generation:
+        if nbytes is None or generation or records != 1:
             raise StaleDescriptor(f"release of record {slot}, generation {generation}, which is not in flight")
         self.items -= 1
         self.nbytes -= nbytes
@@ -87,27 +94,31 @@ class FrameInlet:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
 
-    def fetch(self, parcel: Parcel, released: Callable[[Descriptor], None]) -> tuple[bytes, dict[str, Array]]:
+    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
         contents, form, buffers = self._read(parcel)
-        released(parcel[0])
-        return contents.header, form.frames(contents.lengths, buffers)
+        released(parcel[0], 1)
+        return contents.parts[index].header, form.frames(contents.lengths(), buffers)
 
-    def pack(self, parcel: Parcel, packer: Packer) -> bool:
+    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
         """Copy a group from its frames into `packer`; see `Inlet.pack`."""
         contents, form, buffers = self._read(parcel)
-        if not packer.takes(form, contents.lengths):
-            return False
-        columns = form.frames(contents.lengths, buffers)
-        group = PackedGroup.decode(contents.header, contents.lengths.sequences)
-        packer.copy(form, contents.lengths, [column.reshape(-1) for column in columns.values()], group)
-        return True
+        part = contents.parts[index]
+        if not packer.room(form, contents.candidates, [part.tokens]):
+            return 0
+        columns = form.frames(contents.lengths(), buffers)
+        group = PackedGroup.decode(part.header, part.sequences)
+        flat = [column.reshape(-1) for column in columns.values()]
+        packer.copy(form, contents.candidates, flat, [group], [part.tokens])
+        return 1
 
     def _read(self, parcel: Parcel) -> tuple[Contents, Form, list[memoryview]]:
         descriptor, frames = parcel
-        if not frames:
-            raise StaleDescriptor(f"expected {descriptor} to come with its columns, got no frame")
+        if not frames or descriptor.records != 1:
+            raise StaleDescriptor(f"expected {descriptor} to be one record and come with its columns, got none")
         contents = Contents.decode(frames[0].bytes)
+        if len(contents.parts) != 1:
+            raise InvalidRecord(f"expected one record a message, got {len(contents.parts)}")
         return contents, self._schema.received(contents), [frame.buffer for frame in frames[1:]]
 
     def salvage(self, sequence: int) -> list[Parcel]:
@@ -116,16 +127,9 @@ class FrameInlet:
         return []
 
 
-def _frame(column: Array, place: tuple[int, int, int]) -> memoryview | bytes:
-    """A column as a buffer.
-
-    Raises:
-        ValueError: it is not what the layout says.
-    """
-    index, first, last = place
-    if column.dtype != DTYPES[index] or column.shape != (last - first,) or not column.flags.c_contiguous:
-        raise ValueError(f"expected {DTYPES[index]} [{last - first}], got {column.dtype} {column.shape}")
-    return column.data if column.size else b""
+def _frame(column: Array) -> memoryview | bytes:
+    """A column as a buffer."""
+    return np.ascontiguousarray(column).data if column.size else b""
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -192,7 +196,7 @@ async def connect_tcp(url: str, record_type: type[R], *, name: str) -> AsyncIter
         ready = await door.hear()
         if not isinstance(ready, Ready):
             raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
-        outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes)
+        outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
         line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:

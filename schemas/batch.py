@@ -7,7 +7,7 @@ own memory, so that the slot a group came from is free again as soon as `add` re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
@@ -273,6 +273,7 @@ class Packer:
     """
 
     __slots__ = (
+        "_by_token",
         "_candidates",
         "_chunks",
         "_form",
@@ -301,7 +302,9 @@ class Packer:
         self._chunks: list[list[bytes]] = []
         """Of each column over sequences: what every group has of it. They are small, and joined in `pack`."""
         self._starts: list[int] = []
-        """Where each group begins."""
+        """Tokens before each group."""
+        self._by_token: list[bool] = []
+        """Which groups have a policy version a token."""
         self._groups: list[PackedGroup] = []
         self._tokens = 0
 
@@ -324,14 +327,21 @@ class Packer:
         """Whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
-    def takes(self, form: Form, lengths: Lengths) -> bool:
-        """Whether a group of this form and these lengths has room, and the columns of the groups before it."""
-        if self._tokens + lengths.tokens > self.max_tokens:
-            return False
+    def room(self, form: Form, candidates: int, tokens: Iterable[int]) -> int:
+        """How many of some groups of this form, one after another with so many `tokens` each, have room.
+
+        None where their columns are not those of the groups before them.
+        """
         known = self._form
-        return known is None or (
-            (form is known or form.names == known.names) and lengths.candidates == self._candidates
-        )
+        if known is not None and (form.names != known.names or candidates != self._candidates):
+            return 0
+        filled, count = self._tokens, 0
+        for more in tokens:
+            filled += more
+            if filled > self.max_tokens:
+                break
+            count += 1
+        return count
 
     def add(self, group: TrajectoryGroup) -> None:
         """Copy `group` in.
@@ -341,23 +351,30 @@ class Packer:
         """
         columns = group.columns()
         form, lengths = GROUP_SCHEMA.measure(columns)
-        if not self.takes(form, lengths):
+        tokens = [lengths.tokens]
+        if not self.room(form, lengths.candidates, tokens):
             raise self._refusal(group, form, lengths)
         plain = columns.values() if form.plain(lengths, columns.values()) else GROUP_SCHEMA.plain(columns)
-        self.copy(form, lengths, plain, PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta))
+        packed = PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta)
+        self.copy(form, lengths.candidates, plain, [packed], tokens)
 
-    def copy(self, form: Form, lengths: Lengths, columns: Iterable[Any], group: PackedGroup) -> None:
-        """Copy a group in that `takes` let in, out of buffers that are as `form` and `lengths` say."""
+    def copy(
+        self, form: Form, candidates: int, columns: Iterable[Any], groups: list[PackedGroup], tokens: Iterable[int]
+    ) -> None:
+        """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other."""
         if self._form is None:
-            self._open(form, lengths.candidates)
-        first, last = self._tokens, self._tokens + lengths.tokens
+            self._open(form, candidates)
+        first = last = self._tokens
+        for more in tokens:
+            self._starts.append(last)
+            last += more
         for (target, width), chunks, column in zip(self._targets, self._chunks, columns, strict=True):
             if target is None:
                 chunks.append(column.tobytes())
             else:
                 target[first * width : last * width] = column
-        self._starts.append(first)
-        self._groups.append(group)
+        self._groups += groups
+        self._by_token += [form.versions_by_token] * len(groups)
         self._tokens = last
 
     def pack(self) -> TrainBatch:
@@ -372,16 +389,19 @@ class Packer:
         chunks = {name: chunks for name, chunks in zip(self._form.names, self._chunks, strict=True) if chunks}
         counts = [group.sequences for group in self._groups]
         bounds = _join_offsets(chunks.pop("offsets"), self._starts, counts)
-        columns["policy_versions"] = _join_versions(chunks.pop("policy_versions"), self._starts, counts, bounds)
+        versions = np.frombuffer(b"".join(chunks.pop("policy_versions")), np.int64)
+        if any(self._by_token):
+            versions = _by_token_or_sequence(versions, self._by_token, self._starts, counts, bounds)
+        columns["policy_versions"] = versions
         columns |= {name: np.frombuffer(b"".join(kept), GROUP_SCHEMA.rule(name).dtype) for name, kept in chunks.items()}
         batch = _finish(tuple(self._groups), columns, bounds)
         self._form, self._over_tokens, self._targets, self._chunks = None, {}, [], []
-        self._groups, self._starts, self._tokens = [], [], 0
+        self._groups, self._starts, self._by_token, self._tokens = [], [], [], 0
         return batch
 
     def _open(self, form: Form, candidates: int) -> None:
         layout = form.layout(Lengths(self.max_tokens, 0, candidates))
-        columns = form.view(layout, self._memory.block(layout.nbytes)[: layout.nbytes])
+        columns = form.view(layout.places, self._memory.block(layout.nbytes)[: layout.nbytes], candidates)
         self._form, self._candidates = form, candidates
         self._over_tokens = {name: column for name, column in columns.items() if name in TOKEN_COLUMNS}
         self._targets = [
@@ -411,7 +431,6 @@ class Packer:
 
 
 _ZERO = np.zeros(1, np.int64)
-_INT64_BYTES = _ZERO.itemsize
 
 
 def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -429,36 +448,45 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
     return oldest
 
 
-def _join_offsets(chunks: Sequence[bytes], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
-    """[B + 1] where each sequence of a batch begins, from the offsets of its groups."""
-    first, *others = chunks
-    joined = np.frombuffer(b"".join([first, *[chunk[_INT64_BYTES:] for chunk in others]]), np.int64)
-    bounds: NDArray[np.int64] = joined + np.repeat(starts, [counts[0] + 1, *counts[1:]])
+def _join_offsets(chunks: Iterable[bytes], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
+    """[B + 1] where each sequence of a batch begins, from the offsets of its groups, which each begin with 0."""
+    joined = np.frombuffer(b"".join(chunks), np.int64)
+    bounds = np.zeros(len(joined) - len(counts) + 1, np.int64)
+    if len(set(counts)) == 1:
+        by_group = joined.reshape(len(counts), -1)[:, 1:]
+        np.add(by_group, np.array(starts)[:, None], out=bounds[1:].reshape(by_group.shape))
+        return bounds
+    first = 0
+    for number, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        np.add(joined[first + number + 1 :][:count], start, out=bounds[first + 1 :][:count])
+        first += count
     return bounds
 
 
-def _join_versions(
-    chunks: Sequence[bytes], starts: Sequence[int], counts: Sequence[int], bounds: NDArray[np.int64]
+def _by_token_or_sequence(
+    versions: NDArray[np.int64],
+    by_token: Sequence[bool],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    bounds: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """One column over sequences where all groups have it so, else one over tokens.
+    """One version a token, from groups of which some have one a token and some one a sequence.
 
     Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
     over sequences, so the oldest version of each sequence is all that is kept.
     """
-    joined = np.frombuffer(b"".join(chunks), np.int64)
-    over_sequences = [len(chunk) == _INT64_BYTES * count for chunk, count in zip(chunks, counts, strict=True)]
-    if all(over_sequences):
-        return joined
-    versions = [np.frombuffer(chunk, np.int64) for chunk in chunks]
-    firsts = [0, *accumulate(counts)]
-    offsets = [bounds[a : b + 1] - start for a, b, start in zip(firsts, firsts[1:], starts, strict=False)]
-    if int(bounds[-1]) == len(bounds) - 1:
-        return np.concatenate([oldest_versions(v, o) for v, o in zip(versions, offsets, strict=True)])
-    spread = [
-        np.repeat(v, np.diff(o)) if by_sequence else v
-        for v, o, by_sequence in zip(versions, offsets, over_sequences, strict=True)
+    tokens = [b - a for a, b in pairwise([*starts, int(bounds[-1])])]
+    sizes = [n if spread else count for spread, n, count in zip(by_token, tokens, counts, strict=True)]
+    groups = np.split(versions, list(accumulate(sizes))[:-1])
+    offsets = [
+        bounds[a : b + 1] - start for (a, b), start in zip(pairwise([0, *accumulate(counts)]), starts, strict=True)
     ]
-    return np.concatenate(spread)
+    if int(bounds[-1]) == len(bounds) - 1:
+        return np.concatenate([oldest_versions(v, o) for v, o in zip(groups, offsets, strict=True)])
+    spread_out = [
+        v if spread else np.repeat(v, np.diff(o)) for v, o, spread in zip(groups, offsets, by_token, strict=True)
+    ]
+    return np.concatenate(spread_out)
 
 
 def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -106,7 +106,7 @@ class Ready(_Message, frozen=True):
 
 
 class Publish(_Message, frozen=True):
-    """Records that lie ready."""
+    """Bundles that lie ready."""
 
     descriptors: tuple[Descriptor, ...]
 
@@ -127,9 +127,9 @@ class Goodbye(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """Credit: spans that are free again, as (first slot, generation)."""
+    """Credit: of which spans how many records more are done with, as (first slot, generation, records)."""
 
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
 
 
 class Ended(_Message, frozen=True):

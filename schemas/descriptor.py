@@ -1,4 +1,4 @@
-"""The descriptor: the small message that says where a record lies. What lies there is told by the span itself."""
+"""The descriptor: the small message that says where records lie. What lies there is told by the span itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor(NamedTuple):
-    """Where a published record lies."""
+    """Where a published bundle lies: one record, or several that were sent together."""
 
     sequence: int
-    """Counts the records of one sender from 1."""
+    """Number of its last record; those of one sender count from 1."""
+    records: int
+    """Records in it."""
     slot: int
     """First slot of the span; where the payload travels in frames (tcp), the sequence again."""
     slots: int
@@ -19,4 +21,4 @@ class Descriptor(NamedTuple):
     generation: int
     """How often the first slot had been used."""
     nbytes: int
-    """Bytes of the record, contents and padding included."""
+    """Bytes of the records, contents and padding included."""

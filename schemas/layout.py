@@ -1,18 +1,20 @@
-"""Where the columns of a record lie: all that a receiver must be told before it can read a span, and nothing more.
+"""Where the columns of records lie: all that a receiver must be told before it can read a span, and nothing more.
 
 A *schema* is what a kind of record may have (a table of rules). A *form* is which of these columns one record has, with
 their dtypes and axes; a run knows a handful of forms, so each is checked once. A *layout* is a form with the lengths of
 its axes: where each column begins and ends. The columns lie one after another, each on a cache line of its own, and
 behind them the `Contents`, which name form and lengths (docs/decisions/0002).
 
-Axes: N tokens, S sequences, F = S + 1 offsets, K teacher candidates a token.
+Several records of one form may lie together, as a *bundle*: then a column holds what the first record has of it, then
+what the second has, and so on (docs/decisions/0005).
+
+Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candidates a token.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from .columns import Array, ColumnRule, check_axes
 from .errors import InvalidRecord
 
-__all__ = ["ALIGNMENT", "DTYPES", "Contents", "Form", "Layout", "Lengths", "Schema", "aligned"]
+__all__ = ["ALIGNMENT", "DTYPES", "Contents", "Form", "Layout", "Lengths", "Part", "Place", "Schema", "aligned"]
 
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
@@ -34,6 +36,7 @@ KNOWN_FORMS = 64
 KNOWN_LAYOUTS = 1024
 """Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
 
+_ARRAYS = {np.ndarray}
 _ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
 _INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
@@ -44,22 +47,36 @@ def aligned(nbytes: int) -> int:
 
 
 class Lengths(NamedTuple):
-    """How long the axes of a record are."""
+    """How long the axes of a record are, or of several that lie together."""
 
     tokens: int
     sequences: int
     candidates: int
     """Teacher candidates a token; 0 where there are none."""
+    records: int = 1
+
+
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Part(NamedTuple):
+    """One record of a bundle: how long its axes are, and all of it that is not a column."""
+
+    tokens: Length
+    sequences: Length
+    header: bytes
 
 
 class Contents(NamedTuple):
-    """What lies behind the columns of a record: what they are, and all that is not a column."""
+    """What lies behind the columns of a bundle: what they are, and whose."""
 
     kind: str
     form: bytes
     """A `Form`, encoded."""
-    lengths: Lengths
-    header: bytes
+    candidates: Length
+    """Teacher candidates a token."""
+    parts: tuple[Part, ...]
+    """The records, in order."""
 
     @classmethod
     def decode(cls, encoded: bytes | memoryview) -> Contents:
@@ -71,7 +88,14 @@ class Contents(NamedTuple):
         try:
             return _decode(encoded)
         except msgspec.DecodeError as error:
-            raise InvalidRecord(f"contents: expected (kind, form, lengths, header), got {error}") from None
+            raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
+
+    def lengths(self, first: int = 0, last: int | None = None) -> Lengths:
+        """How long the axes of all records are together, or of those from `first` to before `last`."""
+        parts = self.parts[first:last]
+        return Lengths(
+            sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.candidates, len(parts)
+        )
 
 
 encode_contents = msgspec.msgpack.Encoder().encode
@@ -84,22 +108,25 @@ _encode_form = msgspec.msgpack.Encoder().encode
 _decode_form = msgspec.msgpack.Decoder(tuple[FormColumn, ...]).decode
 
 
+Place: TypeAlias = tuple[int, int, int]
+"""Where a column lies: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
+
+
 class Layout(NamedTuple):
-    """Where the columns of a record lie, counted from the first."""
+    """Where columns lie, counted from the first."""
 
     nbytes: int
-    places: tuple[tuple[int, int, int], ...]
-    """Of each column: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
-    views: tuple[tuple[int, slice], ...]
-    """The same, as the slice that a reader takes."""
-    shaped: tuple[tuple[str, tuple[int, ...]], ...]
-    """The columns with more than one axis, and their shapes."""
+    places: tuple[Place, ...]
+    dtypes: list[np.dtype[Any]]
+    """Of each column."""
+    shapes: list[tuple[int, ...]]
+    """Of each column, where all have one axis."""
 
 
 class Form:
     """Which columns a record has, in order, with their dtypes and axes."""
 
-    __slots__ = ("_axes", "_dtypes", "_layouts", "encoded", "names", "shaped")
+    __slots__ = ("_axes", "_dtypes", "_layouts", "encoded", "names", "shaped", "versions_by_token")
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
@@ -107,6 +134,8 @@ class Form:
         """What travels."""
         self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
         """Columns with more than one axis."""
+        self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
+        """Whether weights changed mid-rollout."""
         self._axes = tuple(axes for _, _, axes in columns)
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self._layouts: dict[Lengths, Layout] = {}
@@ -127,40 +156,48 @@ class Form:
     def _lay_out(self, lengths: Lengths) -> Layout:
         if min(lengths) < 0:
             raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
-        tokens, sequences, candidates = lengths
-        shapes = {"N": (tokens,), "S": (sequences,), "F": (sequences + 1,), "NK": (tokens, candidates)}
+        items = _items(lengths)
         places, offset = [], 0
         for index, axes in zip(self._dtypes, self._axes, strict=True):
-            first, items = offset // _ITEM_BYTES[index], math.prod(shapes[axes])
-            places.append((index, first, first + items))
-            offset = aligned(offset + items * _ITEM_BYTES[index])
+            first = offset // _ITEM_BYTES[index]
+            places.append((index, first, first + items[axes]))
+            offset = aligned(offset + items[axes] * _ITEM_BYTES[index])
         return Layout(
             offset,
             tuple(places),
-            tuple((index, slice(first, last)) for index, first, last in places),
-            tuple((name, shapes["NK"]) for name in self.shaped),
+            [DTYPES[index] for index in self._dtypes],
+            [(last - first,) for _, first, last in places],
         )
 
-    def view(self, layout: Layout, payload: Array) -> dict[str, Array]:
-        """The columns as views into `payload` (uint8, a whole number of cache lines, at least `layout.nbytes`)."""
+    def within(self, layout: Layout, before: Lengths, these: Lengths) -> list[Place]:
+        """Where the columns of some records of a bundle lie: `these`, which come after those `before`."""
+        skipped, taken = _items(before), _items(these)
+        return [
+            (index, first + skipped[axes], first + skipped[axes] + taken[axes])
+            for (index, first, _), axes in zip(layout.places, self._axes, strict=True)
+        ]
+
+    def view(self, places: Iterable[Place], payload: Array, candidates: int) -> dict[str, Array]:
+        """The columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
         typed = [payload.view(dtype) for dtype in DTYPES]
-        columns = dict(zip(self.names, [typed[index][span] for index, span in layout.views], strict=True))
-        for name, shape in layout.shaped:
-            columns[name] = columns[name].reshape(shape)
+        return self._shape([typed[index][first:last] for index, first, last in places], candidates)
+
+    def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
+        columns = dict(zip(self.names, flat, strict=True))
+        for name in self.shaped:
+            columns[name] = columns[name].reshape(len(columns["tokens"]), candidates)
         return columns
 
     def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
         """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so."""
         if self.shaped:
             return False
-        for column, (index, first, last) in zip(columns, self.layout(lengths).places, strict=True):
-            if (
-                column.__class__ is not np.ndarray
-                or column.dtype is not DTYPES[index]
-                or column.shape != (last - first,)
-            ):
-                return False
-        return True
+        layout, given = self.layout(lengths), list(columns)
+        return (
+            set(map(type, given)) == _ARRAYS
+            and [column.shape for column in given] == layout.shapes
+            and [column.dtype for column in given] == layout.dtypes
+        )
 
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
@@ -171,7 +208,7 @@ class Form:
         layout = self.layout(lengths)
         if len(frames) != len(self.names):
             raise InvalidRecord(f"columns: expected {len(self.names)}, got {len(frames)} frames")
-        columns: dict[str, Array] = {}
+        columns: list[Array] = []
         for name, (index, first, last), frame in zip(self.names, layout.places, frames, strict=True):
             expected = (last - first) * _ITEM_BYTES[index]
             if frame.nbytes != expected:
@@ -179,10 +216,14 @@ class Form:
             column = np.frombuffer(frame, DTYPES[index]) if expected else np.empty(0, DTYPES[index])
             column = column if column.flags.aligned else column.copy()
             column.flags.writeable = False
-            columns[name] = column
-        for name, shape in layout.shaped:
-            columns[name] = columns[name].reshape(shape)
-        return columns
+            columns.append(column)
+        return self._shape(columns, lengths.candidates)
+
+
+def _items(lengths: Lengths) -> dict[str, int]:
+    """Entries of a column, by its axes."""
+    tokens, sequences, candidates, records = lengths
+    return {"N": tokens, "S": sequences, "F": sequences + records, "NK": tokens * candidates}
 
 
 class Schema:

@@ -42,6 +42,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.ended: list[tuple[int, int]] = []
         """(slot, generation) of spans that are no more."""
         self.sequence = 0
+        self.held: dict[int, int] = {}
+        """Records of the span that begins at a slot which were not released."""
 
     @rule(count=st.integers(1, SLOTS))
     def allocate(self, count: int) -> None:
@@ -55,19 +57,31 @@ class SlotMachine(RuleBasedStateMachine):
             self.owners[span.start : span.start + count] = [span] * count
             self.writing.append(span)
 
+    @precondition(lambda self: self.writing)
+    @rule(pick=PICKS, count=st.integers(1, 3))
+    def extend(self, pick: int, count: int) -> None:
+        span = any_of(self.writing, pick)
+        end = span.start + span.count
+        free = self.owners[end : end + count] == [None] * count
+        hold(FIRST_FIT, self.real.extend(span, count) == free, f"{count} behind {span} of {self.owners}")
+        if free:
+            hold(OWNERS, span.start + span.count == end + count, span)
+            self.owners[end : end + count] = [span] * count
+
     @rule(beyond=st.integers(1, 3))
     def allocate_too_much(self, beyond: int) -> None:
         self._refused(NEVER, RecordTooLarge, self.real.allocate, SLOTS + beyond)
 
     @precondition(lambda self: self.writing)
-    @rule(pick=PICKS)
-    def publish(self, pick: int) -> None:
+    @rule(pick=PICKS, records=st.integers(1, 3))
+    def publish(self, pick: int, records: int) -> None:
         span = any_of(self.writing, pick)
-        self.sequence += 1
-        self.real.publish(span, self.sequence)
+        self.sequence += records
+        self.real.publish(span, self.sequence, records)
         hold(OWNERS, (span.state, span.sequence) == ("published", self.sequence), span)
         self.writing.remove(span)
         self.published.append(span)
+        self.held[span.start] = records
 
     @precondition(lambda self: self.writing)
     @rule(pick=PICKS)
@@ -78,13 +92,26 @@ class SlotMachine(RuleBasedStateMachine):
         self._end(span)
 
     @precondition(lambda self: self.published)
-    @rule(pick=PICKS)
-    def release(self, pick: int) -> None:
+    @rule(pick=PICKS, records=st.integers(1, 3))
+    def release(self, pick: int, records: int) -> None:
         span = any_of(self.published, pick)
-        returned = self.real.release(span.start, span.generation)
+        records = min(records, self.held[span.start])
+        try:
+            returned = self.real.release(span.start, span.generation, records)
+        except PenstockError as error:
+            raise Broken(OWNERS, f"{records} of {span} are held, and cannot be released: {error}") from error
         hold(OWNERS, returned is span, f"{returned} for {span}")
-        self.published.remove(span)
-        self._end(span)
+        self.held[span.start] -= records
+        if not self.held[span.start]:
+            self.published.remove(span)
+            self._end(span)
+
+    @precondition(lambda self: self.published)
+    @rule(pick=PICKS, beyond=st.integers(1, 3))
+    def release_more_than_are_held(self, pick: int, beyond: int) -> None:
+        span = any_of(self.published, pick)
+        for records in (self.held[span.start] + beyond, 1 - beyond):
+            self._refused(STALE, StaleDescriptor, self.real.release, span.start, span.generation, records)
 
     def _end(self, span: Span) -> None:
         hold(OWNERS, span.state == "free", span)
@@ -113,6 +140,7 @@ class SlotMachine(RuleBasedStateMachine):
         span = any_of(self.published, pick)
         self._refused(REFUSED, IllegalTransition, self.real.publish, span, self.sequence)
         self._refused(REFUSED, IllegalTransition, self.real.abandon, span)
+        self._refused(REFUSED, IllegalTransition, self.real.extend, span, 1)
 
     def _refused(self, name: str, error: type[PenstockError], step: Callable[..., Any], *arguments: Any) -> None:
         try:

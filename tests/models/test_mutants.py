@@ -51,8 +51,8 @@ class AnyGenerationIsReleased(SlotTable):
             self.newest[span.start] = span.generation
         return span
 
-    def release(self, start: int, generation: int) -> Span:
-        return super().release(start, self.newest.get(start, generation))
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        return super().release(start, self.newest.get(start, generation), records)
 
 
 class GenerationsStandStill(SlotTable):
@@ -83,8 +83,8 @@ class FreeRunsStayApart(SlotTable):
         super().abandon(span)
         self.runs.append(set(range(span.start, span.start + span.count)))
 
-    def release(self, start: int, generation: int) -> Span:
-        span = super().release(start, generation)
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = super().release(start, generation, records)
         self.runs.append(set(range(span.start, span.start + span.count)))
         return span
 
@@ -112,12 +112,12 @@ class WhatIsWrittenIsReleased(SlotTable):
             self.writing[span.start, span.generation] = span
         return span
 
-    def release(self, start: int, generation: int) -> Span:
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
         span = self.writing.get((start, generation))
         if span is not None and span.state == "writing":
             self.abandon(span)
             return span
-        return super().release(start, generation)
+        return super().release(start, generation, records)
 
 
 class PublishedIsAbandoned(SlotTable):
@@ -130,6 +130,24 @@ class PublishedIsAbandoned(SlotTable):
             self.release(span.start, span.generation)
 
 
+class AnyReleaseFrees(SlotTable):
+    """A span is free with the first of its records that is released."""
+
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        super().publish(span, sequence)
+
+
+class SpansGrowOver(SlotTable):
+    """A span is extended without looking at what lies behind it."""
+
+    def extend(self, span: Span, count: int) -> bool:
+        free = super().extend(span, count)
+        if not free and span.start + span.count + count <= self.slots:
+            span.count += count
+            return True
+        return free
+
+
 class SlotsLeak(SlotTable):
     """A released span is not free."""
 
@@ -137,13 +155,15 @@ class SlotsLeak(SlotTable):
         super().__init__(slots)
         self.spans: dict[tuple[int, int], Span] = {}
 
-    def publish(self, span: Span, sequence: int) -> None:
-        super().publish(span, sequence)
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        super().publish(span, sequence, records)
         self.spans[span.start, span.generation] = span
 
-    def release(self, start: int, generation: int) -> Span:
-        span = self.spans.pop((start, generation), None)
-        return super().release(start, generation) if span is None else span
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = self.spans.get((start, generation))
+        if span is None or span.records != records:
+            return super().release(start, generation, records)
+        return self.spans.pop((start, generation))
 
 
 class TooLargeWaits(SlotTable):
@@ -581,6 +601,8 @@ MUTANTS = [
     Mutant(WhatIsWrittenIsReleased, machine(SlotMachine, table=WhatIsWrittenIsReleased), slot_machine.REFUSED),
     Mutant(PublishedIsAbandoned, machine(SlotMachine, table=PublishedIsAbandoned), slot_machine.REFUSED),
     Mutant(SlotsLeak, machine(SlotMachine, table=SlotsLeak), slot_machine.OWNERS),
+    Mutant(AnyReleaseFrees, machine(SlotMachine, table=AnyReleaseFrees), slot_machine.OWNERS),
+    Mutant(SpansGrowOver, machine(SlotMachine, table=SpansGrowOver), slot_machine.FIRST_FIT),
     Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
     Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
     Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
-from penstock.errors import InvalidRecord
+from penstock.errors import ChannelFull, InvalidRecord
+from penstock.pipeline.remote_receiver import RemoteReceiver
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 
@@ -112,3 +113,36 @@ async def test_a_record_that_breaks_its_schema_is_refused_where_it_is_sent(
 
         assert (await ends.inbox.receive()).rewards.tolist() == good.rewards.tolist()
         assert outbox.statistics().sent == 1
+
+
+async def test_a_record_that_is_held_holds_its_own_credit_only() -> None:
+    async with serve("shm://", TrajectoryGroup, capacity=16) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+        for number in range(16):
+            outbox.send_nowait(group(instance_id=str(number)))
+        received = [await inbox.receive() for _ in range(16)]
+
+        del received[1:16:2]  # the other half of each bundle is still read
+        await anyio.lowlevel.checkpoint()
+        for number in range(16, 24):
+            await outbox.send(group(instance_id=str(number)))
+        with pytest.raises(ChannelFull):
+            outbox.send_nowait(group())
+
+        received += [await inbox.receive() for _ in range(8)]
+    assert [record.instance_id for record in received] == [str(n) for n in [*range(0, 16, 2), *range(16, 24)]]
+
+
+async def test_records_that_are_sent_in_one_tick_share_a_span_while_they_are_alike() -> None:
+    plain = group(completion_lengths=[1, 2])
+    scored = plain.with_rewards(plain.rewards, parts={"score": plain.rewards})
+    async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+        assert isinstance(inbox, RemoteReceiver)
+        for record in [plain] * 5 + [scored] * 2:
+            outbox.send_nowait(record)
+        await outbox.send(plain)
+
+        while inbox.statistics().sent < 8:
+            await anyio.lowlevel.checkpoint()
+
+        assert [parcel[0].records for _, parcel in inbox._arrivals if isinstance(parcel, tuple)] == [4, 1, 2, 1]
+        assert [len((await inbox.receive()).reward_parts) for _ in range(8)] == [0] * 5 + [1] * 2 + [0]

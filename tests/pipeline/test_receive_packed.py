@@ -88,6 +88,48 @@ async def test_a_cancelled_wait_loses_nothing_that_was_packed() -> None:
         assert [packed.instance_id for packed in batch.groups] == ["0", "1"]
 
 
+async def test_a_bundle_is_cut_where_a_batch_is_full() -> None:
+    sent = [group(completion_lengths=[n % 5, 3], instance_id=str(n), meta={"n": n}) for n in range(16)]
+    room = sum(len(record.tokens) for record in sent[:6])
+    packer = Packer(room)
+
+    async with serve("shm://", TrajectoryGroup, capacity=64) as inbox:  # so eight in a bundle
+        async with connect(inbox.url, TrajectoryGroup) as outbox:
+            for record in sent:
+                outbox.send_nowait(record)
+            first = await inbox.receive_packed(packer)
+            assert inbox.statistics().received == 6
+            alone = await inbox.receive()
+        rest = await inbox.receive_packed(packer)
+
+    _same(first, TrainBatch.pack(sent[:6]))
+    assert alone.meta == {"n": 6}
+    _same(rest, TrainBatch.pack(sent[7 : 7 + len(rest.groups)]))
+
+
+@pytest.mark.parametrize("by_token", [[], [1], [0, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+async def test_versions_by_token_and_by_sequence_are_packed_together(by_token: list[int]) -> None:
+    sent = [group(completion_lengths=[2, n + 1], instance_id=str(n), policy_version=n) for n in range(8)]
+    for n in by_token:
+        versions = np.arange(len(sent[n].tokens), dtype=np.int64)
+        sent[n] = msgspec.structs.replace(sent[n], policy_versions=versions)
+
+    async with serve("shm://", TrajectoryGroup, capacity=64) as inbox:
+        async with connect(inbox.url, TrajectoryGroup) as outbox:
+            for record in sent:
+                outbox.send_nowait(record)
+        batch = await inbox.receive_packed(Packer(1000))
+
+    expected = [
+        version
+        for n, record in enumerate(sent)
+        for version in (
+            record.policy_versions.tolist() if n in by_token else [n] * (len(record.tokens) if by_token else 2)
+        )
+    ]
+    assert batch.policy_versions.tolist() == expected
+
+
 def _same(one: TrainBatch, other: TrainBatch) -> None:
     assert one.groups == other.groups
     assert (one.loss_tokens, one.loss_sequences) == (other.loss_tokens, other.loss_sequences)

@@ -86,9 +86,10 @@ async def test_a_killed_sender_is_told_once_after_everything_it_had_sent(url: st
 
 @pytest.mark.parametrize("end", ["killed at once", "exits"])
 async def test_records_whose_descriptors_never_left_a_dead_sender_are_salvaged(end: str) -> None:
-    async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 7, end):
-        got = [await inbox.receive() for _ in range(7)]
-        with pytest.raises(PeerLost, match="after record 7"):
+    two_bundles = 8
+    async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, child(SENDER, inbox.url, two_bundles, end):
+        got = [await inbox.receive() for _ in range(two_bundles)]
+        with pytest.raises(PeerLost, match="after record 8"):
             await inbox.receive()
 
     for number, record in enumerate(got):
@@ -99,8 +100,16 @@ async def test_records_whose_descriptors_never_left_a_dead_sender_are_salvaged(e
         }
 
 
+async def test_a_bundle_that_was_not_complete_is_no_record_yet() -> None:
+    async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, child(SENDER, inbox.url, 7, "killed at once"):
+        got = [await inbox.receive() for _ in range(4)]
+        with pytest.raises(PeerLost, match="after record 4"):
+            await inbox.receive()
+    assert [record.instance_id for record in got] == ["0", "1", "2", "3"]
+
+
 async def test_what_a_dead_sender_left_stays_readable_while_it_is_held() -> None:
-    async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 1, "killed at once"):
+    async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 1, "exits"):
         record = await inbox.receive()
         with pytest.raises(PeerLost):
             await inbox.receive()

@@ -98,7 +98,7 @@ async def test_a_stranger_at_the_data_socket_is_not_heard() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         stranger.connect(f"ipc://{inbox.url.removeprefix('shm://')}/data")
-        stranger.send(control.encode(control.Publish((Descriptor(1, 0, 1, 1, 64),))))
+        stranger.send(control.encode(control.Publish((Descriptor(1, 1, 0, 1, 1, 64),))))
         stranger.send(b"\xc1" * 1000)
         while inbox.rejected < 2:
             await anyio.lowlevel.checkpoint()
@@ -112,11 +112,13 @@ async def send_until_refused(outbox: RemoteSender[TrajectoryGroup]) -> None:
 
 
 FORGED = [
-    control.Publish((Descriptor(1, 2**31, 1, 1, 64),)),
-    control.Publish((Descriptor(1, 0, 2**31, 1, 64),)),
-    control.Publish((Descriptor(1, 0, 1, 7, 64),)),
-    control.Publish((Descriptor(9, 0, 1, 1, 64),)),
-    control.Publish((Descriptor(1, -1, 1, 1, -64),)),
+    control.Publish((Descriptor(1, 1, 2**31, 1, 1, 64),)),
+    control.Publish((Descriptor(1, 1, 0, 2**31, 1, 64),)),
+    control.Publish((Descriptor(1, 1, 0, 1, 7, 64),)),
+    control.Publish((Descriptor(9, 1, 0, 1, 1, 64),)),
+    control.Publish((Descriptor(1, 1, -1, 1, 1, -64),)),
+    control.Publish((Descriptor(0, 0, 0, 1, 1, 64),)),
+    control.Publish((Descriptor(2**40, 2**40, 0, 1, 1, 64),)),
     control.Goodbye(3),
     control.Ready(),
 ]
@@ -139,7 +141,7 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on
 async def test_a_sender_that_breaks_the_protocol_twice_is_told_lost_once() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup, name="forger") as outbox:
         assert isinstance(outbox, RemoteSender)
-        outbox._line.tell(control.Publish((Descriptor(1, 0, 1, 7, 64), Descriptor(2, 0, 1, 7, 64))))
+        outbox._line.tell(control.Publish((Descriptor(1, 1, 0, 1, 7, 64), Descriptor(2, 1, 0, 1, 7, 64))))
         with pytest.raises(PeerLost, match="was cut off"):
             await inbox.receive()
         with pytest.raises(anyio.EndOfStream):
@@ -152,7 +154,7 @@ async def test_a_release_that_was_never_due_is_passed_over() -> None:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
         peer = next(iter(inbox._peers.values()))
-        inbox._say(peer, control.Release(((5, 1), (0, 99))))
+        inbox._say(peer, control.Release(((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1))))
         inbox._socket.send_multipart([peer.identity, b"\xc1"])
         for number in range(1, 200):
             await outbox.send(group(instance_id=str(number)))

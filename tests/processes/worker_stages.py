@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, drop
 from penstock.testing import group
@@ -40,6 +41,7 @@ class SampleAndDie(Sample):
             return await super().run(outbox)
         for number in range(self.after):
             await outbox.send(group(instance_id=f"doomed {number}.{context.worker.incarnation}"))
+        await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
         context.ledger.admit(group(instance_id=f"unsent.{context.worker.incarnation}").id, [0, 1])
         if self.signal:
             os.kill(os.getpid(), self.signal)

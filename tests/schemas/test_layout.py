@@ -10,7 +10,7 @@ from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord
 from penstock.schemas.columns import Array
 from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import KNOWN_FORMS, Contents, Form, Lengths, aligned
+from penstock.schemas.layout import KNOWN_FORMS, Contents, Form, Lengths, Part, aligned
 from penstock.testing import group
 
 FORM = [
@@ -26,7 +26,7 @@ FORM = [
 
 
 def contents(form: Any = FORM, kind: str = "group") -> Contents:
-    return Contents(kind, msgspec.msgpack.encode(form), Lengths(5, 2, 0), b"")
+    return Contents(kind, msgspec.msgpack.encode(form), 0, (Part(5, 2, b""),))
 
 
 def complete() -> TrajectoryGroup:
@@ -54,10 +54,12 @@ def laid_out(record: TrajectoryGroup) -> tuple[Form, Lengths, Array]:
 @pytest.mark.parametrize("record", [group(), complete(), complete().select(np.array([False, False]))], ids=repr)
 def test_columns_lie_one_behind_the_other_on_cache_lines(record: TrajectoryGroup) -> None:
     form, lengths, payload = laid_out(record)
-    received = GROUP_SCHEMA.received(Contents("group", form.encoded, lengths, b""))
-    layout = received.layout(lengths)
+    part = Part(lengths.tokens, lengths.sequences, b"")
+    found = Contents("group", form.encoded, lengths.candidates, (part,))
+    received = GROUP_SCHEMA.received(found)
+    layout = received.layout(found.lengths())
 
-    seen = received.view(layout, payload)
+    seen = received.view(layout.places, payload, found.candidates)
 
     assert layout.nbytes == len(payload)
     assert {name: (c.dtype, c.shape, c.tobytes()) for name, c in seen.items()} == {
@@ -123,6 +125,14 @@ def test_a_peer_that_makes_up_forms_is_not_remembered_for_ever() -> None:
 def test_an_axis_of_negative_length_is_refused(lengths: Lengths) -> None:
     with pytest.raises(InvalidRecord, match="lengths: expected 0 or more"):
         GROUP_SCHEMA.received(contents()).layout(lengths)
+
+
+@pytest.mark.parametrize("part", [(-1, 2, b""), (5, -1, b""), (5, 2), (5, 2, "")])
+def test_a_part_of_negative_length_is_refused(part: Any) -> None:
+    encoded = msgspec.msgpack.encode(("group", b"", 0, [(5, 2, b""), part]))
+
+    with pytest.raises(InvalidRecord, match="contents: expected"):
+        Contents.decode(encoded)
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x00", b"\xc1" * 40, b"\x93\xa1a\x90", b"\x94\x01\x90\xc4\x00\xc0"])
