@@ -37,7 +37,9 @@ class _Queue(Generic[T]):
     capacity: int
     capacity_bytes: int | None
     records: deque[tuple[T, int]] = field(default_factory=deque)
-    nbytes: int = 0
+    """Each with the bytes that it counts for."""
+    counted: int = 0
+    """Bytes that all of them count for."""
     senders: int = 0
     receivers: int = 0
     sent: int = 0
@@ -45,8 +47,12 @@ class _Queue(Generic[T]):
     waiting_senders: Waiters = field(default_factory=Waiters)
     waiting_receivers: Waiters = field(default_factory=Waiters)
 
+    def size_of(self, record: T) -> int:
+        """Bytes that count: none where they are not bounded, for measuring takes longer than handing over."""
+        return 0 if self.capacity_bytes is None else _nbytes_of(record)
+
     def has_room(self, nbytes: int) -> bool:
-        fits = self.capacity_bytes is None or self.nbytes + nbytes <= self.capacity_bytes
+        fits = self.capacity_bytes is None or self.counted + nbytes <= self.capacity_bytes
         return fits and len(self.records) < self.capacity
 
     def statistics(self, clock: WaitClock) -> ChannelStatistics:
@@ -55,13 +61,17 @@ class _Queue(Generic[T]):
             capacity=self.capacity,
             items=len(self.records),
             capacity_bytes=self.capacity_bytes,
-            nbytes=self.nbytes,
+            nbytes=sum(_nbytes_of(record) for record, _ in self.records),
             sent=self.sent,
             received=self.received,
             senders=self.senders,
             waiting_for=clock.waiting_for,
             waited_s=clock.waited_s,
         )
+
+
+def _nbytes_of(record: object) -> int:
+    return int(getattr(record, "nbytes", 0))
 
 
 class _End(Closing, Generic[T]):
@@ -77,10 +87,8 @@ class _End(Closing, Generic[T]):
 
     async def _breathe(self) -> None:
         """Let other tasks run now and then, and let a cancellation in before anything was moved."""
-        self._until_checkpoint -= 1
-        if self._until_checkpoint <= 0:
-            self._until_checkpoint = CHECKPOINT_EVERY
-            await anyio.lowlevel.checkpoint()
+        self._until_checkpoint = CHECKPOINT_EVERY
+        await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
@@ -123,22 +131,27 @@ class MemorySender(_End[T]):
             raise anyio.ClosedResourceError
         if not queue.receivers:
             raise PeerClosed("the receiving end of this memory channel is closed")
-        nbytes = int(getattr(record, "nbytes", 0))
+        nbytes = queue.size_of(record)
         if not queue.has_room(nbytes):
             if queue.capacity_bytes is not None and nbytes > queue.capacity_bytes:
                 raise RecordTooLarge(
                     f"expected a record of at most {queue.capacity_bytes} bytes (capacity_bytes of this memory "
                     f"channel), got one of {nbytes}: raise capacity_bytes or make the group smaller"
                 )
-            raise ChannelFull(f"{len(queue.records)} of {queue.capacity} records wait, {queue.nbytes} bytes")
+            raise ChannelFull(
+                f"{len(queue.records)} of {queue.capacity} records wait, "
+                f"{queue.counted} of {queue.capacity_bytes or 'any number of'} bytes"
+            )
         queue.records.append((record, nbytes))
-        queue.nbytes += nbytes
+        queue.counted += nbytes
         queue.sent += 1
         queue.waiting_receivers.wake_one()
 
     async def send(self, record: T, /) -> None:
         """Hand over `record`, waiting for room if need be; see `SendChannel.send`."""
-        await self._breathe()
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            await self._breathe()
         if not self._queue.waiting_senders:
             try:
                 self.send_nowait(record)
@@ -198,14 +211,16 @@ class MemoryReceiver(_End[T], Receiving[T]):
         if not queue.records:
             raise anyio.WouldBlock if queue.senders else anyio.EndOfStream
         record, nbytes = queue.records.popleft()
-        queue.nbytes -= nbytes
+        queue.counted -= nbytes
         queue.received += 1
         queue.waiting_senders.wake_one()
         return record
 
     async def receive(self) -> T:
         """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
-        await self._breathe()
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            await self._breathe()
         while True:
             try:
                 return self.receive_nowait()

@@ -35,6 +35,17 @@ async def test_clones_of_the_receiver_share_the_records() -> None:
             await other.receive()
 
 
+@pytest.mark.parametrize("capacity_bytes", [None, 1000])
+async def test_the_bytes_that_wait_are_told_whether_they_are_bounded_or_not(capacity_bytes: int | None) -> None:
+    outbox, inbox = memory_channel[bytearray | memoryview](10, capacity_bytes)
+    async with outbox, inbox:
+        for record in (memoryview(bytes(30)), memoryview(bytes(12)), bytearray(5)):  # the last one has no nbytes
+            outbox.send_nowait(record)
+        assert outbox.statistics().nbytes == 42
+        inbox.receive_nowait()
+        assert inbox.statistics().nbytes == 12
+
+
 async def test_a_large_record_keeps_its_place_in_line() -> None:
     class Sized:
         def __init__(self, nbytes: int) -> None:
