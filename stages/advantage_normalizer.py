@@ -14,10 +14,12 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
 from ..schemas import TrajectoryGroup
-from .advantages import BY_GROUP, Mode, RunningStatistics, deviations, whitened
+from .advantages import BY_GROUP, Groups, Mode, RunningStatistics, whitened
+from .handful import Handful
 
 __all__ = ["AdvantageNormalizer"]
 
@@ -58,26 +60,30 @@ class AdvantageNormalizer:
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. Mode `batch` keeps owned copies of the groups that it gathers."""
+        if self.batch_groups is not None:
+            await self._run_gathering(inbox, outbox, self.batch_groups)
+            return
+        most = 1 if self.mode == "global" else AT_ONCE  # what was seen before a group must not depend on the clock
+        async for groups in at_hand(inbox, most):
+            filled = self._filled(groups)
+            del groups
+            await send_each(outbox, filled)
+
+    async def _run_gathering(
+        self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup], batch_groups: int
+    ) -> None:
         gathered: list[TrajectoryGroup] = []
         async for group in inbox:
-            if group.advantages is not None:
-                current().metrics.total("advantages/given", len(group))
-                await outbox.send(group)
-            elif self.batch_groups is None:
-                await outbox.send(self._filled([group])[0])
-            else:
+            if group.advantages is None:
                 gathered.append(group.owned())
+            else:
+                await send_each(outbox, self._filled([group]))
             del group  # it may lie in a producer's slots, and the next one may be long in coming
-            if len(gathered) == self.batch_groups:
-                await self._send(gathered, outbox)
-        if gathered:
-            await self._send(gathered, outbox)
-
-    async def _send(self, gathered: list[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        filled = self._filled(gathered)
-        gathered.clear()
-        for group in filled:
-            await outbox.send(group)
+            if len(gathered) == batch_groups:
+                filled = self._filled(gathered)
+                gathered.clear()
+                await send_each(outbox, filled)
+        await send_each(outbox, self._filled(gathered))
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps: the running statistics of mode `global`."""
@@ -95,28 +101,32 @@ class AdvantageNormalizer:
         self._seen = RunningStatistics(count, **rest)
 
     def _filled(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        rewards = np.concatenate([group.rewards for group in groups])
-        live = np.concatenate([group.completion_lengths() for group in groups]) > 0
-        sizes = np.array([len(group) for group in groups])
-        raw = self._advantages(rewards, live, sizes)
-        advantages = np.clip(raw, *self._bounds)
-        self._observe(rewards, live, sizes, raw != advantages)
-        pieces = np.split(advantages, np.cumsum(sizes)[:-1])
-        return [group.with_advantages(spread(piece, group)) for group, piece in zip(groups, pieces, strict=True)]
+        """The same groups, in order, all with advantages."""
+        bare = [group for group in groups if group.advantages is None]
+        if given := sum(len(group) for group in groups if group.advantages is not None):
+            current().metrics.total("advantages/given", given)
+        filled = iter(self._normalized(Handful(bare)) if bare else ())
+        return [next(filled) if group.advantages is None else group for group in groups]
 
-    def _advantages(
-        self, rewards: NDArray[np.float32], live: NDArray[np.bool_], sizes: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def _normalized(self, handful: Handful) -> list[TrajectoryGroup]:
+        rewards, live = handful.rewards(), handful.live()
+        groups = Groups(rewards, live, handful.sizes)
+        raw = self._advantages(rewards, live, groups)
+        advantages = np.clip(raw, *self._bounds)
+        self._observe(groups, live, raw != advantages)
+        return handful.with_advantages(advantages)
+
+    def _advantages(self, rewards: NDArray[np.float64], live: NDArray[np.bool_], groups: Groups) -> NDArray[np.float64]:
         match self.mode:
             case "none":
-                return np.where(live, rewards, 0.0).astype(np.float64)
+                return np.where(live, rewards, 0.0)
             case "batch":
                 return whitened(rewards, live)
             case "global":
                 self._seen.update(rewards[live])
                 return self._seen.whitened(rewards, live)
             case mode:
-                return BY_GROUP[mode](rewards, live, sizes)
+                return BY_GROUP[mode](groups)
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -124,21 +134,9 @@ class AdvantageNormalizer:
             return -math.inf, math.inf
         return self.clip if isinstance(self.clip, tuple) else (-self.clip, self.clip)
 
-    def _observe(
-        self,
-        rewards: NDArray[np.float32],
-        live: NDArray[np.bool_],
-        sizes: NDArray[np.int64],
-        clipped: NDArray[np.bool_],
-    ) -> None:
+    def _observe(self, groups: Groups, live: NDArray[np.bool_], clipped: NDArray[np.bool_]) -> None:
         metrics = current().metrics
-        spreads = deviations(rewards, live, sizes)
-        metrics.mean("reward_std", spreads)
-        metrics.mean("frac_reward_zero_std", spreads == 0)
+        metrics.mean("reward_std", groups.deviations)
+        metrics.mean("frac_reward_zero_std", groups.deviations == 0)
         if self.clip is not None:
             metrics.mean("advantages/clip_fraction", clipped, weight=live)
-
-
-def spread(per_sequence: NDArray[np.float64], group: TrajectoryGroup) -> NDArray[np.float32]:
-    """[N] the value of each sequence on its tokens that train, 0 elsewhere."""
-    return np.where(group.loss_mask, per_sequence[group.sequence_of_token()], 0.0).astype(np.float32)

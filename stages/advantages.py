@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BY_GROUP",
     "EPSILON",
     "GroupMode",
+    "Groups",
     "Mode",
     "RunningStatistics",
-    "deviations",
     "dr_grpo",
     "grpo",
     "rloo",
@@ -55,41 +56,10 @@ NOISE = 4 * float(np.finfo(np.float32).eps)
 and a sum of parts that should be the same comes out an ulp or two apart."""
 
 
-def grpo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
-    """[B] (R − μ) / (σ + ε) within each group."""
-    groups = _Groups(rewards, live, sizes)
-    return groups.centred / (groups.deviations() + EPSILON)[groups.owners]
+class Groups:
+    """Rewards beside those of their group, with exact zeros where nothing can be told apart."""
 
-
-def dr_grpo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
-    """[B] R − μ within each group."""
-    return _Groups(rewards, live, sizes).centred
-
-
-def rloo(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
-    """[B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
-    groups = _Groups(rewards, live, sizes)
-    return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
-
-
-def whitened(rewards: Rewards, live: Flags) -> Floats:
-    """[B] (R − μ) / (σ + ε) with μ and σ over all live sequences."""
-    return grpo(rewards, live, np.array([len(rewards)]))
-
-
-def deviations(rewards: Rewards, live: Flags, sizes: Sizes) -> Floats:
-    """[G] σ of each group; exactly 0 where all live sequences have the same reward, or there are fewer than two."""
-    return _Groups(rewards, live, sizes).deviations()
-
-
-BY_GROUP: dict[GroupMode, Callable[[Rewards, Flags, Sizes], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""The functions that compare within groups, by mode."""
-
-
-class _Groups:
-    """Rewards less the mean of their group, with exact zeros where nothing can be told apart."""
-
-    __slots__ = ("centred", "counts", "owners")
+    __slots__ = ("centred", "counts", "deviations", "owners")
 
     def __init__(self, rewards: Rewards, live: Flags, sizes: Sizes) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
@@ -103,16 +73,38 @@ class _Groups:
         differ = self._largest(centred) > NOISE * self._largest(values)
         self.centred = np.where(differ[self.owners], centred, 0.0)
         """[B] R − μ; 0 where masked, alone, or equal to all others."""
+        squares = np.bincount(self.owners, self.centred**2, number)
+        self.deviations = np.sqrt(squares / np.maximum(self.counts - 1, 1))
+        """[G] σ; exactly 0 where all live sequences have the same reward, or there are fewer than two."""
 
     def _largest(self, values: Floats) -> Floats:
         largest = np.zeros(len(self.counts))
         np.maximum.at(largest, self.owners, np.abs(values))
         return largest
 
-    def deviations(self) -> Floats:
-        """[G] σ with ddof = 1."""
-        squares = np.bincount(self.owners, self.centred**2, len(self.counts))
-        return np.sqrt(squares / np.maximum(self.counts - 1, 1))
+
+def grpo(groups: Groups) -> Floats:
+    """[B] (R − μ) / (σ + ε) within each group."""
+    return groups.centred / (groups.deviations + EPSILON)[groups.owners]
+
+
+def dr_grpo(groups: Groups) -> Floats:
+    """[B] R − μ within each group."""
+    return groups.centred
+
+
+def rloo(groups: Groups) -> Floats:
+    """[B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
+    return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
+
+
+def whitened(rewards: Rewards, live: Flags) -> Floats:
+    """[B] (R − μ) / (σ + ε) with μ and σ over all live sequences."""
+    return grpo(Groups(rewards, live, np.array([len(rewards)])))
+
+
+BY_GROUP: dict[GroupMode, Callable[[Groups], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""The functions that compare within groups, by mode."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,8 @@ from ..pipeline.errors import RecordTooLarge
 from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
-from .advantages import deviations
+from .advantages import Groups
+from .handful import live_sequences
 
 __all__ = ["Batcher"]
 
@@ -117,7 +118,7 @@ class _Filling:
             drop(group, "filtered", reason)
             return None
         displaced = None if self._packer.fits(group) else self.ship()
-        if self._stale(group.policy_versions, group.offsets).any():
+        if self._stale(group.policy_versions, group.offsets) is not None:
             drop(group, "stale", self._too_old)
         else:
             self._packer.add(group)
@@ -129,23 +130,24 @@ class _Filling:
             return None
         batch = self._fresh(self._packer.pack())
         if batch is not None:
-            self._shipped.append(batch.ids[0])
+            self._shipped.append(TrajectoryId(*batch.groups[0].id, int(batch.repetition_ids[0])))
             self._observe(batch)
         return batch
 
     def _useless(self, group: TrajectoryGroup) -> str:
         """Why nothing can be learned from the group; empty if something can."""
-        live = group.completion_lengths() > 0
-        if not live.any():
+        if not group.loss_mask.any():
             return "nothing to train"
-        if not self._rules.drop_zero_variance or live.sum() == 1:
+        if not self._rules.drop_zero_variance:
             return ""
-        return "" if deviations(group.rewards, live, np.array([len(group)]))[0] else "zero variance"
+        live = live_sequences(group)
+        alone = np.count_nonzero(live) == 1
+        return "" if alone or Groups(group.rewards, live, np.array([len(group)])).deviations[0] else "zero variance"
 
     def _fresh(self, batch: TrainBatch) -> TrainBatch | None:
         """The batch without its stale groups: where the trainer took more steps than there were batches."""
         stale = self._stale(batch.policy_versions, batch.cu_seqlens)
-        if not stale.any():
+        if stale is None:
             return batch
         owners = batch.group_of_sequence()
         keep = np.bincount(owners, stale, len(batch.groups)) == 0
@@ -153,12 +155,15 @@ class _Filling:
         drop((id_ for id_, gone in zip(batch.ids, dropped.tolist(), strict=True) if gone), "stale", self._too_old)
         return batch.select(keep) if keep.any() else None
 
-    def _stale(self, versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[S] which sequences would be older than the bound when they are trained."""
+    def _stale(self, versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """[S] which sequences would be older than the bound when they are trained; None where none would."""
         if self._rules.max_lag is None:
-            return np.zeros(len(offsets) - 1, np.bool_)
-        lags = self._training_version() - oldest_versions(versions, offsets)
-        return (lags > self._rules.max_lag) & (np.diff(offsets) > 0)
+            return None
+        oldest_allowed = self._training_version() - self._rules.max_lag
+        if versions.min(initial=oldest_allowed) == oldest_allowed:  # almost always, and cheap to tell
+            return None
+        stale: NDArray[np.bool_] = (oldest_versions(versions, offsets) < oldest_allowed) & (np.diff(offsets) > 0)
+        return stale if stale.any() else None
 
     def _training_version(self) -> int:
         """The version of the weights that the next batch to ship will train."""
@@ -171,6 +176,7 @@ class _Filling:
         return f"lag over {self._rules.max_lag}"
 
     def _observe(self, batch: TrainBatch) -> None:
-        metrics, lengths = current().metrics, batch.lengths()
-        metrics.mean("batch/packing_efficiency", len(batch.tokens) / self._rules.max_tokens)
-        metrics.mean("batch/padding_efficiency", lengths.mean() / lengths.max(), weight=lengths.max() * len(batch))
+        metrics, tokens, longest = current().metrics, len(batch.tokens), int(batch.lengths().max())
+        metrics.mean("batch/packing_efficiency", tokens / self._rules.max_tokens)
+        padded = longest * len(batch)
+        metrics.mean("batch/padding_efficiency", tokens / padded, weight=padded)

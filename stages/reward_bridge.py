@@ -17,12 +17,14 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
+from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.causes import sole_cause
 from ..pipeline.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import drop
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
+from .handful import Handful
 from .policies import Tokenizer
 from .reward_functions import Answer, Calls, Failure, RewardFunction, calling
 from .reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
@@ -94,36 +96,38 @@ class RewardBridge:
         if self.functions:
             await self._run_concurrently(inbox, outbox)
             return
-        async for group in inbox:
-            turns = await self._turns(group) if self._reads_text else []
-            await outbox.send(self._shaped(group, turns, {}))
-            del group  # it may lie in a producer's slots, and the next one may be long in coming
+        most = 1 if self._reads_text else AT_ONCE  # decoding takes longer than a call: nothing is gained by a handful
+        async for groups in at_hand(inbox, most):
+            turns = [said for group in groups for said in await self._turns(group)] if self._reads_text else []
+            shaped = self._shaped(groups, turns, {})
+            del groups  # they may lie in a producer's slots, and the next ones may be long in coming
+            await send_each(outbox, shaped)
 
-    # -- one group ---------------------------------------------------------------------------------------------------
+    # -- some groups -------------------------------------------------------------------------------------------------
 
     def _shaped(
-        self, group: TrajectoryGroup, turns: Turns, judged: Mapping[str, NDArray[np.float64]]
-    ) -> TrajectoryGroup:
-        """`group` with its reward, given its text, where that is read, and what the functions said [S]."""
+        self, groups: Sequence[TrajectoryGroup], turns: Turns, judged: Mapping[str, NDArray[np.float64]]
+    ) -> list[TrajectoryGroup]:
+        """`groups` with their rewards, given their text, where that is read, and what the functions said [B]."""
         if not judged and self.config == RewardConfig():
-            return group
-        scores = group.rewards.astype(np.float64)
-        added = combined(scores, {**self._components(group, turns), **judged}, self.config)
-        before = group.reward_parts  # of a bridge that this one follows
-        parts = {name: before.get(name, 0.0) + part for name, part in added.items()}
-        if "score" not in before:
-            parts["score"] = scores
-        return group.with_rewards(scores + sum(added.values(), np.zeros(len(group))), parts=parts)
+            return list(groups)
+        handful = Handful(groups)
+        scores = handful.rewards()
+        added = combined(scores, {**self._components(handful, turns), **judged}, self.config)
+        nothing = np.zeros(len(scores))
+        parts = {name: handful.reward_parts(name, nothing) + part for name, part in added.items()}
+        parts["score"] = handful.reward_parts("score", scores)  # of a bridge that this one follows, if any
+        return handful.with_rewards(scores + sum(added.values(), nothing), parts)
 
-    def _components(self, group: TrajectoryGroup, turns: Turns) -> dict[str, NDArray[np.float64]]:
-        """[S] each: what the configuration adds, before any correction."""
+    def _components(self, handful: Handful, turns: Turns) -> dict[str, NDArray[np.float64]]:
+        """[B] each: what the configuration adds, before any correction."""
         config = self.config
         components: dict[str, NDArray[np.float64]] = {}
         if config.format_markers:
             components["format_markers"] = np.array([reward_of_format(said, config) for said in turns], np.float64)
         if (bounty := config.length_bounty) is not None:
             by_character = bounty.unit == "character"
-            lengths = [sum(map(len, said)) for said in turns] if by_character else group.completion_lengths()
+            lengths = [sum(map(len, said)) for said in turns] if by_character else handful.completion_lengths()
             components["length_bounty"] = bounty_of_lengths(np.asarray(lengths, np.int64), bounty)
         return components
 
@@ -174,15 +178,14 @@ class RewardBridge:
         outcomes = await self._judged(group, turns, calls)
         keep = _kept(group, outcomes)
         if keep.all():
-            shaped: TrajectoryGroup | None = self._shaped(group, turns, _values(outcomes, keep))
+            shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
             said = [turns[s] for s in np.flatnonzero(keep).tolist()]
-            shaped = self._shaped(group.select(keep), said, _values(outcomes, keep))
+            shaped = self._shaped([group.select(keep)], said, _values(outcomes, keep))
         else:
-            shaped = None
+            shaped = []
         await line.turn(place)
-        if shaped is not None:
-            await outbox.send(shaped)
+        await send_each(outbox, shaped)
         line.leave(len(group))
 
     async def _judged(

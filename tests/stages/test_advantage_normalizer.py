@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import weakref
 from typing import Any, get_args
 
 import anyio
@@ -171,6 +172,47 @@ async def test_advantages_that_came_with_the_data_are_used_as_they_are(mode: Mod
     assert out[0].advantages is own.advantages
     assert stage.state_dict()["count"] == 0
     assert out.metrics.emit(0)["advantages/given"] == 2
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "batch"])
+async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone(mode: Mode) -> None:
+    lengths = [[1, 3], [], [2, 5, 1, 1], [4]]
+    given = [
+        group(completion_lengths=of, rewards=[0.1 * (i + j) for j in range(len(of))], instance_id=str(i))
+        for i, of in enumerate([*lengths, *lengths])
+    ]
+    given[1] = given[1].with_advantages([])
+    given[2] = given[2].with_advantages(np.ones(4))
+    together, alone = normalizer(mode), normalizer(mode)
+
+    out = await drive(together, given)
+
+    one_by_one = [filled for one in given for filled in await drive(alone, [one])]
+    assert [filled.id for filled in out] == [one.id for one in given]
+    for filled, expected in zip(out, one_by_one, strict=True):
+        assert filled.advantages is not None
+        assert expected.advantages is not None
+        assert filled.advantages.tobytes() == expected.advantages.tobytes()
+    assert together.state_dict() == alone.state_dict()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(mode: Mode) -> None:
+    feed, inbox = memory_channel[TrajectoryGroup](4)
+    outbox, collected = memory_channel[TrajectoryGroup](4)
+    given = [of_rewards(0, 1, instance_id=str(i)) for i in range(4)]
+    tokens = [weakref.ref(one.tokens) for one in given]
+
+    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(normalizer(mode).run, inbox, outbox)
+            while given:
+                await feed.send(given.pop(0))
+            await anyio.wait_all_tasks_blocked()
+            for _ in tokens:
+                collected.receive_nowait()
+            assert [watch() for watch in tokens] == [None] * 4
+            tasks.cancel_scope.cancel()
 
 
 async def test_advantages_are_clipped_symmetrically_or_to_a_pair() -> None:

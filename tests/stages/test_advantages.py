@@ -15,8 +15,8 @@ from penstock.stages.advantages import (
     BY_GROUP,
     EPSILON,
     GroupMode,
+    Groups,
     RunningStatistics,
-    deviations,
     dr_grpo,
     grpo,
     rloo,
@@ -31,7 +31,7 @@ def of_groups(mode: GroupMode, *groups: Sequence[float], live: Sequence[bool] | 
     rewards = np.array(list(itertools.chain(*groups)), np.float32)
     alive = np.ones(len(rewards), np.bool_) if live is None else np.array(live)
     sizes = np.array([len(group) for group in groups], np.int64)
-    advantages: list[float] = BY_GROUP[mode](rewards, alive, sizes).tolist()
+    advantages: list[float] = BY_GROUP[mode](Groups(rewards, alive, sizes)).tolist()
     return advantages
 
 
@@ -171,7 +171,7 @@ def test_a_better_reward_never_has_a_smaller_advantage(mode: GroupMode, rewards:
 def test_deviations_are_zero_exactly_where_nothing_can_be_told_apart() -> None:
     rewards = np.array([1 / 3] * 7 + [0, 2, 5], np.float32)
 
-    assert deviations(rewards, np.ones(10, np.bool_), np.array([7, 2, 1])).tolist() == [0, math.sqrt(2), 0]
+    assert Groups(rewards, np.ones(10, np.bool_), np.array([7, 2, 1])).deviations.tolist() == [0, math.sqrt(2), 0]
 
 
 def test_whitening_takes_everything_as_one_population() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,43 @@ async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
 
     assert parts(out) == {"score": [1], "format_markers": [1], "length_bounty": [0.3]}
     assert out.rewards.tolist() == pytest.approx([2.3])
+
+
+async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone() -> None:
+    given = [
+        group(completion_lengths=lengths, rewards=[0.1 * n for n in lengths], instance_id=str(i))
+        for i, lengths in enumerate([[1, 3], [], [9], [2, 5, 1]])
+    ]
+    (given[3],) = await drive(bridge(clip=[0.15, 10]), [given[3]])  # brings parts of its own
+    stage = bridge(length_bounty={"reward": 0.07, "cap": 0.5}, combine="fallback", right_from=0.3, clip=[-1, 0.8])
+
+    out = await drive(stage, given)
+
+    assert [one.id for one in out] == [one.id for one in given]
+    for shaped, one in zip(out, given, strict=True):
+        (alone,) = await drive(stage, [one])
+        assert shaped.rewards.tobytes() == alone.rewards.tobytes()
+        assert list(shaped.reward_parts) == list(alone.reward_parts)
+        assert [p.tobytes() for p in shaped.reward_parts.values()] == [p.tobytes() for p in alone.reward_parts.values()]
+
+
+@pytest.mark.parametrize("config", [{}, {"clip": [-1, 1]}, {"format_markers": [MARK]}])
+async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(config: dict[str, Any]) -> None:
+    feed, inbox = memory_channel[TrajectoryGroup](4)
+    outbox, collected = memory_channel[TrajectoryGroup](4)
+    given = [said("<a>", instance_id=str(i)) for i in range(4)]
+    tokens = [weakref.ref(one.tokens) for one in given]
+
+    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(bridge(**config).run, inbox, outbox)
+            while given:
+                await feed.send(given.pop(0))
+            await anyio.wait_all_tasks_blocked()
+            for _ in tokens:
+                collected.receive_nowait()
+            assert [watch() for watch in tokens] == [None] * 4
+            tasks.cancel_scope.cancel()
 
 
 async def test_everything_else_of_a_group_stays_as_it_is() -> None:
