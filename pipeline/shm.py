@@ -42,7 +42,7 @@ DATA = "data"
 BUNDLE_SHARE = 8
 """A bundle takes at most this part of what may be in flight: its bytes are credit again only when all of it is read."""
 
-BUNDLE_BYTES = 512 * 1024
+BUNDLE_BYTES = 2**20
 """Beyond this a bundle grows no more: what writing it costs is its bytes by then, and they should stay in the cache."""
 
 CONTENTS_BYTES, PART_BYTES = 64, 32

@@ -18,7 +18,7 @@ from .columns import Array, ColumnRule, count_between, freeze
 from .errors import InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_header
 from .ids import GroupId, TrajectoryId
-from .layout import Form, Lengths, Schema
+from .layout import DTYPES, Form, Lengths, Schema
 from .recycled import Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -296,7 +296,7 @@ class Packer:
         self._memory = Recycled()
         """Where the columns over tokens lie."""
         self._over_tokens: dict[str, Array] = {}
-        """The columns over tokens, as long as may be."""
+        """The columns over tokens, as long as may be and of one axis."""
         self._targets: list[tuple[Any, int]] = []
         """Of each column: its buffer and the items a token has, or (None, 0) for a column over sequences."""
         self._chunks: list[list[bytes]] = []
@@ -385,7 +385,9 @@ class Packer:
         """
         if self._form is None:
             raise InvalidRecord("pack: expected at least one group, got none")
-        columns = {name: buffer[: self._tokens] for name, buffer in self._over_tokens.items()}
+        columns = {name: column[: self._tokens] for name, column in self._over_tokens.items()}
+        for name in self._form.shaped:
+            columns[name] = self._over_tokens[name].reshape(self.max_tokens, self._candidates)[: self._tokens]
         chunks = {name: chunks for name, chunks in zip(self._form.names, self._chunks, strict=True) if chunks}
         counts = [group.sequences for group in self._groups]
         bounds = _join_offsets(chunks.pop("offsets"), self._starts, counts)
@@ -401,16 +403,17 @@ class Packer:
 
     def _open(self, form: Form, candidates: int) -> None:
         layout = form.layout(Lengths(self.max_tokens, 0, candidates))
-        columns = form.view(layout.places, self._memory.block(layout.nbytes)[: layout.nbytes], candidates)
+        memory = self._memory.block(layout.nbytes)
         self._form, self._candidates = form, candidates
-        self._over_tokens = {name: column for name, column in columns.items() if name in TOKEN_COLUMNS}
-        self._targets = [
-            (columns[name].reshape(-1).data, candidates if name in form.shaped else 1)
-            if name in TOKEN_COLUMNS
-            else (None, 0)
-            for name in form.names
-        ]
-        self._chunks = [[] for _ in form.names]
+        for name, (index, first, last) in zip(form.names, layout.places, strict=True):
+            target: tuple[Any, int] = None, 0
+            if name in TOKEN_COLUMNS:
+                dtype = DTYPES[index]
+                column = memory[first * dtype.itemsize : last * dtype.itemsize].view(dtype)
+                self._over_tokens[name] = column
+                target = column.data, candidates if name in form.shaped else 1
+            self._targets.append(target)
+            self._chunks.append([])
 
     def _refusal(self, group: TrajectoryGroup, form: Form, lengths: Lengths) -> InvalidRecord:
         if not self.fits(group):
