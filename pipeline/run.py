@@ -79,7 +79,9 @@ class _Part:
         )
 
     def waited(self) -> tuple[float, float]:
-        """Seconds that it has waited here in all, for records and for credit; workers tell of their own."""
+        """Seconds that it has waited in all, for records and for credit; its workers added up."""
+        if self.workers is not None:
+            return self.workers.waited
         records = self.before.inbox.statistics().waited_s if self.before else 0.0
         return records, self.outbox.waits[1] if self.outbox else 0.0
 

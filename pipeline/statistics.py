@@ -49,9 +49,12 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What it waits for right now, and from whom: `records from Batcher`, `credit from SinkTrainer`,
     `start of SourceEnv 2/4`; "" while busy."""
     waited_for_records_s: float
-    """Seconds that it has waited for records in all, the present wait included."""
+    """Seconds that it has waited for records in all, the present wait included.
+
+    Of a stage in processes: its workers added up, as they told with the last of their records.
+    """
     waited_for_credit_s: float
-    """Seconds that it has waited for room in the next channel in all, the present wait included."""
+    """Seconds that it has waited for room in the next channel in all; likewise."""
     dropped: dict[str, int]
     """Trajectories that it dropped here, by the state they ended in."""
     workers: tuple[WorkerStatistics, ...]

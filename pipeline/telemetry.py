@@ -11,14 +11,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias
+from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
 import structlog
 from numpy.typing import ArrayLike
 
-__all__ = ["JsonlSink", "MetricSink", "Metrics", "Waited", "get_logger", "telling_waits"]
+__all__ = [
+    "Absorbing",
+    "JsonlSink",
+    "MetricSink",
+    "Metrics",
+    "Waited",
+    "WaitsHeard",
+    "get_logger",
+    "telling_waits",
+]
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
@@ -147,8 +156,8 @@ def telling_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None
     def observe() -> None:
         nonlocal told
         now = waited()
-        for what, before, after in zip(("records", "credit"), told, now, strict=True):
-            metrics.total(f"wait_s/{stage}/{what}", after - before)
+        for name, before, after in zip(_names_of_waits(stage), told, now, strict=True):
+            metrics.total(name, after - before)
         told = now
 
     metrics.observers.append(observe)
@@ -157,6 +166,34 @@ def telling_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None
     finally:
         observe()
         metrics.observers.remove(observe)
+
+
+def _names_of_waits(stage: str) -> tuple[str, str]:
+    return f"wait_s/{stage}/records", f"wait_s/{stage}/credit"
+
+
+class Absorbing(Protocol):
+    """Takes in what other processes observed."""
+
+    def absorb(self, observed: Observations) -> None:
+        """Add what another process observed."""
+        ...
+
+
+class WaitsHeard:
+    """Passes on what the workers of one stage observed, and sums up how long they have waited."""
+
+    def __init__(self, metrics: Absorbing, stage: str) -> None:
+        self._metrics = metrics
+        self._names = _names_of_waits(stage)
+        self.waited = (0.0, 0.0)
+        """Seconds in all that were told so far, workers added up: for records, and for credit."""
+
+    def absorb(self, observed: Observations) -> None:
+        """Add what a worker observed."""
+        records, credit = (observed.totals.get(name, 0.0) for name in self._names)
+        self.waited = (self.waited[0] + records, self.waited[1] + credit)
+        self._metrics.absorb(observed)
 
 
 class JsonlSink:

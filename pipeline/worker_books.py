@@ -20,7 +20,7 @@ from .errors import PeerLost, ProtocolMismatch
 from .joint import Passage, trajectories_of
 from .ledger import Account, Ledger
 from .remote_receiver import Peer, PeerListener
-from .telemetry import Metrics, get_logger
+from .telemetry import Absorbing, get_logger
 from .worker_messages import News
 
 __all__ = ["Books", "RelayBooks", "SourceBooks"]
@@ -73,7 +73,7 @@ class _Page(_Fate):
 class SourceBooks:
     """The books of a source's workers."""
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, passage: Passage) -> None:
+    def __init__(self, ledger: Ledger, metrics: Absorbing, passage: Passage) -> None:
         self._ledger = ledger
         self._metrics = metrics
         self._passage = passage
@@ -156,7 +156,7 @@ class _Hands(_Fate):
 class RelayBooks:
     """The books of a middle stage's workers."""
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, passage: Passage) -> None:
+    def __init__(self, ledger: Ledger, metrics: Absorbing, passage: Passage) -> None:
         self._ledger = ledger
         self._metrics = metrics
         self._passage = passage

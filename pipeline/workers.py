@@ -23,6 +23,7 @@ from .placement import Processes
 from .remote_receiver import RemoteReceiver
 from .statistics import WorkerStatistics
 from .supervisor import Supervisor
+from .telemetry import WaitsHeard
 from .worker_books import RelayBooks, SourceBooks
 
 __all__ = ["Workers"]
@@ -45,9 +46,11 @@ class Workers:
         self._on = on
         self._after = after
         """The stage that receives what they send."""
-        self._feeder = None if before is None else _Feeder(before, context, passage)
+        self._heard = WaitsHeard(context.metrics, link.name)
+        """Where their metrics arrive."""
+        self._feeder = None if before is None else _Feeder(before, RelayBooks(context.ledger, self._heard, passage))
         """Hands records to them; None for a source."""
-        self._books = self._feeder.books if self._feeder else SourceBooks(context.ledger, context.metrics, passage)
+        self._books = self._feeder.books if self._feeder else SourceBooks(context.ledger, self._heard, passage)
         self._supervisor = Supervisor(link.name, link.stage, on, self._books)
         self._outlet: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
@@ -93,6 +96,11 @@ class Workers:
         """The workers now."""
         return self._supervisor.statistics()
 
+    @property
+    def waited(self) -> tuple[float, float]:
+        """Seconds that they have waited, added up, for records and for credit, as they told with their last records."""
+        return self._heard.waited
+
     def close(self) -> None:
         """The run is over: what they still hold is lost."""
         self._books.close()
@@ -101,8 +109,8 @@ class Workers:
 class _Feeder:
     """Hands records to the workers of a middle stage."""
 
-    def __init__(self, before: Link, context: Context, passage: Passage) -> None:
-        self.books = RelayBooks(context.ledger, context.metrics, passage)
+    def __init__(self, before: Link, books: RelayBooks) -> None:
+        self.books = books
         self.record_type = carried(before.stage)
         self.inbox: ReceiveChannel[Any]
         """Where the records come from; all workers share it."""

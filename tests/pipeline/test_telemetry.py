@@ -5,7 +5,7 @@ import numpy as np
 import structlog
 
 from penstock import JsonlSink, Metrics
-from penstock.pipeline.telemetry import telling_waits
+from penstock.pipeline.telemetry import WaitsHeard, telling_waits
 
 
 def test_means_are_sums_over_sums_not_means_of_means() -> None:
@@ -83,6 +83,23 @@ def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
     sink({"reward": float("nan")}, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
+
+
+def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_metrics() -> None:
+    run = Metrics()
+    heard = WaitsHeard(run, "Sample")
+
+    for credit_s in (2.0, 0.5):
+        worker = Metrics()
+        worker.total("wait_s/Sample/records", 0.25)
+        worker.total("wait_s/Sample/credit", credit_s)
+        worker.total("wait_s/Judge/credit", 100)
+        heard.absorb(worker.take())
+    heard.absorb(Metrics().take())
+
+    assert heard.waited == (0.5, 2.5)
+    emitted = run.emit(1)
+    assert (emitted["wait_s/Sample/records"], emitted["wait_s/Sample/credit"]) == heard.waited
 
 
 def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:

@@ -265,6 +265,20 @@ async def test_statistics_say_that_a_worker_has_not_started_yet() -> None:
     assert pipeline.report.statistics.stages[0].workers[0].state == "finished"
 
 
+async def test_statistics_say_how_long_workers_have_waited_as_the_metrics_do() -> None:
+    metrics = Metrics()
+    judged = source(stages.Sample(100), on=processes(2)).then(stages.Judge(), on=processes(2), capacity=4)
+
+    report = await judged.sink(Commit()).run(metrics=metrics)
+
+    emitted = metrics.emit(1)
+    for stage in report.statistics.stages:
+        waited = (stage.waited_for_records_s, stage.waited_for_credit_s)
+        told = tuple(emitted[f"wait_s/{stage.name}/{what}"] for what in ("records", "credit"))
+        assert waited == pytest.approx(told)
+        assert max(waited) > 0
+
+
 async def test_a_worker_killed_from_outside_is_noticed_at_once() -> None:
     sink = Attentive()
     pipeline = source(stages.SampleForever(), on=processes(2, restarts=0)).sink(sink)
