@@ -21,10 +21,25 @@ from ..schemas import Array, Packer
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Form, Lengths, Schema
 
-__all__ = ["HANDSHAKE_S", "Frames", "Inlet", "Outlet", "Parcel", "R", "Record", "Released", "dealer", "router"]
+__all__ = [
+    "HANDSHAKE_S",
+    "LARGEST_MESSAGE",
+    "Frames",
+    "Inlet",
+    "Outlet",
+    "Parcel",
+    "R",
+    "Record",
+    "Released",
+    "dealer",
+    "router",
+]
 
 HANDSHAKE_S = 10.0
 """A peer that was let in must introduce itself within this time."""
+
+LARGEST_MESSAGE = 64 * 2**20
+"""Bytes of a frame that is no column: ZeroMQ cuts off who sends a longer one, before there is memory for it."""
 
 Frames: TypeAlias = Sequence[Any]
 """Payload frames of a ZeroMQ message: none for shm."""
@@ -136,15 +151,17 @@ def dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
     socket.connect(endpoint)
     return socket
 
 
-def router() -> zmq.Socket[bytes]:
-    """A receiver's socket, not yet bound."""
+def router(largest: int = LARGEST_MESSAGE) -> zmq.Socket[bytes]:
+    """A receiver's socket, not yet bound, that takes frames of `largest` bytes at most."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest)
     return socket

@@ -22,6 +22,9 @@ __all__ = ["Door"]
 
 _LENGTH = struct.Struct("<I")
 
+MOST_FDS = 4
+"""File descriptors that may wait to be taken: one comes with an introduction, more are an attempt on this process."""
+
 LARGEST_FRAME = 64 * 1024
 """Bytes: what is said at a door is short. A longer frame is nonsense, and is refused before it is read."""
 
@@ -132,6 +135,8 @@ class Door(Closing):
                 await anyio.wait_readable(self._raw)
             else:
                 self._fds += fds
+                if len(self._fds) > MOST_FDS:
+                    raise ProtocolMismatch(f"expected {MOST_FDS} file descriptors at most, got {len(self._fds)}")
                 return received
 
     def take_fd(self) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 import zmq
-from anyio.abc import Listener, SocketStream
+from anyio.abc import Listener
 
 from ..schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TrainBatch
 from ..schemas.control import (
@@ -30,27 +30,29 @@ from ..schemas.control import (
     Message,
     Observed,
     Publish,
-    Ready,
-    Refused,
     Release,
     Welcome,
     decode,
     encode,
 )
 from ..schemas.descriptor import Descriptor
-from .carrier import HANDSHAKE_S, Frames, Inlet, Parcel, R
+from .carrier import Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Receiving
 from .errors import PeerLost, StaleDescriptor
 from .ledger import EndState
 from .memory import CHECKPOINT_EVERY
+from .reception import Enter, Reception, Refusals
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
 __all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
 
 log = get_logger("penstock.channel")
+
+DRAIN_AT_ONCE = 1024
+"""Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
 
 RELEASE_AT = 32
 """Releases after which credit goes back at once, where half of the capacity is more."""
@@ -64,9 +66,9 @@ class Peer:
         self.name = hello.name
         self.pid = hello.pid
         self.inlet: Inlet
-        """Set when the introduction is complete."""
+        """Set when it is let in."""
         self.door: Door
-        """Open for as long as both live."""
+        """Open for as long as both live; set when it is let in."""
         self.open = True
         """Until it says goodbye, or is lost."""
         self.expelled = False
@@ -125,9 +127,6 @@ class PeerListener(Protocol):
 Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
 """A bundle, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
 
-Enter: TypeAlias = Callable[[Door], Coroutine[Any, Any, Inlet]]
-"""The part of an introduction that differs by carrier."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
@@ -139,17 +138,6 @@ class Terms:
     max_senders: int
     listener: PeerListener | None
     name: str
-
-
-_FAILED_INTRODUCTIONS = (
-    anyio.BrokenResourceError,
-    anyio.ClosedResourceError,
-    anyio.EndOfStream,
-    OSError,
-    ProtocolMismatch,
-    StaleDescriptor,
-    TimeoutError,
-)
 
 
 class RemoteReceiver(Receiving[R]):
@@ -166,8 +154,6 @@ class RemoteReceiver(Receiving[R]):
     ) -> None:
         self.url = url
         """Where senders connect."""
-        self.rejected = 0
-        """Connections and messages that were refused: strangers, other versions, nonsense."""
         self.schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
@@ -176,9 +162,17 @@ class RemoteReceiver(Receiving[R]):
         self._terms = terms
         self._expected = terms.senders
         """How many senders must have come before the stream may end."""
-        self._entering = 0
-        self._joined = 0
         self._peers: dict[bytes, Peer] = {}
+        self._refusals = Refusals(url)
+        self._reception = Reception(
+            self._peers,
+            self._admit,
+            self._gone,
+            self._refusals,
+            carrier=carrier,
+            kind=self.schema.kind,
+            most=terms.max_senders,
+        )
         self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()
         self._index = 0
@@ -207,76 +201,23 @@ class RemoteReceiver(Receiving[R]):
         state = "closed" if self._closed else "open"
         return f"<RemoteReceiver {self.url}: {state}, {len(self._peers)} senders, {self._received} received>"
 
+    @property
+    def rejected(self) -> int:
+        """Connections and messages that were refused: strangers, other versions, nonsense."""
+        return self._refusals.count
+
     # -- letting senders in ------------------------------------------------------------------------------------------
 
     def attend(self, listener: Listener[Any], enter: Enter, resources: AsyncExitStack) -> None:
         """Serve the door from now on; `enter` completes a carrier's introduction. Owns `resources` until closed."""
         self._resources = resources
-        doorman = self._loop.create_task(self._serve(listener, enter), name="penstock receiver door")
+        doorman = self._loop.create_task(self._reception.serve(listener, enter), name="penstock receiver door")
         resources.push_async_callback(_cancelled, doorman)
 
-    async def _serve(self, listener: Listener[Any], enter: Enter) -> None:
-        async def handle(stream: SocketStream) -> None:
-            async with Door(stream) as door:
-                await self._attend_one(door, enter)
-
-        async with listener:
-            await listener.serve(handle)
-
-    async def _attend_one(self, door: Door, enter: Enter) -> None:
-        self._entering += 1
-        peer: Peer | None = None
-        try:
-            with anyio.fail_after(HANDSHAKE_S):
-                peer = await self._let_in(door, enter)
-        except _FAILED_INTRODUCTIONS as error:
-            self._reject(f"introduction failed: {type(error).__name__}: {error}")
-        finally:
-            self._entering -= 1
-        if peer is not None:
-            self._joined += 1
-            await self._until_gone(door)
-            self._gone(peer)
-
-    async def _until_gone(self, door: Door) -> None:
-        """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""
-        with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
-            await door.say(Ready())
-            await door.hear()
-
-    async def _let_in(self, door: Door, enter: Enter) -> Peer | None:
-        hello = await door.hear()
-        if not isinstance(hello, Hello):
-            raise ProtocolMismatch(f"expected a Hello, got {type(hello).__name__}")
-        refusal = self._refusal(door, hello)
-        if refusal is not None:
-            self._reject(f"{hello.name} (pid {hello.pid}): {refusal.reason}")
-            await door.say(refusal)
-            return None
-        peer = Peer(hello, self._schedule)
-        peer.door = door
-        peer.inlet = await enter(door)
-        self._peers[peer.identity] = peer
+    def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
+        peer = self._peers[hello.identity] = Peer(hello, self._schedule)
+        peer.door, peer.inlet = door, inlet
         return peer
-
-    def _refusal(self, door: Door, hello: Hello) -> Refused | None:
-        if not door.same_user:
-            return Refused("PeerClosed", "expected a process of the same user")
-        if hello.version != PROTOCOL_VERSION:
-            versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
-            return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (hello.carrier, hello.kind) != (self._carrier, self.schema.kind):
-            expected = f"{self.schema.kind} over {self._carrier}"
-            return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
-        if len(self._peers) + self._entering > self._terms.max_senders:
-            return Refused("TooManySenders", f"expected at most {self._terms.max_senders} senders: raise max_senders")
-        if hello.identity in self._peers:
-            return Refused("PeerClosed", "the identity is taken")
-        return None
-
-    def _reject(self, reason: str) -> None:
-        self.rejected += 1
-        log.warning("peer_rejected", url=self.url, reason=reason)
 
     def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
         """What a sender is granted."""
@@ -299,18 +240,24 @@ class RemoteReceiver(Receiving[R]):
         if self._arrivals or self._ended():
             self._waiting.wake_all()
 
-    def _drain(self) -> None:
+    def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
+        """Hear what has come; where more than `most` messages wait, the rest when other tasks have run."""
+        heard = 0
         while not self._socket.closed:
+            if heard == most:
+                self._loop.call_soon(self._on_readable)  # the descriptor will not tell of them again
+                return
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
             except zmq.Again:
                 return
+            heard += 1
             self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
 
     def _heed(self, identity: bytes, frames: Frames) -> None:
         peer = self._peers.get(identity)
         if peer is None or not peer.open:
-            self._reject("a message from a stranger")
+            self._refusals.note("a message from a stranger")
             return
         try:
             match decode(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
@@ -357,7 +304,7 @@ class RemoteReceiver(Receiving[R]):
         if peer.expelled:
             return
         peer.expelled = True
-        self._reject(f"{peer.name} (pid {peer.pid}): {error}")
+        self._refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
         lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {error}")
         lost.__cause__ = error
@@ -366,7 +313,7 @@ class RemoteReceiver(Receiving[R]):
 
     def _gone(self, peer: Peer) -> None:
         """Its door is closed. If it had not said goodbye it died: take in what it left, then tell."""
-        self._drain()
+        self._drain(None)
         if peer.open:
             peer.open = False
             for parcel in peer.inlet.salvage(peer.sequence):
@@ -433,7 +380,7 @@ class RemoteReceiver(Receiving[R]):
 
     def _ended(self) -> bool:
         alive = any(peer.open for peer in self._peers.values())
-        return not alive and not self._entering and self._joined >= self._expected
+        return not alive and not self._reception.entering and self._reception.joined >= self._expected
 
     def receive_nowait(self) -> R:
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""

@@ -23,7 +23,7 @@ from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatc
 from ..schemas.control import Publish, Ready, encode
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Contents, Form, Lengths, Part, Schema, aligned, encode_contents
-from .carrier import Inlet, Parcel, R, Released, dealer, router
+from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
 from .remote_receiver import RemoteReceiver, Terms
@@ -154,7 +154,7 @@ def _address(url: str) -> tuple[str, int]:
 async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
     host, port = await anyio.to_thread.run_sync(_address, url)
-    socket = router()
+    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes))
     wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
