@@ -179,9 +179,9 @@ class SlotInlet:
         """Views of a record that release it when the last one dies; see `Inlet.fetch`."""
         descriptor = parcel[0]
         contents, form, layout = self._read(descriptor)
-        places = self._places(contents, form, layout, index, index + 1)
-        columns = form.view(places, self._segment.lease(descriptor, released), contents.candidates)
-        return contents.parts[index].header, columns
+        places, part = self._places(contents, form, layout, index, index + 1), contents.parts[index]
+        form.check_offsets(self._segment.columns(descriptor, places), [part])
+        return part.header, form.view(places, self._segment.lease(descriptor, released), contents.candidates)
 
     def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
         """Copy groups from their span into `packer`; see `Inlet.pack`."""
@@ -189,12 +189,11 @@ class SlotInlet:
         contents, form, layout = self._read(descriptor)
         count = packer.room(form, contents.candidates, [part.tokens for part in contents.parts[index:]])
         if count:
-            last = index + count
-            groups = [PackedGroup.decode(part.header, part.sequences) for part in contents.parts[index:last]]
-            columns = self._segment.columns(descriptor, self._places(contents, form, layout, index, last))
-            packer.copy(
-                form, contents.candidates, columns, groups, [part.tokens for part in contents.parts[index:last]]
-            )
+            parts = contents.parts[index : index + count]
+            columns = self._segment.columns(descriptor, self._places(contents, form, layout, index, index + count))
+            form.check_offsets(columns, parts)
+            groups = [PackedGroup.decode(part.header, part.sequences) for part in parts]
+            packer.copy(form, contents.candidates, columns, groups, [part.tokens for part in parts])
         return count
 
     def _read(self, descriptor: Descriptor) -> tuple[Contents, Form, Layout]:

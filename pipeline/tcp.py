@@ -97,8 +97,10 @@ class FrameInlet:
     def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
         contents, form, buffers = self._read(parcel)
+        columns = form.frames(contents.lengths(), buffers)
+        form.check_offsets(list(columns.values()), contents.parts)
         released(parcel[0], 1)
-        return contents.parts[index].header, form.frames(contents.lengths(), buffers)
+        return contents.parts[index].header, columns
 
     def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
         """Copy a group from its frames into `packer`; see `Inlet.pack`."""
@@ -106,9 +108,9 @@ class FrameInlet:
         part = contents.parts[index]
         if not packer.room(form, contents.candidates, [part.tokens]):
             return 0
-        columns = form.frames(contents.lengths(), buffers)
+        flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
+        form.check_offsets(flat, contents.parts)
         group = PackedGroup.decode(part.header, part.sequences)
-        flat = [column.reshape(-1) for column in columns.values()]
         packer.copy(form, contents.candidates, flat, [group], [part.tokens])
         return 1
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas import Array, ProtocolMismatch
+from ..schemas.errors import UNREADABLE
 from .errors import OutOfSharedMemory, WeightsMismatch
 from .machine_memory import available_bytes
 from .segment import SEALS
@@ -313,7 +314,7 @@ _spec_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
 def _decode_specs(encoded: memoryview) -> tuple[TensorSpec, ...]:
     try:
         specs: tuple[TensorSpec, ...] = _spec_decoder.decode(encoded)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolMismatch(f"expected a list of (name, dtype, shape), got {error}") from None
     for spec in specs:
         if spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:

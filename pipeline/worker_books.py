@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..schemas import GroupId, TrajectoryId
+from ..schemas.errors import UNREADABLE
 from .errors import PeerLost, ProtocolMismatch
 from .joint import Passage, trajectories_of
 from .ledger import Account, Ledger
@@ -231,7 +232,7 @@ def _page() -> int:
 def _read(peer: Peer, payload: bytes) -> News:
     try:
         return _decode_news(payload)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolMismatch(f"expected the news of a worker from {peer.name}, got {error}") from None
 
 

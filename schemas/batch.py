@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, count_between, freeze
-from .errors import InvalidRecord
+from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_header
 from .ids import GroupId, TrajectoryId
 from .layout import DTYPES, Form, Lengths, Schema
@@ -252,7 +252,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         try:
             groups, loss_tokens, loss_sequences = _decode_header(header)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise InvalidRecord(f"header: expected (groups, loss_tokens, loss_sequences), got {error}") from None
         sequences = sum(group.sequences for group in groups)
         if sequences != len(columns["rewards"]):

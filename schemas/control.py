@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from .descriptor import Descriptor
-from .errors import ProtocolMismatch
+from .errors import UNREADABLE, ProtocolMismatch
 from .ids import GroupId
 
 __all__ = [
@@ -234,7 +234,7 @@ def decode(encoded: bytes | memoryview) -> Message:
     """
     try:
         message: Message = _decode(encoded)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise ProtocolMismatch(
             f"expected a message of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
         ) from None

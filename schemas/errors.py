@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch"]
+import msgspec
+
+__all__ = ["UNREADABLE", "InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch"]
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot decode, or that are not of the type that was asked for."""
 
 
 class PenstockError(Exception):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
-from .errors import InvalidRecord
+from .errors import UNREADABLE, InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
 from .layout import Schema
 
@@ -402,7 +402,7 @@ def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
     """
     try:
         return _decode_header(header)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
 
 

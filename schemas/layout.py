@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from .columns import Array, ColumnRule, check_axes
-from .errors import InvalidRecord
+from .errors import UNREADABLE, InvalidRecord
 
 __all__ = ["ALIGNMENT", "DTYPES", "Contents", "Form", "Layout", "Lengths", "Part", "Place", "Schema", "aligned"]
 
@@ -87,7 +87,7 @@ class Contents(NamedTuple):
         """
         try:
             return _decode(encoded)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
 
     def lengths(self, first: int = 0, last: int | None = None) -> Lengths:
@@ -126,7 +126,7 @@ class Layout(NamedTuple):
 class Form:
     """Which columns a record has, in order, with their dtypes and axes."""
 
-    __slots__ = ("_axes", "_dtypes", "_layouts", "encoded", "names", "shaped", "versions_by_token")
+    __slots__ = ("_axes", "_dtypes", "_layouts", "_offsets", "encoded", "names", "shaped", "versions_by_token")
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
@@ -137,6 +137,7 @@ class Form:
         self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """Whether weights changed mid-rollout."""
         self._axes = tuple(axes for _, _, axes in columns)
+        self._offsets = self._axes.index("F") if "F" in self._axes else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self._layouts: dict[Lengths, Layout] = {}
 
@@ -181,6 +182,24 @@ class Form:
         """The columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
         typed = [payload.view(dtype) for dtype in DTYPES]
         return self._shape([typed[index][first:last] for index, first, last in places], candidates)
+
+    def check_offsets(self, columns: Sequence[Any], parts: Sequence[Part]) -> None:
+        """Hold the offsets among `columns`, those of `parts` one behind the other, to what they are used for.
+
+        Raises:
+            InvalidRecord: those of a record do not run from 0 to its tokens, or decrease.
+        """
+        offsets = np.frombuffer(columns[self._offsets], np.int64)
+        falls = offsets[1:] < offsets[:-1]
+        first = 0
+        for tokens, sequences, _ in parts:
+            last = first + sequences
+            if offsets[first] or offsets[last] != tokens or falls[first:last].any():
+                raise InvalidRecord(
+                    f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
+                    f"decrease, got {offsets[first : last + 1].tolist()}"
+                )
+            first = last + 1
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -317,7 +336,7 @@ class Schema:
     def _believed(self, encoded: bytes) -> Form:
         try:
             columns = _decode_form(encoded)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise InvalidRecord(f"form: expected (name, dtype, axes) a column, got {error}") from None
         names = [name for name, _, _ in columns]
         if len(set(names)) != len(names):

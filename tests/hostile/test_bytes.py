@@ -1,0 +1,207 @@
+"""Whatever bytes a peer writes, they are a record, or one of the two errors that cut it off: nothing else is raised."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from penstock import Packer, TrainBatch, TrajectoryGroup
+from penstock.errors import InvalidRecord, ProtocolMismatch, StaleDescriptor
+from penstock.pipeline.segment import HEADER_BYTES, SegmentReader, SegmentWriter
+from penstock.pipeline.shm import SlotInlet, SlotOutlet
+from penstock.schemas import control
+from penstock.schemas.descriptor import Descriptor
+from penstock.schemas.layout import Contents, encode_contents
+from penstock.testing import batch, group
+
+SLOTS, SLOT_BYTES = 64, 1024
+
+EDGES = [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1]
+NUMBERS = st.sampled_from(EDGES) | st.integers(-3, SLOTS + 3) | st.integers(-(2**63), 2**63 - 1)
+DESCRIPTORS = st.builds(Descriptor, *[NUMBERS] * 6)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+class Published(NamedTuple):
+    """Three groups and a batch that a sender published, and what the receiver reads them with."""
+
+    writer: SegmentWriter
+    groups: SlotInlet
+    batches: SlotInlet
+    bundle: Descriptor
+    single: Descriptor
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Published]:
+    writer = SegmentWriter(SLOTS, SLOT_BYTES)
+    reader = SegmentReader(writer.fd, SLOTS, SLOT_BYTES)
+    bundle = _publish(SlotOutlet(writer, 64, "group"), *[group(instance_id=str(n), meta={"n": n}) for n in range(3)])
+    single = _publish(SlotOutlet(writer, 64, "batch"), batch(), skip=bundle.slots)
+    yield Published(
+        writer, SlotInlet(reader, TrajectoryGroup.schema), SlotInlet(reader, TrainBatch.schema), bundle, single
+    )
+    writer.close()
+
+
+def _publish(outlet: SlotOutlet, *records: TrajectoryGroup | TrainBatch, skip: int = 0) -> Descriptor:
+    if skip:
+        outlet._table.allocate(skip)
+    for number, record in enumerate(records, 1):
+        columns = record.columns()
+        form, lengths = record.schema.measure(columns)
+        assert outlet.place(form, lengths, record.header(), record.schema.plain(columns), number)
+    outlet._complete()
+    (descriptor,) = outlet._ready
+    return descriptor
+
+
+def _read(published: Published, descriptor: Descriptor) -> None:
+    """All that a receiver may do with a descriptor; what it gives is a record, to the last byte."""
+    for index in range(max(0, min(descriptor.records, 3))):
+        with suppress(InvalidRecord, StaleDescriptor):
+            _use_group(TrajectoryGroup.assemble(*published.groups.fetch((descriptor, ()), index, _ignore)))
+        with suppress(InvalidRecord, StaleDescriptor):
+            _use_batch(TrainBatch.assemble(*published.batches.fetch((descriptor, ()), index, _ignore)))
+    packer = Packer(10_000)
+    with suppress(InvalidRecord, StaleDescriptor):
+        if published.groups.pack((descriptor, ()), 0, packer):
+            _use_batch(packer.pack())
+
+
+def _ignore(descriptor: Descriptor, records: int) -> None:
+    del descriptor, records
+
+
+def _use_group(record: TrajectoryGroup) -> None:
+    record.owned()
+    record.completion_lengths()
+    for row in record:
+        assert len(row.tokens) == len(row.loss_mask)
+
+
+def _use_batch(record: TrainBatch) -> None:
+    record.columns()
+    assert len(record.ids) == len(record) == len(record.rewards)
+
+
+@given(st.binary(max_size=200))
+def test_a_message_of_any_bytes_is_a_message_or_a_mismatch(said: bytes) -> None:
+    try:
+        message = control.decode(said)
+    except ProtocolMismatch:
+        return
+    assert control.decode(control.encode(message)) == message
+
+
+@given(
+    st.sampled_from(["Publish", "Release", "Ended", "Goodbye", "Hello", "Offer", "Nobody"]), st.lists(JSON, max_size=7)
+)
+def test_a_message_of_any_fields_is_a_message_or_a_mismatch(tag: str, fields: list[Any]) -> None:
+    with suppress(ProtocolMismatch):
+        control.decode(msgspec.msgpack.encode([tag, *fields]))
+
+
+@given(DESCRIPTORS)
+@example(Descriptor(3, 3, 0, SLOTS, 1, SLOTS * SLOT_BYTES))
+@example(Descriptor(3, 3, 2**63 - 1, 2**63 - 1, 1, 64))
+def test_a_descriptor_that_was_made_up_is_never_read_beyond_the_segment(
+    published: Published, descriptor: Descriptor
+) -> None:
+    _read(published, descriptor)
+
+
+@given(st.integers(0, 5), NUMBERS)
+def test_a_true_descriptor_with_one_field_changed_is_stale(published: Published, field: int, value: int) -> None:
+    fields = list(published.bundle)
+    changed = fields[field] != value
+    fields[field] = value
+    forged = Descriptor(*fields)
+    slots_only = field == 3 and -(-forged.nbytes // SLOT_BYTES) <= value <= SLOTS
+    if changed and not slots_only:
+        with pytest.raises((StaleDescriptor, InvalidRecord)):
+            published.groups.fetch((forged, ()), 0, _ignore)
+    else:
+        published.groups.fetch((forged, ()), 0, _ignore)
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255))
+def test_a_header_with_any_byte_changed_is_an_error_or_says_the_same(published: Published, at: int, value: int) -> None:
+    with _changed(published, published.bundle.slot * HEADER_BYTES + at, bytes([value])):
+        _read(published, published.bundle)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_contents_with_any_bytes_changed_are_an_error_or_a_record(published: Published, data: st.DataObject) -> None:
+    for descriptor in (published.bundle, published.single):
+        encoded = published.groups._segment.contents(descriptor)
+        begin = published.writer._payload + descriptor.slot * SLOT_BYTES + descriptor.nbytes
+        begin -= -(-len(encoded) // 64) * 64
+        at = data.draw(st.integers(0, len(encoded) - 1))
+        said = data.draw(st.binary(min_size=1, max_size=len(encoded) - at))
+        with _changed(published, begin + at, said):
+            _read(published, descriptor)
+
+
+@given(st.data())
+def test_columns_with_any_bytes_changed_are_an_error_or_a_record(published: Published, data: st.DataObject) -> None:
+    for descriptor in (published.bundle, published.single):
+        at = data.draw(st.integers(0, descriptor.nbytes - 9))
+        said = data.draw(st.binary(min_size=1, max_size=8))
+        with _changed(published, published.writer._payload + descriptor.slot * SLOT_BYTES + at, said):
+            _read(published, descriptor)
+
+
+def test_offsets_that_lead_astray_are_refused_where_they_come_in(published: Published) -> None:
+    places = published.groups._read(published.bundle)[2].places
+    offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES + places[0][1] * 8
+    for position, said in ((0, 1), (1, 2**40), (2, 3), (1, -1), (5, 10_000)):
+        with _changed(published, offsets_at + 8 * position, said.to_bytes(8, "little", signed=True)):
+            with pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"):
+                published.groups.fetch((published.bundle, ()), position // 3, _ignore)
+            with pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"):
+                published.groups.pack((published.bundle, ()), 0, Packer(10_000))
+
+
+LENGTHS = st.sampled_from([0, 1, 2, 6, 2**31, 2**62, 2**63 - 1])
+
+
+@given(st.lists(st.tuples(LENGTHS, LENGTHS, st.binary(max_size=3)), max_size=4), LENGTHS)
+def test_lengths_that_overflow_are_an_error_never_a_read(
+    published: Published, parts: list[tuple[int, int, bytes]], candidates: int
+) -> None:
+    true = Contents.decode(published.groups._segment.contents(published.bundle))
+    said = encode_contents((true.kind, true.form, candidates, parts))
+    at = published.writer._payload + published.bundle.slot * SLOT_BYTES
+    nbytes = at + published.bundle.nbytes
+    begin = nbytes - -(-len(said) // 64) * 64
+    header = published.bundle.slot * HEADER_BYTES
+    with (
+        _changed(published, begin, said),
+        _changed(published, header + 4, len(said).to_bytes(4, "little")),
+    ):
+        if [(tokens, sequences) for tokens, sequences, _ in parts] != [part[:2] for part in true.parts]:
+            with pytest.raises((StaleDescriptor, InvalidRecord)):
+                published.groups.fetch((published.bundle, ()), 0, _ignore)
+        _read(published, published.bundle)
+
+
+@contextmanager
+def _changed(published: Published, at: int, said: bytes) -> Iterator[None]:
+    """The segment, with other bytes somewhere while the body runs."""
+    memory, span = published.writer._bytes, slice(at, at + len(said))
+    before = bytes(memory[span])
+    memory[span] = said
+    try:
+        yield
+    finally:
+        memory[span] = before
