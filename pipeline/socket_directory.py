@@ -1,7 +1,7 @@
 """Where the sockets of a receiver live: a private directory that is removed with it, or by whoever comes next.
 
 The directory has mode 0700 and holds a lock for as long as its owner lives. The kernel drops the lock of a killed
-process, so the next one that makes a directory here finds it free and sweeps what the dead left.
+process, so whoever saw it die, or else the next one that makes a directory here, finds it free and sweeps it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["socket_directory"]
+__all__ = ["socket_directory", "sweep"]
 
 PREFIX = "penstock-"
 LOCK = "lock"
@@ -26,16 +26,33 @@ LONGEST_PATH = 80
 @contextmanager
 def socket_directory() -> Iterator[Path]:
     """A directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread."""
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not root.is_dir() or len(str(root)) > LONGEST_PATH:
-        root = Path("/tmp")  # noqa: S108 (the directory made in it is private)
-    _sweep(root)
-    path, lock = _make(root)
+    sweep()
+    path, lock = _make(_root())
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def sweep() -> None:
+    """Remove what was left by owners that were killed. Blocks.
+
+    Making a directory does so too; this is for whoever has seen one die and makes none.
+    """
+    for path in _root().glob(PREFIX + "*"):
+        with suppress(OSError):
+            if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _root() -> Path:
+    """Where the directories lie."""
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not root.is_dir() or len(str(root)) > LONGEST_PATH:
+        return Path("/tmp")  # noqa: S108 (the directories made in it are private)
+    return root
 
 
 def _make(root: Path) -> tuple[Path, int]:
@@ -61,11 +78,3 @@ def _take_lock(path: Path, flags: int = 0) -> int | None:
         os.close(lock)
         return None
     return lock
-
-
-def _sweep(root: Path) -> None:
-    for path in root.glob(PREFIX + "*"):
-        with suppress(OSError):
-            if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)

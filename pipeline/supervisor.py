@@ -20,11 +20,13 @@ from contextlib import suppress
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from .causes import first_cause
 from .errors import WorkerFailed
 from .placement import Processes
+from .socket_directory import sweep
 from .statistics import WorkerState, WorkerStatistics
 from .telemetry import get_logger
 from .worker import refuse_while_importing_main
@@ -157,6 +159,11 @@ class _Child:
                 log.warning("worker_killed", worker=self.orders.name, pid=self.pid, waited_s=within_s)
                 self.signal(signal.SIGKILL)
                 await self.exited()
+
+    @property
+    def left_in_a_hurry(self) -> bool:
+        """Whether the sockets that it served may still lie about."""
+        return bool(self.orders.inbox_kind) and not self.finished and self.failure is None
 
     @property
     def how(self) -> str:
@@ -346,6 +353,9 @@ class Supervisor:
             child.state = "stopping"
             await child.stop(self._on.stop_within_s)
         child.hear_rest()
+        if child.left_in_a_hurry:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(sweep)
         if child.state == "stopping" or child.finished:
             child.state = "finished"
         else:

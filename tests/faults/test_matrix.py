@@ -1,0 +1,38 @@
+"""The kill matrix: every role struck by every fault in every moment that makes sense, as real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from tests.faults.cells import CELLS, COMBINATIONS, SENSELESS, Cell, why_not
+from tests.faults.zygote import Zygote
+
+AT_A_TIME = 3
+"""Cells that are played side by side: they wait more than they compute."""
+
+
+@pytest.fixture(scope="module")
+def verdict(request: pytest.FixtureRequest) -> Iterator[Callable[[Cell], str]]:
+    """What was wrong in a cell. All that will be asked for are played from now on."""
+    wanted = [cell for item in request.session.items if isinstance(cell := _parameters(item).get("cell"), Cell)]
+    with Zygote() as zygote, ThreadPoolExecutor(AT_A_TIME) as threads:
+        playing: dict[Cell, Future[str]] = {cell: threads.submit(zygote.play, cell) for cell in wanted}
+        yield lambda cell: playing[cell].result()
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_nothing_is_lost_silently_doubled_or_left_behind(cell: Cell, verdict: Callable[[Cell], str]) -> None:
+    assert not verdict(cell)
+
+
+def test_what_is_not_played_makes_no_sense_for_a_reason_that_is_given() -> None:
+    left_out = {cell: why_not(cell) for cell in COMBINATIONS if cell not in CELLS}
+
+    assert set(left_out.values()) == set(SENSELESS.values())
+    assert len(CELLS) + len(left_out) == 4 * 6 * 6
