@@ -20,9 +20,15 @@ from typing import NoReturn, Self
 import msgspec
 from tests.faults.cells import Cell
 
-__all__ = ["Zygote"]
+__all__ = ["ROOT", "Zygote", "environment"]
 
 ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    """For an interpreter that forks: it finds this checkout, numpy starts no threads, and it is not traced."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    return inherited | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Zygote:
@@ -31,10 +37,8 @@ class Zygote:
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-        environment |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.faults.zygote"]
-        self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, cwd=ROOT)
+        self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment(), cwd=ROOT)
         theirs.close()
         return self
 

@@ -1,0 +1,143 @@
+"""A million trajectories through four producers; every id, column and byte is compared with what it has to be.
+
+    python -m tests.faults.million [TRAJECTORIES]
+
+Producers are forked before anything has a thread. A record is cut from arrays that all processes have in common, at a
+place that follows from its name, so that what comes out can be told without being told what went in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import anyio
+import numpy as np
+
+from penstock import Ledger, TrajectoryGroup, connect, serve
+from penstock.schemas import Array
+
+PRODUCERS = 4
+GROUP = 8
+TOKENS = 3
+"""Of each trajectory: a prompt of one token, an answer of two."""
+
+VARIETY = 65_521
+"""Places at which a record may be cut; prime, so that every producer comes to all of them."""
+
+_random = np.random.default_rng(0)
+_long, _short = VARIETY + GROUP * TOKENS, VARIETY + GROUP
+
+LONG: dict[str, Array] = {
+    "tokens": _random.integers(0, 2**31 - 1, _long, np.int32),
+    "loss_mask": _random.random(_long) < 0.5,
+    "behavior_logprobs": -_random.random(_long, np.float32),
+    "advantages": _random.standard_normal(_long, np.float32),
+}
+"""Columns over tokens."""
+
+SHORT: dict[str, Array] = {
+    "rewards": _random.standard_normal(_short, np.float32),
+    "policy_versions": _random.integers(0, 2**62, _short),
+    "stop_reasons": _random.integers(0, 5, _short).astype(np.uint8),
+}
+"""Columns over sequences."""
+
+SAME: dict[str, Any] = {
+    "offsets": np.arange(GROUP + 1) * TOKENS,
+    "repetition_ids": np.arange(GROUP),
+}
+
+LENGTHS = dict.fromkeys(LONG, GROUP * TOKENS) | dict.fromkeys(SHORT, GROUP)
+LENGTHS |= {name: len(column) for name, column in SAME.items()}
+
+BYTES = {name: column.tobytes() for name, column in (LONG | SHORT | SAME).items()}
+
+
+def cut_at(producer: int, number: int) -> int:
+    """Where the columns of a record begin."""
+    return (number * 7919 + producer * 16_381) % VARIETY
+
+
+def record_of(producer: int, number: int) -> TrajectoryGroup:
+    """A record as it is sent."""
+    at = cut_at(producer, number)
+    columns: dict[str, Any] = {name: column[at : at + GROUP * TOKENS] for name, column in LONG.items()}
+    columns |= {name: column[at : at + GROUP] for name, column in SHORT.items()}
+    return TrajectoryGroup(env=str(producer), instance_id=str(number), **columns, **SAME)
+
+
+async def produce(url: str, producer: int, groups: int) -> None:
+    """Send `groups` records."""
+    async with connect(url, TrajectoryGroup, name=f"producer {producer}") as outbox:
+        for number in range(groups):
+            await outbox.send(record_of(producer, number))
+
+
+class Checker:
+    """Compares what comes with what has to come."""
+
+    def __init__(self) -> None:
+        self.next: Counter[int] = Counter()
+        """The number of the record that has to come next, by producer."""
+
+    def check(self, record: TrajectoryGroup) -> None:
+        """Raises AssertionError where anything differs."""
+        producer = int(record.env)
+        number = self.next[producer]
+        assert record.instance_id == str(number), f"expected {number} of {producer}, got {record.instance_id}"
+        self.next[producer] += 1
+        at, columns = cut_at(producer, number), record.columns()
+        assert columns.keys() == BYTES.keys()
+        for name, column in columns.items():
+            first = 0 if name in SAME else at * column.itemsize
+            last = first + LENGTHS[name] * column.itemsize
+            assert column.tobytes() == BYTES[name][first:last], f"{name} of {producer}.{number}"
+
+
+async def consume(told: list[int], groups: int) -> None:
+    """Receive and check everything; `told` are pipes on which the producers wait for the URL."""
+    ledger, checker = Ledger(), Checker()
+    async with serve("shm://", TrajectoryGroup, capacity=256, capacity_bytes=2**20, senders=PRODUCERS) as inbox:
+        for pipe in told:
+            os.write(pipe, inbox.url.encode())
+        began = time.monotonic()
+        async for record in inbox:
+            checker.check(record)
+            ledger.take_over(record)
+            ledger.end(record, "trained")
+            del record
+        took = time.monotonic() - began
+    assert checker.next == dict.fromkeys(range(PRODUCERS), groups)
+    balance = ledger.balance()
+    assert balance.admitted == balance.ended["trained"] == PRODUCERS * groups * GROUP
+    per_s = balance.admitted / took
+    print(f"{balance.admitted:,} trajectories verified in {took:.1f} s, {per_s:,.0f}/s")  # noqa: T201 (as it says)
+
+
+def main(trajectories: int = 1_000_000) -> None:
+    """Fork the producers, consume, and see that they ended well."""
+    groups = trajectories // (PRODUCERS * GROUP)
+    told, pids = [], []
+    for producer in range(PRODUCERS):
+        hears, tells = os.pipe()
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                anyio.run(produce, os.read(hears, 1000).decode(), producer, groups)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(hears)
+        told.append(tells)
+        pids.append(pid)
+    anyio.run(consume, told, groups)
+    assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

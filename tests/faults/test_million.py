@@ -1,0 +1,45 @@
+"""A million trajectories through four producers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from tests.faults.million import LONG, SAME, SHORT, Checker, record_of
+from tests.faults.zygote import ROOT, environment
+
+from penstock import TrajectoryGroup
+
+
+def test_a_million_trajectories_arrive_once_in_order_and_bit_for_bit() -> None:
+    command = [sys.executable, "-m", "tests.faults.million"]
+    ran = subprocess.run(command, env=environment(), cwd=ROOT, check=False, capture_output=True, text=True)
+
+    assert not ran.returncode, ran.stderr
+    assert ran.stdout.startswith("1,000,000 trajectories verified")
+
+
+def _with_a_bit_flipped(record: TrajectoryGroup, name: str) -> TrajectoryGroup:
+    column = record.columns()[name].copy()
+    column.view(np.uint8)[-1] ^= 1
+    return msgspec.structs.replace(record, **{name: column})
+
+
+@pytest.mark.parametrize("name", [*LONG, *SHORT, *SAME])
+def test_a_flipped_bit_would_be_seen_in_every_column(name: str) -> None:
+    checker, record = Checker(), record_of(1, 0)
+
+    with pytest.raises(AssertionError, match=f"{name} of 1.0"):
+        checker.check(_with_a_bit_flipped(record, name))
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["twice", "one left out"])
+def test_a_record_that_comes_twice_or_never_would_be_seen(number: int) -> None:
+    checker = Checker()
+    checker.check(record_of(1, 0))
+
+    with pytest.raises(AssertionError, match=f"expected 1 of 1, got {number}"):
+        checker.check(record_of(1, number))
