@@ -106,15 +106,14 @@ class Reception(Generic[G]):
             while True:
                 try:
                     await listener.serve(attend, tasks)
-                except* OSError as failed:
-                    self._nobody_could_come(failed)
+                except* (OSError, anyio.BrokenResourceError) as failed:
+                    _, others = failed.split(_out_of_descriptors)
+                    if others is not None:
+                        raise others from None
+                self._refusals.note(
+                    "no file descriptor is left for who comes: raise the limit of open files (ulimit -n)"
+                )
                 await anyio.sleep(OUT_OF_DESCRIPTORS_S)
-
-    def _nobody_could_come(self, failed: BaseExceptionGroup[OSError]) -> None:
-        _, others = failed.split(lambda error: isinstance(error, OSError) and error.errno in _NO_MORE)
-        if others is not None:
-            raise others
-        self._refusals.note("no file descriptor is left for who comes: raise the limit of open files (ulimit -n)")
 
     async def _attend(self, door: Door, enter: Enter) -> None:
         if self.entering >= self._most + MOST_INTRODUCTIONS:
@@ -172,3 +171,9 @@ class Reception(Generic[G]):
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
             await door.say(Ready())
             await door.hear()
+
+
+def _out_of_descriptors(error: BaseException) -> bool:
+    """Whether a listener failed for want of a file descriptor; anyio's for Unix sockets hides what the kernel said."""
+    reason = error.__cause__ if isinstance(error, anyio.BrokenResourceError) else error
+    return isinstance(reason, OSError) and reason.errno in _NO_MORE

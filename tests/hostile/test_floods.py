@@ -1,0 +1,173 @@
+"""Those who do not belong come in numbers: memory and file descriptors stay bounded, and the others go on."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+import zmq
+
+from penstock import TrajectoryGroup, connect, serve
+from penstock.errors import PeerClosed
+from penstock.pipeline import reception, remote_receiver
+from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.testing import group
+
+Inbox = RemoteReceiver[TrajectoryGroup]
+
+
+def door_of(url: str) -> str:
+    return str(Path(url.removeprefix("shm://")) / "door")
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def still_works(inbox: Inbox) -> None:
+    async with connect(inbox.url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="after"))
+        assert (await inbox.receive()).instance_id == "after"
+
+
+async def until_rejected(inbox: Inbox, count: int) -> None:
+    with anyio.fail_after(30):
+        while inbox.rejected < count:
+            await anyio.lowlevel.checkpoint()
+
+
+@contextmanager
+def a_stranger(inbox: Inbox) -> Iterator[zmq.Socket[bytes]]:
+    stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.setsockopt(zmq.SNDHWM, 0)
+    stranger.connect(f"ipc://{inbox.url.removeprefix('shm://')}/data")
+    try:
+        yield stranger
+    finally:
+        stranger.close(linger=0)
+
+
+async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flood = 50_000
+    told: list[object] = []
+    monkeypatch.setattr(reception, "log", _Log(told))
+    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+        with a_stranger(inbox) as stranger:
+            for _ in range(flood):
+                stranger.send(b"\xc1")
+            await still_works(inbox)
+            await until_rejected(inbox, flood)
+        assert inbox.rejected == flood
+    assert len(told) < 40
+
+
+class _Log:
+    def __init__(self, told: list[object]) -> None:
+        self._told = told
+
+    def warning(self, _event: str, **fields: object) -> None:
+        self._told.append(fields)
+
+
+async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_receiver.RemoteReceiver._drain, "__defaults__", (10,))
+    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+        with a_stranger(inbox) as stranger:
+            for _ in range(200):
+                stranger.send(b"\xc1")
+            await until_rejected(inbox, 1)
+            assert inbox.rejected < 200  # as messages are drained, this task runs
+            await until_rejected(inbox, 200)
+
+
+async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
+    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+        with a_stranger(inbox) as stranger:
+            stranger.send(bytes(65 * 2**20))
+            stranger.send(b"\xc1")
+            await still_works(inbox)
+        assert inbox.rejected == 0  # ZeroMQ hung up on the stranger
+
+
+async def test_more_introductions_than_may_be_under_way_are_refused_and_the_place_of_one_that_ends_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "MOST_INTRODUCTIONS", 3)
+    async with serve("shm://", TrajectoryGroup, max_senders=1) as inbox:
+        with ExitStack() as strangers:
+            silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
+            for one in silent:
+                one.connect(door_of(inbox.url))
+            await until_rejected(inbox, 1)  # the fifth
+            with pytest.raises(PeerClosed, match="closed the door without an answer"):
+                async with connect(inbox.url, TrajectoryGroup):
+                    pass
+        await until_rejected(inbox, 6)  # all of them
+        await still_works(inbox)
+
+
+async def test_file_descriptors_that_nobody_asked_for_are_not_kept() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        before = open_descriptors()
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(door_of(inbox.url))
+            while not inbox.rejected:
+                with suppress(OSError):  # it was hung up on
+                    socket.send_fds(stranger, [b"\x00"], [stranger.fileno()])
+                await anyio.lowlevel.checkpoint()
+        await still_works(inbox)
+        with anyio.fail_after(10):
+            while open_descriptors() > before:
+                await anyio.lowlevel.checkpoint()
+
+
+FEW_DESCRIPTORS = """
+import os, resource, anyio
+from penstock import TrajectoryGroup, connect, serve
+from penstock.testing import group
+
+async def main():
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        soft = len(os.listdir("/proc/self/fd")) + 6
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+        print(inbox.url, flush=True)
+        await anyio.to_thread.run_sync(input)  # the strangers have come
+        while not inbox.rejected:
+            await anyio.sleep(0)
+        print("rejected", flush=True)
+        await anyio.to_thread.run_sync(input)  # and gone
+        print((await inbox.receive()).instance_id, flush=True)
+
+anyio.run(main)
+"""
+
+
+def test_a_receiver_without_a_file_descriptor_left_lets_senders_in_again_when_it_has_some() -> None:
+    command = [sys.executable, "-c", FEW_DESCRIPTORS]
+    with (
+        ExitStack() as strangers,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver,
+    ):
+        assert receiver.stdin is not None
+        assert receiver.stdout is not None
+        url = receiver.stdout.readline().strip()
+        for _ in range(12):
+            strangers.enter_context(socket.socket(socket.AF_UNIX)).connect(door_of(url))
+        print(file=receiver.stdin, flush=True)
+        assert any("rejected" in line for line in receiver.stdout)
+        strangers.close()
+        print(file=receiver.stdin, flush=True)
+        anyio.run(_send_one, url)
+        assert any("after" in line for line in receiver.stdout)
+
+
+async def _send_one(url: str) -> None:
+    async with connect(url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="after"))
