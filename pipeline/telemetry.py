@@ -7,6 +7,7 @@ reported once and left out from then on: watching a run must never end it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,8 +35,35 @@ MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 
 
 def get_logger(name: str) -> Any:
-    """A structlog logger: `log.info("worker_started", worker=0, pid=…)`. Events, not prose."""
-    return structlog.get_logger(name)
+    """A structlog logger: `log.info("worker_started", worker=0, pid=…)`. Events, not prose.
+
+    Where structlog is not configured, events go to the standard library's logger `name`, so that a script whose author
+    set up neither sees warnings on stderr, and nothing on stdout.
+    """
+    return _Logger(name)
+
+
+class _Logger:
+    """Decides at every event, for a script may configure structlog long after it imported penstock."""
+
+    def __init__(self, name: str) -> None:
+        self._configured = structlog.get_logger(name)
+        self._standard = structlog.wrap_logger(
+            logging.getLogger(name),
+            processors=[structlog.stdlib.filter_by_level, _as_standard],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            context_class=dict,
+        )
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._configured if structlog.is_configured() else self._standard, method)
+
+
+def _as_standard(_: Any, __: str, fields: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """An event as the arguments of a standard logger: `worker_started worker=0 pid=…`."""
+    passed_on = {name: fields.pop(name) for name in ("exc_info", "stack_info") if name in fields}
+    event = fields.pop("event")
+    return (" ".join([event, *(f"{name}={value!r}" for name, value in fields.items())]),), passed_on
 
 
 log = get_logger("penstock.telemetry")

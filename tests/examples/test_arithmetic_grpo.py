@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,9 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "arithmetic_grpo.py"
 
 SHORTER = f"""
-import sys
+import logging, sys
 from pathlib import Path
+logging.basicConfig(level=logging.INFO)
 sys.argv, sys.path = ["arithmetic_grpo.py"], [{str(EXAMPLES)!r}, *sys.path]
 from arithmetic.warm_up import warm_up
 warm_up.__defaults__ = (60,)
@@ -31,7 +31,7 @@ for full, little in {{"TIME_LIMIT_S = 250,": "TIME_LIMIT_S = 12,", "sequences=51
     source = source.replace(full, little)
 exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file__": {str(SCRIPT)!r}}})
 """
-"""The script with a warm-up of a second, and twelve small steps of reinforcement."""
+"""The script with a warm-up of a second, twelve small steps of reinforcement, and penstock's events on stderr."""
 
 FILES = {"metrics.jsonl", "reward.png", "weights.safetensors", "summary.json"}
 
@@ -93,12 +93,10 @@ def kept(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def interrupted(demo: subprocess.Popen[str]) -> str:
+def interrupted(demo: subprocess.Popen[str], within_s: float = 30) -> str:
     """What the demo says after Ctrl-C, upon which it ends in time and in peace."""
     os.killpg(demo.pid, signal.SIGINT)
-    began = time.monotonic()
-    rest, _ = demo.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    rest, _ = demo.communicate(timeout=within_s)
     assert demo.returncode == 130
     assert "Traceback" not in rest
     assert "ignored" not in rest
@@ -119,7 +117,7 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
     with started(tmp_path, "-X", "importtime", str(SCRIPT)) as demo:
         read_until(demo, rf"\| +{imported}$")
 
-        rest = interrupted(demo)
+        rest = interrupted(demo, within_s=5)
 
     assert rest.splitlines()[-1] == "interrupted; nothing is in flight"
     assert list(tmp_path.iterdir()) == []
@@ -132,7 +130,7 @@ def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str
     with started(tmp_path, "-c", SHORTER) as demo:
         read_until(demo, moment)
 
-        rest = interrupted(demo)
+        rest = interrupted(demo, within_s=5)
 
     assert "in flight when training ended" in rest
     assert kept(tmp_path)["ended_by"] == "interrupted"

@@ -1,10 +1,15 @@
 import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import structlog
 
-from penstock import JsonlSink, Metrics
+from penstock import JsonlSink, Metrics, get_logger
 from penstock.pipeline.telemetry import WaitsHeard, telling_waits
 
 
@@ -117,3 +122,68 @@ def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
     assert (second["wait_s/Batcher/records"], second["wait_s/Batcher/credit"]) == (0.25, 0.5)
     assert third["wait_s/Batcher/credit"] == 0.25
     assert not metrics.observers
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unconfigured() -> Iterator[None]:
+    before, was_configured = structlog.get_config(), structlog.is_configured()
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()
+    if was_configured:
+        structlog.configure(**before)
+
+
+@pytest.mark.usefixtures("_unconfigured")
+def test_events_go_to_the_standard_loggers_where_structlog_is_not_configured(caplog: pytest.LogCaptureFixture) -> None:
+    log = get_logger("penstock.test")
+
+    with caplog.at_level(logging.INFO):
+        log.debug("unwanted")
+        log.info("worker_started", worker="Sample 1/2", pid=7)
+        log.bind(worker="Sample 2/2").warning("worker_died", share="50%")
+
+    assert caplog.record_tuples == [
+        ("penstock.test", logging.INFO, "worker_started worker='Sample 1/2' pid=7"),
+        ("penstock.test", logging.WARNING, "worker_died worker='Sample 2/2' share='50%'"),
+    ]
+
+
+@pytest.mark.usefixtures("_unconfigured")
+def test_an_exception_arrives_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    error = OSError("disk full")
+
+    try:
+        raise error
+    except OSError:
+        get_logger("penstock.test").exception("sink_failed", step=3)
+
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (logging.ERROR, "sink_failed step=3")
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+@pytest.mark.usefixtures("_unconfigured")
+def test_events_go_where_structlog_is_configured_to_send_them_even_if_that_comes_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log, seen = get_logger("penstock.test"), structlog.testing.LogCapture()
+    log.warning("before")
+
+    structlog.configure(processors=[seen])
+    log.warning("after", step=3)
+
+    assert caplog.messages == ["before"]
+    assert seen.entries == [{"event": "after", "step": 3, "log_level": "warning"}]
+
+
+def test_a_script_that_configures_nothing_sees_warnings_on_stderr_and_nothing_on_stdout() -> None:
+    script = "from penstock import get_logger; log = get_logger('penstock.x'); log.info('a'); log.warning('b', n=1)"
+
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert (ran.stdout, ran.stderr) == ("", "b n=1\n")
