@@ -64,7 +64,7 @@ class Groups:
     def __init__(self, rewards: Rewards, live: Flags, sizes: Sizes) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
         number = len(sizes)
-        self.owners = np.repeat(np.arange(number), sizes)
+        self.owners = np.arange(number).repeat(sizes)
         """[B] the group of each sequence."""
         self.counts = np.bincount(self.owners, live, number)
         """[G] live sequences."""

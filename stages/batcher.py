@@ -27,7 +27,7 @@ from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
 from .advantages import Groups
-from .handful import live_sequences
+from .handful import Handful
 
 __all__ = ["Batcher"]
 
@@ -140,9 +140,9 @@ class _Filling:
             return "nothing to train"
         if not self._rules.drop_zero_variance:
             return ""
-        live = live_sequences(group)
-        alone = np.count_nonzero(live) == 1
-        return "" if alone or Groups(group.rewards, live, np.array([len(group)])).deviations[0] else "zero variance"
+        alone = Handful([group])
+        compared = Groups(alone.rewards(), alone.live(), alone.sizes)
+        return "" if compared.counts[0] == 1 or compared.deviations[0] else "zero variance"
 
     def _fresh(self, batch: TrainBatch) -> TrainBatch | None:
         """The batch without its stale groups: where the trainer took more steps than there were batches."""

@@ -290,6 +290,19 @@ async def test_batches_that_wait_to_be_trained_count_as_steps_to_come() -> None:
     await training.run(play)
 
 
+async def test_a_batch_of_groups_of_different_sizes_counts_as_a_step_to_come_too() -> None:
+    training = Training(Batcher(max_tokens=100, max_lag=0, sequences=5))
+    pair, triple = (group(completion_lengths=[1] * size, instance_id=str(size)) for size in (2, 3))
+
+    async def play() -> None:
+        await training.feed([pair, triple])
+        await training.feed(of_tokens(10))
+        assert training.dropped("stale") == {"lag over 0": 2}
+        assert training.train() == ["2", "3"]
+
+    await training.run(play)
+
+
 async def test_a_batch_that_was_lost_on_the_way_is_no_step_to_come() -> None:
     training = Training(Batcher(max_tokens=100, max_lag=0, sequences=2))
 
@@ -308,7 +321,7 @@ async def test_a_group_that_became_stale_while_the_batch_was_filled_does_not_shi
 
     async def play() -> None:
         await training.feed(of_tokens(10, policy_version=0))
-        await training.feed(of_tokens(10, first=1, policy_version=2))
+        await training.feed(of_tokens(10, first=1, policy_version=1))  # just within the bound, as it turns out
         training.context.ledger.step = 2  # steps that another batcher's batches took
         await training.feed(of_tokens(10, first=2, policy_version=2))
         assert training.train() == ["1", "2"]

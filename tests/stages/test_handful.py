@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRecord
 from penstock.schemas import TrajectoryGroup
-from penstock.stages.handful import Handful, live_sequences
+from penstock.stages.handful import Handful
 from penstock.testing import group
 
 
@@ -26,11 +26,6 @@ def of_masks(*masks: list[bool], rewards: list[float] | None = None) -> Trajecto
 
 
 masks = st.lists(st.lists(st.booleans(), max_size=4), max_size=5)
-
-
-@given(masks)
-def test_a_sequence_is_live_where_a_token_of_its_own_trains(masks: list[list[bool]]) -> None:
-    assert live_sequences(of_masks(*masks)).tolist() == [any(mask) for mask in masks]
 
 
 @given(st.lists(masks, min_size=1, max_size=4))
