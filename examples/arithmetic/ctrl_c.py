@@ -7,6 +7,7 @@ once there is, it cancels a scope, which takes effect only where the run waits.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -58,4 +59,5 @@ def cancelled_by_ctrl_c() -> Iterator[anyio.CancelScope]:
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN if pressed else before)
     if pressed:
+        gc.freeze()  # or the interpreter searches all of torch for garbage before it exits, which takes a second
         sys.exit(INTERRUPTED)

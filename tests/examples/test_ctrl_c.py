@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -15,10 +16,11 @@ CTRL_C = signal.SIGINT
 
 
 @pytest.fixture(autouse=True)
-def _handler_stays() -> Iterator[None]:
+def _process_stays_as_it_was() -> Iterator[None]:
     before = signal.getsignal(CTRL_C)
     yield
     signal.signal(CTRL_C, before)
+    gc.unfreeze()
 
 
 async def test_ctrl_c_cancels_the_body_where_it_waits() -> None:
