@@ -77,6 +77,11 @@ def _of_joint(before: Link, after: Link) -> Iterator[str]:
         value = getattr(after, name)
         if value is not None and value < 1:
             yield f"{before.name} → {after.name}: expected a {name} of at least 1, got {value}"
+    if (before.remote or after.remote) and after.capacity == 1:
+        yield (
+            f"{before.name} → {after.name}: expected a capacity of at least 2 between processes, got 1: a stage that "
+            f"loops over its inbox holds one record while it asks for the next"
+        )
 
 
 def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[str]:
@@ -89,10 +94,11 @@ def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[s
         )
     remote = before.remote or after.remote
     budget = after.capacity_bytes or (REMOTE_CAPACITY_BYTES if remote else None)
-    if budget is not None and group_tokens is not None and group_tokens * BYTES_PER_TOKEN > budget:
+    at_once = 2 if remote else 1  # a stage holds one while it asks for the next, and what it holds is not copied
+    if budget is not None and group_tokens is not None and at_once * group_tokens * BYTES_PER_TOKEN > budget:
         yield (
             f"{joint}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the joint "
-            f"holds {budget}: raise capacity_bytes"
+            f"holds {budget}: raise capacity_bytes{' to twice as much' if remote else ''}"
         )
     keeps = _hint(after.stage, "keeps_groups") or 0
     if isinstance(before.on, Processes) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):

@@ -104,6 +104,8 @@ class Workers:
     def close(self) -> None:
         """The run is over: what they still hold is lost."""
         self._books.close()
+        if self._feeder is not None:
+            self._feeder.close()
 
 
 class _Feeder:
@@ -138,3 +140,7 @@ class _Feeder:
             self.books.returned(worker, record)
             self._unhanded.append(record)
             raise
+
+    def close(self) -> None:
+        """Nobody will get what could not be handed over: let go of the slots that it lies in."""
+        self._unhanded.clear()

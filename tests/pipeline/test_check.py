@@ -66,6 +66,18 @@ def test_a_bound_that_starves_a_stage_which_keeps_groups_is_found() -> None:
     assert "Narrow keeps 9 groups before it sends, and its senders have credit for 8" in told
 
 
+def test_room_for_a_single_record_between_processes_starves_whoever_holds_it() -> None:
+    told = complaint(source(Groups(1), on=processes(2)).then(Pass(), capacity=1).sink(Collect()))
+
+    assert "Groups → Pass: expected a capacity of at least 2 between processes, got 1" in told
+
+
+def test_room_for_a_single_group_between_processes_starves_whoever_holds_it() -> None:
+    told = complaint(source(BigGroups(1), on=processes(1)).sink(Collect(), capacity_bytes=40_000))
+
+    assert "raise capacity_bytes to twice as much" in told
+
+
 def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
     class Local:
         async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None: ...

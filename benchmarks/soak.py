@@ -1,0 +1,365 @@
+"""Hours of a pipeline whose workers are killed, stopped and started anew all the time: nothing may grow, or get lost.
+
+    python -m benchmarks.soak --minutes 60 --seed 0
+
+    source (3 processes) → relay (2 processes) → sink
+
+Every record is compared with what it has to be, and none may come twice. Once a second the books have to balance, and
+it is noted what this process holds of the machine: memory, descriptors, threads, mappings, children, sockets. The last
+quarter of the time must not show more of any than the second. What is done to whom, and when, follows from the seed.
+Exits with 1 where something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+import zmq
+from rich.console import Console
+
+from penstock import Ledger, Pipeline, ReceiveChannel, Report, SendChannel, TrajectoryGroup, current, processes, source
+
+from .contestants import leaving_nothing
+from .records import make_groups
+from .report import print_table, write_json
+
+__all__ = ["Faults", "Once", "Sample", "grown", "main"]
+
+GROUP, TOKENS = 8, 64
+
+SOURCES, RELAYS = 3, 2
+
+SEGMENT_BYTES = 2**20
+"""What each worker may have in flight."""
+
+RESTARTS = 10**9
+"""Workers are started anew for as long as it takes."""
+
+FAULT_EVERY_S = 0.7
+"""Seconds between two blows, on average."""
+
+STALLED_S = 2.0
+"""How long a process is stopped at most."""
+
+CLOSING_S = 2.0
+"""What ZeroMQ may take to close the sockets that were closed here: a thread of its own does that."""
+
+SILENCE_S = 15.0
+"""Longest time without a single record: all workers may be down or stopped at once, but not for long."""
+
+
+# -- what flows ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Make:
+    """A source: groups named after who sends them, as fast as they go."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Source`."""
+        worker, number = current().worker, 0
+        groups = make_groups(worker.index, group=GROUP, tokens=TOKENS)
+        while True:
+            name = f"{worker.index}.{worker.incarnation}.{number}"
+            await outbox.send(msgspec.structs.replace(groups[number % len(groups)], instance_id=name))
+            number += 1
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Passes on what it receives."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`."""
+        async for record in inbox:
+            await outbox.send(record)
+
+
+class Once:
+    """Notices a number that comes twice. Keeps only those that are missing, so that it does not grow with the rest."""
+
+    def __init__(self) -> None:
+        self.highest = -1
+        self.missing: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """Whether `number` comes for the first time."""
+        if number > self.highest:
+            self.missing.update(range(self.highest + 1, number))
+            self.highest = number
+            return True
+        if number in self.missing:
+            self.missing.remove(number)
+            return True
+        return False
+
+
+@dataclass
+class Check:
+    """A sink: compares every record with what it has to be, for a while."""
+
+    seconds: float
+    records: int = 0
+    wrong: list[str] = field(default_factory=list)
+    """What was not as it has to be."""
+    longest_silence_s: float = 0.0
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        """See `Sink`."""
+        expected = [
+            [{name: column.tobytes() for name, column in group.columns().items()} for group in kinds]
+            for kinds in (make_groups(index, group=GROUP, tokens=TOKENS) for index in range(SOURCES))
+        ]
+        once: dict[tuple[int, int], Once] = {}
+        ledger, last = current().ledger, time.monotonic()
+        with anyio.move_on_after(self.seconds):
+            async for record in inbox:
+                index, incarnation, number = map(int, record.instance_id.split("."))
+                if (index, incarnation) not in once:
+                    once.pop((index, incarnation - 2), None)  # long gone, and so is all that it sent
+                    once[index, incarnation] = Once()
+                if not once[index, incarnation].take(number):
+                    self.wrong.append(f"{record.instance_id} came twice")
+                for name, column in expected[index][number % len(expected[index])].items():
+                    if record.columns()[name].tobytes() != column:
+                        self.wrong.append(f"{name} of {record.instance_id} differs")
+                ledger.end(record, "trained")
+                del record
+                self.records += 1
+                now = time.monotonic()
+                self.longest_silence_s, last = max(self.longest_silence_s, now - last), now
+
+
+# -- what is done to it ----------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """Strikes workers at random."""
+
+    def __init__(self, pipeline: Pipeline, seed: int) -> None:
+        self.dealt: Counter[str] = Counter()
+        self._pipeline = pipeline
+        self._random = random.Random(seed)  # noqa: S311 (no secret)
+
+    async def deal(self) -> None:
+        """Go on until cancelled; whoever is stopped then is woken."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await anyio.sleep(self._random.expovariate(1 / FAULT_EVERY_S))
+                blow = self._random.choice(["SIGKILL", "SIGTERM", "stall"])
+                share, stalled_s = self._random.random(), self._random.uniform(0, STALLED_S)
+                workers = [worker for stage in self._pipeline.statistics().stages for worker in stage.workers]
+                worker = workers[int(share * len(workers))]
+                if worker.pid is not None and worker.state in {"starting", "running"}:
+                    self.dealt[blow] += 1
+                    tasks.start_soon(self._strike, worker.pid, blow, stalled_s)
+
+    async def _strike(self, pid: int, blow: str, stalled_s: float) -> None:
+        with suppress(ProcessLookupError), _pidfd(pid) as pidfd:  # it may have ended by itself
+            if blow != "stall":
+                signal.pidfd_send_signal(pidfd, signal.Signals[blow])
+                return
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+            try:
+                await anyio.sleep(stalled_s)
+            finally:
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+@contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+# -- what is watched -------------------------------------------------------------------------------------------------
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What this process holds of the machine at one moment."""
+
+    own_mb: float
+    """Memory of its own."""
+    shared_mb: float
+    """Segments of the workers, those of the dead included while someone reads them."""
+    descriptors: int
+    threads: int
+    mappings: int
+    children: int
+    sockets: int
+    """Directories of sockets, of every process here."""
+
+    @classmethod
+    def take(cls) -> Sample:
+        """Now."""
+        status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
+        tasks = Path("/proc/self/task").iterdir()
+        children = 0
+        for task in tasks:
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+                children += len((task / "children").read_text().split())
+        return cls(
+            own_mb=int(status["RssAnon"].split()[0]) / 1024,
+            shared_mb=int(status["RssShmem"].split()[0]) / 1024,
+            descriptors=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 (one descriptor itself)
+            threads=threading.active_count(),
+            mappings=Path("/proc/self/maps").read_text().count("\n"),
+            children=children,
+            sockets=len(list(Path(os.environ["XDG_RUNTIME_DIR"]).glob("penstock-*"))),
+        )
+
+
+TOLERATED = Sample(own_mb=8, shared_mb=8, descriptors=50, threads=2, mappings=40, children=1, sockets=2)
+"""How much more the last quarter may show at most than the second: what the workers take, which come and go. What leaks
+with every restart is more than that within minutes."""
+
+
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """What grew: the last quarter of the time showed more of it than the second."""
+    quarter = len(samples) // 4
+    before, after = samples[quarter : 2 * quarter], samples[-quarter:]
+    found = []
+    for name in Sample.__struct_fields__:
+        first, last = (max(getattr(sample, name) for sample in part) for part in (before, after))
+        if last > first + getattr(TOLERATED, name):
+            found.append(f"{name} grew from {first:.0f} to {last:.0f}")
+    return found
+
+
+@dataclass
+class Watch:
+    """Looks on once a second."""
+
+    ledger: Ledger
+    samples: list[Sample] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    async def look_on(self) -> None:
+        """Go on until cancelled."""
+        while True:
+            await anyio.sleep(1)
+            self.samples.append(Sample.take())
+            balance = self.ledger.balance()
+            if not balance.balanced or balance.in_flight < 0:
+                self.wrong.append(f"the books did not balance: {balance}")
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What a soak came to."""
+
+    check: Check
+    faults: Faults
+    watch: Watch
+    report: Report
+    before: Sample
+    after: Sample
+    """When everything had ended."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What was not as it has to be."""
+        balance, wrong = self.report.balance, [*self.check.wrong, *self.watch.wrong, *grown(self.watch.samples)]
+        if balance.in_flight or not balance.balanced or balance.ended["trained"] != GROUP * self.check.records:
+            wrong.append(f"the books do not balance at the end: {balance.admitted} admitted, {balance.ended}")
+        if not self.check.records:
+            wrong.append("nothing arrived")
+        if self.check.longest_silence_s > SILENCE_S:
+            wrong.append(f"for {self.check.longest_silence_s:.1f} s nothing arrived")
+        left = [name for name in Sample.__struct_fields__ if getattr(self.after, name) > getattr(self.before, name)]
+        wrong += [f"{name} left behind" for name in left if name in {"descriptors", "children", "sockets"}]
+        return wrong
+
+
+async def soak(seconds: float, seed: int) -> Outcome:
+    """Run the pipeline and strike it."""
+    zmq.Context.instance().socket(zmq.PAIR).close()  # the one ZeroMQ context of this process stays
+    before = Sample.take()
+    check, ledger = Check(seconds), Ledger()
+    pipeline = (
+        source(Make(), on=processes(SOURCES, restarts=RESTARTS))
+        .then(Relay(), on=processes(RELAYS, restarts=RESTARTS), capacity_bytes=SEGMENT_BYTES)
+        .sink(check, capacity_bytes=SEGMENT_BYTES)
+    )
+    faults, watch = Faults(pipeline, seed), Watch(ledger)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(faults.deal)
+        tasks.start_soon(watch.look_on)
+        await pipeline.run(ledger=ledger)
+        tasks.cancel_scope.cancel()
+    gc.collect()
+    await anyio.sleep(CLOSING_S)
+    assert pipeline.report is not None  # noqa: S101 (it has run)
+    return Outcome(check, faults, watch, pipeline.report, before, Sample.take())
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """Print what came out."""
+    samples, balance = outcome.watch.samples, outcome.report.balance
+    quarter = len(samples) // 4
+    parts = [[outcome.before], samples[quarter : 2 * quarter], samples[-quarter:], [outcome.after]]
+    rows = [
+        [name, *(f"{max((getattr(sample, name) for sample in part), default=0):.0f}" for part in parts)]
+        for name in Sample.__struct_fields__
+    ]
+    print_table(console, "most held by this process", ("", "before", "2nd quarter", "last quarter", "after"), rows)
+    ended = [[state, f"{count:,}"] for state, count in balance.ended.items() if count]
+    print_table(console, f"{balance.admitted:,} trajectories admitted", ("ended", ""), ended)
+    blows = [[blow, f"{count:,}"] for blow, count in sorted(outcome.faults.dealt.items())]
+    restarts = sum(worker.restarts for stage in outcome.report.statistics.stages for worker in stage.workers)
+    print_table(console, f"{restarts:,} restarts", ("blow", ""), blows)
+    console.print(f"longest silence {outcome.check.longest_silence_s:.2f} s", highlight=False)
+    for wrong in outcome.wrong[:20]:
+        console.print(f"WRONG: {wrong}", style="bold red", highlight=False, markup=False)
+
+
+@leaving_nothing()
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long")
+    parser.add_argument("--seed", type=int, default=0, help="what is done to whom follows from it")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # deaths are no news here
+    with tempfile.TemporaryDirectory(prefix="soak-") as sockets:
+        os.environ["XDG_RUNTIME_DIR"] = sockets
+        outcome = anyio.run(soak, 60 * arguments.minutes, arguments.seed)
+    show(outcome, Console())
+    content = {
+        "seed": arguments.seed,
+        "seconds": outcome.report.seconds,
+        "samples": msgspec.to_builtins(outcome.watch.samples),
+        "balance": msgspec.to_builtins(outcome.report.balance),
+        "blows": dict(outcome.faults.dealt),
+        "wrong": outcome.wrong,
+    }
+    write_json(arguments.json, content)
+    sys.exit(bool(outcome.wrong))
+
+
+if __name__ == "__main__":
+    main()
