@@ -87,6 +87,8 @@ class Handful:
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
         """The same groups with `advantages` [B]: the value of each sequence on its tokens that train, 0 elsewhere.
 
+        Their columns share one piece of memory, which is free when the last of the groups is; `owned` parts from it.
+
         Raises:
             InvalidRecord: one is not finite.
         """
