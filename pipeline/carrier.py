@@ -20,6 +20,7 @@ import zmq
 from ..schemas import Array, Packer
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Form, Lengths, Schema
+from .keys import Key
 
 __all__ = [
     "HANDSHAKE_S",
@@ -143,7 +144,7 @@ class Inlet(Protocol):
         ...
 
 
-def dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+def dealer(endpoint: str, identity: bytes, key: Key | None = None) -> zmq.Socket[bytes]:
     """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -152,11 +153,13 @@ def dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    if key is not None:
+        key.protect(socket, "sender")
     socket.connect(endpoint)
     return socket
 
 
-def router(largest: int = LARGEST_MESSAGE) -> zmq.Socket[bytes]:
+def router(largest: int = LARGEST_MESSAGE, key: Key | None = None) -> zmq.Socket[bytes]:
     """A receiver's socket, not yet bound, that takes frames of `largest` bytes at most."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -164,4 +167,6 @@ def router(largest: int = LARGEST_MESSAGE) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, largest)
+    if key is not None:
+        key.protect(socket, "receiver")
     return socket

@@ -10,6 +10,7 @@ import os
 from contextlib import AbstractAsyncContextManager
 
 from .carrier import R
+from .keys import Key
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
@@ -37,11 +38,13 @@ def serve(
     max_senders: int = DEFAULT_MAX_SENDERS,
     listener: PeerListener | None = None,
     name: str | None = None,
+    key: Key | None = None,
 ) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
     """The receiving end of a channel, open within the `async with`.
 
     Args:
-        url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port.
+        url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port; beyond loopback, as in
+            `tcp://0.0.0.0:5555`, with a `key`.
         record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
         capacity: records that each sender may have in flight.
         capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
@@ -50,9 +53,10 @@ def serve(
             `max_senders × capacity_bytes`.
         listener: is told of senders' losses instead of `receive` raising PeerLost.
         name: who this is, for messages.
+        key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in.
 
     Raises:
-        ValueError: a capacity below 1, or an unknown scheme.
+        ValueError: a capacity below 1, an unknown scheme, a key that is missing, or one that shm has no use for.
     """
     if min(capacity, capacity_bytes, max_senders) < 1:
         raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
@@ -63,27 +67,35 @@ def serve(
         max_senders=max_senders,
         listener=listener,
         name=name or f"process {os.getpid()}",
+        key=key,
     )
-    opened = serve_shm if _scheme(url) == "shm" else serve_tcp
+    opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
     return opened(url, record_type, terms)
 
 
-def connect(url: str, record_type: type[R], *, name: str | None = None) -> AbstractAsyncContextManager[RemoteSender[R]]:
+def connect(
+    url: str, record_type: type[R], *, name: str | None = None, key: Key | None = None
+) -> AbstractAsyncContextManager[RemoteSender[R]]:
     """The sending end of a channel, open within the `async with`; leaving waits until the receiver has everything.
 
     Raises:
         NobodyListens: no receiver answers at `url`.
         ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
         TooManySenders: the receiver's budget is given out.
+        PeerClosed: the receiver has another key, or none.
         OutOfSharedMemory: the machine has no room for the segment.
-        ValueError: an unknown scheme.
+        ValueError: an unknown scheme, a key that is missing, or one that shm has no use for.
     """
-    opened = connect_shm if _scheme(url) == "shm" else connect_tcp
-    return opened(url, record_type, name=name or f"process {os.getpid()}")
+    name = name or f"process {os.getpid()}"
+    if _scheme(url, key) == "shm":
+        return connect_shm(url, record_type, name=name)
+    return connect_tcp(url, record_type, name=name, key=key)
 
 
-def _scheme(url: str) -> str:
+def _scheme(url: str, key: Key | None) -> str:
     scheme = url.partition("://")[0]
     if scheme not in {"shm", "tcp"}:
         raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+    if scheme == "shm" and key is not None:
+        raise ValueError("expected no key for shm://: its sockets and its memory are this user's alone")
     return scheme

@@ -10,6 +10,7 @@ __all__ = [
     "ChannelFull",
     "IllegalTransition",
     "InvalidConfig",
+    "InvalidKey",
     "InvalidPipeline",
     "InvalidRecord",
     "LedgerImbalance",
@@ -63,6 +64,10 @@ class IllegalTransition(PenstockError):
 
 class StaleDescriptor(PenstockError):
     """A descriptor or a release speaks of a slot that was reused, or of bytes outside the segment."""
+
+
+class InvalidKey(PenstockError, ValueError):
+    """A key is no key, or lies where others can read it."""
 
 
 class InvalidPipeline(PenstockError):

@@ -19,6 +19,7 @@ from ..schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused
 from .carrier import HANDSHAKE_S, Inlet
 from .door import Door
 from .errors import StaleDescriptor
+from .keys import Key
 from .telemetry import get_logger
 
 __all__ = ["Enter", "Reception", "Refusals"]
@@ -78,6 +79,7 @@ class Reception(Generic[G]):
         carrier: str,
         kind: str,
         most: int,
+        key: Key | None,
     ) -> None:
         self.entering = 0
         """Introductions under way."""
@@ -91,6 +93,7 @@ class Reception(Generic[G]):
         self._carrier = carrier
         self._kind = kind
         self._most = most
+        self._key = key
 
     def __repr__(self) -> str:
         return f"<Reception of {self._kind}s over {self._carrier}: {self.joined} let in, {self.entering} entering>"
@@ -138,6 +141,8 @@ class Reception(Generic[G]):
         return guest
 
     async def _let_in(self, door: Door, enter: Enter) -> G | None:
+        if self._key is not None:
+            await door.greet(self._key, "receiver")
         hello = await door.hear()
         if not isinstance(hello, Hello):
             raise ProtocolMismatch(f"expected a Hello, got {type(hello).__name__}")

@@ -41,6 +41,7 @@ from .channel import ChannelStatistics
 from .door import Door
 from .ends import Receiving
 from .errors import PeerLost, StaleDescriptor
+from .keys import Key
 from .ledger import EndState
 from .memory import CHECKPOINT_EVERY
 from .reception import Enter, Reception, Refusals
@@ -138,6 +139,7 @@ class Terms:
     max_senders: int
     listener: PeerListener | None
     name: str
+    key: Key | None = None
 
 
 class RemoteReceiver(Receiving[R]):
@@ -172,6 +174,7 @@ class RemoteReceiver(Receiving[R]):
             carrier=carrier,
             kind=self.schema.kind,
             most=terms.max_senders,
+            key=terms.key,
         )
         self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()

@@ -1,8 +1,8 @@
 """The tcp carrier: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
 
 Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
-Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Bound to loopback
-only, until both sides can prove who they are.
+Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Beyond loopback
+both sides need the same `Key`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Contents, Form, Lengths, Part, Schema, aligned, encode_contents
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
 from .door import Door
-from .errors import NobodyListens, RecordTooLarge, StaleDescriptor
+from .errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
+from .keys import Key
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine, introduce
 
@@ -134,20 +135,21 @@ def _frame(column: Array) -> memoryview | bytes:
     return np.ascontiguousarray(column).data if column.size else b""
 
 
-def _address(url: str) -> tuple[str, int]:
+def _address(url: str, key: Key | None) -> tuple[str, int]:
     """Host and port of a tcp URL.
 
     Raises:
-        ValueError: it has no port, or a host beyond loopback.
+        ValueError: it has no port, or a host beyond loopback and there is no key.
     """
     parts = urlsplit(url)
     if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
         raise ValueError(f"expected tcp://HOST:PORT, got {url!r}")
     resolved = {info[4][0] for info in sockets.getaddrinfo(parts.hostname, parts.port, type=sockets.SOCK_STREAM)}
-    if not all(ipaddress.ip_address(address).is_loopback for address in resolved):
+    if key is None and not all(ipaddress.ip_address(address).is_loopback for address in resolved):
         raise ValueError(
-            f"expected a loopback address, got {parts.hostname}: traffic beyond this host needs keys, which this "
-            f"version does not have; tunnel the port, for example with ssh -L"
+            f"expected a loopback address or a key, got {parts.hostname} and none: whoever reaches the port could read "
+            f"and forge records; make a file with Key.create(path), copy it to the other host, and give both ends "
+            f"key=Key.load(path), or tunnel the port with ssh -L"
         )
     return parts.hostname, parts.port
 
@@ -155,8 +157,8 @@ def _address(url: str) -> tuple[str, int]:
 @asynccontextmanager
 async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
-    host, port = await anyio.to_thread.run_sync(_address, url)
-    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes))
+    host, port = await anyio.to_thread.run_sync(_address, url, terms.key)
+    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), terms.key)
     wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
@@ -185,21 +187,36 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
 
 @asynccontextmanager
-async def connect_tcp(url: str, record_type: type[R], *, name: str) -> AsyncIterator[RemoteSender[R]]:
+async def connect_tcp(url: str, record_type: type[R], *, name: str, key: Key | None) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
-    host, port = await anyio.to_thread.run_sync(_address, url)
+    host, port = await anyio.to_thread.run_sync(_address, url, key)
     try:
         stream = await anyio.connect_tcp(host, port)
     except OSError as error:
         raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
+        if key is not None:
+            await _greet(door, key)
         welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
         ready = await door.hear()
         if not isinstance(ready, Ready):
             raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
         outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
-        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
+        data = dealer(_reached(welcome.endpoint, host), identity, key)
+        line = SenderLine(door, welcome, outlet, data)
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:
         yield sender
+
+
+async def _greet(door: Door, key: Key) -> None:
+    try:
+        await door.greet(key, "sender")
+    except (anyio.EndOfStream, anyio.BrokenResourceError):
+        raise PeerClosed("the receiver closed the door: has it the same key?") from None
+
+
+def _reached(endpoint: str, host: str) -> str:
+    """A receiver's data port, on the address at which its door was reached: it may be bound to all that it has."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .pipeline.context import Context, Worker, current, drop
     from .pipeline.each import each
     from .pipeline.flow import Flow, Pipeline, source
+    from .pipeline.keys import Key
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
     from .pipeline.placement import here, processes
@@ -49,6 +50,7 @@ __all__ = [
     "Flow",
     "GroupId",
     "JsonlSink",
+    "Key",
     "Ledger",
     "Metrics",
     "NoOpPolicy",
@@ -103,6 +105,7 @@ _HOMES = {
     "pipeline.context": ("Context", "Worker", "current", "drop"),
     "pipeline.each": ("each",),
     "pipeline.flow": ("Flow", "Pipeline", "source"),
+    "pipeline.keys": ("Key",),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
     "pipeline.placement": ("here", "processes"),

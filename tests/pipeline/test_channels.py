@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
+from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord
 from penstock.pipeline.remote_receiver import RemoteReceiver
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
@@ -29,9 +29,10 @@ class MemoryEnds:
 class RemoteEnds:
     inbox: ReceiveChannel[TrajectoryGroup]
     url: str
+    key: Key | None
 
     def join(self) -> AbstractAsyncContextManager[SendChannel[TrajectoryGroup]]:
-        return connect(self.url, TrajectoryGroup)
+        return connect(self.url, TrajectoryGroup, key=self.key)
 
 
 @asynccontextmanager
@@ -43,18 +44,23 @@ async def memory(*, capacity: int = 8, capacity_bytes: int = 2**20, senders: int
         yield ends
 
 
-def remote(url: str) -> MakeChannel:
+def remote(url: str, key: Key | None = None) -> MakeChannel:
     @asynccontextmanager
     async def make(*, capacity: int = 8, capacity_bytes: int = 2**20, senders: int = 1) -> AsyncIterator[RemoteEnds]:
         async with serve(
-            url, TrajectoryGroup, capacity=capacity, capacity_bytes=capacity_bytes, senders=senders
+            url, TrajectoryGroup, capacity=capacity, capacity_bytes=capacity_bytes, senders=senders, key=key
         ) as inbox:
-            yield RemoteEnds(inbox, inbox.url)
+            yield RemoteEnds(inbox, inbox.url, key)
 
     return make
 
 
-CARRIERS: dict[str, MakeChannel] = {"memory": memory, "shm": remote("shm://"), "tcp": remote("tcp://127.0.0.1:0")}
+CARRIERS: dict[str, MakeChannel] = {
+    "memory": memory,
+    "shm": remote("shm://"),
+    "tcp": remote("tcp://127.0.0.1:0"),
+    "tcp with a key": remote("tcp://127.0.0.1:0", Key(bytes(range(32)))),
+}
 
 
 @pytest.mark.parametrize("rule", CHANNEL_RULES, ids=lambda rule: rule.__name__)

@@ -1,0 +1,159 @@
+"""Beyond this host nobody without the key is let in, is heard, or can read."""
+
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+import zmq
+
+from penstock import Key, TrajectoryGroup, connect, serve
+from penstock.errors import InvalidKey, PeerClosed, ProtocolMismatch
+from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.testing import group
+
+KEY, OTHER = Key(bytes(32)), Key(bytes(range(32)))
+
+
+@asynccontextmanager
+async def serving(url: str = "tcp://127.0.0.1:0", key: Key | None = KEY) -> AsyncIterator[RemoteReceiver[Any]]:
+    async with serve(url, TrajectoryGroup, senders=9, key=key) as inbox:
+        yield inbox
+
+
+async def still_works(inbox: RemoteReceiver[Any], key: Key | None = KEY) -> None:
+    async with connect(inbox.url, TrajectoryGroup, key=key) as outbox:
+        await outbox.send(group(instance_id="after"))
+        assert (await inbox.receive()).instance_id == "after"
+
+
+async def test_a_receiver_with_a_key_may_listen_on_all_addresses() -> None:
+    async with serving("tcp://0.0.0.0:0") as inbox:
+        port = inbox.url.rpartition(":")[2]
+        async with connect(f"tcp://localhost:{port}", TrajectoryGroup, key=KEY) as outbox:
+            await outbox.send(group())
+            assert len(await inbox.receive()) == 2
+
+
+async def test_without_a_key_nothing_leaves_loopback() -> None:
+    for url in ("tcp://0.0.0.0:0", "tcp://192.0.2.1:5555"):
+        with pytest.raises(ValueError, match=r"or a key, got .* and none: .* Key.create\(path\)"):
+            async with serving(url, None):
+                pass
+        with pytest.raises(ValueError, match="or tunnel the port with ssh -L"):
+            async with connect(url.replace(":0", ":1"), TrajectoryGroup):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["another", "none", "one too many"]
+)
+async def test_a_sender_with_another_key_is_refused_at_once_and_the_others_go_on(
+    theirs: Key | None, ours: Key | None
+) -> None:
+    async with serving(key=theirs) as inbox:
+        with anyio.fail_after(5), pytest.raises((PeerClosed, ProtocolMismatch)):
+            async with connect(inbox.url, TrajectoryGroup, key=ours):
+                pass
+        await still_works(inbox, theirs)
+        assert inbox.rejected == 1
+
+
+async def test_who_knows_the_data_port_is_not_heard_there_without_the_key() -> None:
+    async with serving() as inbox:
+        endpoint = inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        strangers: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(2)]
+        OTHER.protect(strangers[1], "sender")
+        for stranger in strangers:
+            stranger.connect(endpoint)
+            stranger.send(b"hello")
+        await still_works(inbox)
+        assert inbox.rejected == 0
+        for stranger in strangers:
+            stranger.close(linger=0)
+
+
+async def test_what_travels_cannot_be_read_and_what_was_said_cannot_be_said_again() -> None:
+    secret = group(tokens=np.full(14, 0x41424344), env="a name that nobody should read")
+    async with serving() as inbox:
+        ports = [int(url.rpartition(":")[2]) for url in (inbox.url, inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT))]
+        with overhearing("127.0.0.2", ports) as overheard:
+            async with connect(f"tcp://127.0.0.2:{ports[0]}", TrajectoryGroup, key=KEY) as outbox:
+                await outbox.send(secret)
+                assert (await inbox.receive()).env == secret.env
+        said, data = (b"".join(overheard[port]) for port in ports)
+
+        assert len(data) > 300
+        assert secret.tokens.tobytes() not in data
+        assert secret.env.encode() not in data + said
+        with socket.create_connection(("127.0.0.1", ports[0])) as door:
+            door.sendall(said)
+            while not inbox.rejected:
+                await anyio.lowlevel.checkpoint()
+        await still_works(inbox)
+
+
+@contextmanager
+def overhearing(host: str, ports: list[int]) -> Iterator[dict[int, list[bytes]]]:
+    """What senders say to the loopback's own `ports`, by way of the same ports on another of its addresses."""
+    said: dict[int, list[bytes]] = {port: [] for port in ports}
+    open_sockets: list[socket.socket] = []
+
+    def pass_on(one: socket.socket, other: socket.socket, heard: list[bytes]) -> None:
+        with suppress(OSError):
+            while part := one.recv(65_536):
+                heard.append(part)
+                other.sendall(part)
+            other.shutdown(socket.SHUT_WR)
+
+    def relay(listener: socket.socket, port: int) -> None:
+        with suppress(OSError):
+            near, _ = listener.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            open_sockets.extend((near, far))
+            threading.Thread(target=pass_on, args=(far, near, []), daemon=True).start()
+            pass_on(near, far, said[port])
+
+    for port in ports:
+        listener = socket.create_server((host, port))
+        open_sockets.append(listener)
+        threading.Thread(target=relay, args=(listener, port), daemon=True).start()
+    try:
+        yield said
+    finally:
+        for one in open_sockets:
+            one.close()
+
+
+def test_a_key_is_kept_where_only_its_owner_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    made = Key.create(path)
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Key.load(path)._secret == made._secret
+    assert made._secret.hex() not in repr(made)
+    with pytest.raises(FileExistsError):
+        Key.create(path)
+    path.chmod(0o640)
+    with pytest.raises(InvalidKey, match="readable by its owner alone, got mode 640: chmod 600"):
+        Key.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "00" * 31, "zz" * 32, "00" * 33])
+def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.key"
+    path.touch(0o600)
+    path.write_text(text)
+    with pytest.raises(InvalidKey, match="expected"):
+        Key.load(path)
+
+
+async def test_shm_has_no_use_for_a_key() -> None:
+    with pytest.raises(ValueError, match="expected no key for shm"):
+        serve("shm://", TrajectoryGroup, key=KEY)
