@@ -18,7 +18,7 @@ from ..schemas import ProtocolMismatch
 from ..schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused
 from .carrier import HANDSHAKE_S, Inlet
 from .door import Door
-from .errors import StaleDescriptor
+from .errors import OutOfSharedMemory, StaleDescriptor
 from .keys import Key
 from .telemetry import get_logger
 
@@ -32,6 +32,9 @@ MOST_INTRODUCTIONS = 64
 OUT_OF_DESCRIPTORS_S = 0.1
 """How long nobody is let in when this process has no file descriptor left: one that ends is no event to wait for."""
 
+FAREWELL_S = 1.0
+"""How long a refusal may take to be heard: it is short, so only who does not read at all is not told."""
+
 _NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _FAILED_INTRODUCTIONS = (
@@ -39,6 +42,7 @@ _FAILED_INTRODUCTIONS = (
     anyio.ClosedResourceError,
     anyio.EndOfStream,
     OSError,
+    OutOfSharedMemory,
     ProtocolMismatch,
     StaleDescriptor,
     TimeoutError,
@@ -134,6 +138,7 @@ class Reception(Generic[G]):
                 guest = await self._let_in(door, enter)
         except _FAILED_INTRODUCTIONS as error:
             self._refusals.note(f"introduction failed: {type(error).__name__}: {error}")
+            await _tell(door, error)
             return None
         finally:
             self.entering -= 1
@@ -176,6 +181,12 @@ class Reception(Generic[G]):
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
             await door.say(Ready())
             await door.hear()
+
+
+async def _tell(door: Door, error: Exception) -> None:
+    """Say why the introduction failed, to whoever still listens."""
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(FAREWELL_S):
+        await door.say(Refused(type(error).__name__, str(error)))
 
 
 def _out_of_descriptors(error: BaseException) -> bool:

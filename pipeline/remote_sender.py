@@ -27,6 +27,7 @@ from ..schemas.control import (
     Hello,
     Message,
     Observed,
+    Ready,
     Refused,
     Release,
     Welcome,
@@ -37,13 +38,13 @@ from .carrier import Outlet, R, Record
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Closing
-from .errors import ChannelFull, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
+from .errors import ChannelFull, OutOfSharedMemory, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
 from .ledger import Origin
 from .memory import CHECKPOINT_EVERY
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
-__all__ = ["RemoteSender", "SenderLine", "introduce"]
+__all__ = ["RemoteSender", "SenderLine", "introduce", "let_in"]
 
 log = get_logger("penstock.channel")
 
@@ -310,7 +311,7 @@ class RemoteSender(Closing, Generic[R]):
 
 
 REFUSALS: dict[str, type[PenstockError]] = {
-    error.__name__: error for error in (PeerClosed, ProtocolMismatch, TooManySenders)
+    error.__name__: error for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TooManySenders)
 }
 """What a refusal at the door raises at the sender, by the name that travels."""
 
@@ -325,12 +326,29 @@ async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Wel
     """
     identity = b"p" + secrets.token_bytes(15)
     await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
+    answer = await _answer(door)
+    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
+    return answer, identity
+
+
+async def let_in(door: Door) -> None:
+    """Wait for the last word of an introduction.
+
+    Raises:
+        OutOfSharedMemory: the receiver cannot map this sender's segment.
+        PeerClosed: it refused for another reason, or went away.
+    """
+    answer = await _answer(door)
+    if not isinstance(answer, Ready):
+        raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
+
+
+async def _answer(door: Door) -> Message:
     try:
         answer = await door.hear()
     except anyio.EndOfStream:
         raise PeerClosed("the receiver closed the door without an answer") from None
     if isinstance(answer, Refused):
         raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
-    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
-        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
-    return answer, identity
+    return answer

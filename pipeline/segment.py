@@ -10,7 +10,6 @@ the columns of a bundle, and behind them its contents, which end with the span's
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -24,7 +23,7 @@ from ..schemas import Array
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned
 from .errors import OutOfSharedMemory, StaleDescriptor
-from .machine_memory import available_bytes
+from .shared_memory import allocate, may_shrink
 from .slots import Span
 
 __all__ = ["DEFAULT_SLOT_BYTES", "Lease", "SegmentReader", "SegmentWriter"]
@@ -37,8 +36,6 @@ _HEADER = struct.Struct("<BxHIQQQ")
 """state, records, bytes of the contents, generation, sequence, bytes of the bundle."""
 
 FREE, WRITING, PUBLISHED = 0, 1, 2
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAP_POPULATE = mmap.MAP_POPULATE
 """Faults every page in at once (19 ms for 256 MB) instead of one by one on the record path (560 ms)."""
@@ -62,13 +59,11 @@ class SegmentWriter:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = segment_bytes(slots, slot_bytes)
-        self.fd = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        purpose = f"{slots} slots of {slot_bytes} bytes"
+        self.fd = allocate(self.nbytes, purpose, "lower capacity_bytes or the number of senders, or free memory")
         """The segment's file descriptor, to be handed to the reader; open until `close`."""
         try:
-            self._map = self._allocate()
-        except OSError as error:
-            os.close(self.fd)
-            raise self._out_of_memory(str(error.strerror)) from error
+            self._map = _mapped(self.fd, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(self.fd)
             raise
@@ -76,20 +71,6 @@ class SegmentWriter:
         self._typed: list[Any] = [_cast(self._bytes, dtype.char) for dtype in DTYPES]
         """The same, item by item: a column is copied fastest by assigning it to a slice of its own type."""
         self._payload = _table_bytes(slots)
-
-    def _allocate(self) -> mmap.mmap:
-        available = available_bytes()
-        if self.nbytes > available:
-            raise self._out_of_memory(f"{available} are available")
-        os.posix_fallocate(self.fd, 0, self.nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | _MAP_POPULATE)
-
-    def _out_of_memory(self, reason: str) -> OutOfSharedMemory:
-        return OutOfSharedMemory(
-            f"expected {self.nbytes} bytes of shared memory for {self.slots} slots of {self.slot_bytes} bytes, "
-            f"got none ({reason}): lower capacity_bytes or the number of senders, or free memory"
-        )
 
     def write(self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout) -> None:
         """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`."""
@@ -124,6 +105,16 @@ class SegmentWriter:
             self._map.close()
             os.close(self.fd)
             self.fd = -1
+
+
+def _mapped(fd: int, nbytes: int, protection: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | _MAP_POPULATE, protection)
+    except (OSError, OverflowError) as error:
+        raise OutOfSharedMemory(
+            f"expected room for {nbytes} bytes in this process' address space, got none ({error}): raise its limit "
+            f"(ulimit -v), or lower capacity_bytes"
+        ) from error
 
 
 def _cast(view: memoryview, item: Any) -> memoryview:
@@ -166,6 +157,7 @@ class SegmentReader:
         """Map the segment; `fd` stays the caller's.
 
         Raises:
+            OutOfSharedMemory: this process has no room to map it.
             StaleDescriptor: the file is smaller than declared, could shrink under the reader, or has no slots.
         """
         self.slots = slots
@@ -173,13 +165,11 @@ class SegmentReader:
         if slots < 1 or slot_bytes < ALIGNMENT:
             raise StaleDescriptor(f"expected at least one slot of {ALIGNMENT} bytes, got {slots} of {slot_bytes}")
         nbytes = segment_bytes(slots, slot_bytes)
-        size = os.fstat(fd).st_size
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if size < nbytes or not seals & fcntl.F_SEAL_SHRINK:
-            raise StaleDescriptor(
-                f"expected a segment of {nbytes} bytes sealed against shrinking, got {size} bytes with seals {seals:#x}"
-            )
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | _MAP_POPULATE, mmap.PROT_READ)
+        size, loose = os.fstat(fd).st_size, may_shrink(fd)
+        if size < nbytes or loose:
+            can = "can" if loose else "cannot"
+            raise StaleDescriptor(f"expected a segment of {nbytes} bytes that cannot shrink, got {size} that {can}")
+        self._map = _mapped(fd, nbytes, mmap.PROT_READ)
         self._payload = _table_bytes(slots)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data) + self._payload

@@ -19,7 +19,7 @@ import zmq
 from anyio.abc import SocketListener
 
 from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
-from ..schemas.control import Offer, Publish, Ready, encode
+from ..schemas.control import Offer, Publish, encode
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Contents, Form, Layout, Lengths, Part, Place, Schema, aligned, encode_contents
 from .blocking import enter_in_thread
@@ -27,7 +27,7 @@ from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, RecordTooLarge
 from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine, introduce
+from .remote_sender import RemoteSender, SenderLine, introduce, let_in
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable, Span
 from .socket_directory import socket_directory
@@ -273,9 +273,7 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         )
         stack.callback(segment.close)
         await door.say(Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-        ready = await door.hear()
-        if not isinstance(ready, Ready):
-            raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
+        await let_in(door)
         outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
         line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
         stack.pop_all()

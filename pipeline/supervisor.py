@@ -26,6 +26,7 @@ import msgspec
 from .causes import first_cause
 from .errors import WorkerFailed
 from .placement import Processes
+from .shared_memory import scratch
 from .socket_directory import sweep
 from .statistics import WorkerState, WorkerStatistics
 from .telemetry import get_logger
@@ -59,7 +60,7 @@ class Attendant(Protocol):
 def _pickled(stage: object) -> int:
     """An anonymous file with two pickles: how to prepare a child's interpreter, and the stage. Blocks."""
     pickled = pickle.dumps(stage)
-    job = os.memfd_create("penstock job", os.MFD_CLOEXEC)
+    job = scratch("job")
     with open(job, "wb", closefd=False) as file:
         file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
         file.write(pickled)

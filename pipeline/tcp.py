@@ -19,8 +19,8 @@ import anyio.to_thread
 import numpy as np
 import zmq
 
-from ..schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
-from ..schemas.control import Publish, Ready, encode
+from ..schemas import Array, InvalidRecord, PackedGroup, Packer
+from ..schemas.control import Publish, encode
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Contents, Form, Lengths, Part, Schema, aligned, encode_contents
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
@@ -28,7 +28,7 @@ from .door import Door
 from .errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
 from .keys import Key
 from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine, introduce
+from .remote_sender import RemoteSender, SenderLine, introduce, let_in
 
 __all__ = ["connect_tcp", "serve_tcp"]
 
@@ -199,9 +199,7 @@ async def connect_tcp(url: str, record_type: type[R], *, name: str, key: Key | N
         if key is not None:
             await _greet(door, key)
         welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
-        ready = await door.hear()
-        if not isinstance(ready, Ready):
-            raise ProtocolMismatch(f"expected Ready, got {type(ready).__name__}")
+        await let_in(door)
         outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
         data = dealer(_reached(welcome.endpoint, host), identity, key)
         line = SenderLine(door, welcome, outlet, data)

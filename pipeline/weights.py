@@ -9,7 +9,6 @@ Layout: one page of signed 64-bit words, the list of tensors as msgpack, the two
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
@@ -23,9 +22,8 @@ from numpy.typing import NDArray
 
 from ..schemas import Array, ProtocolMismatch
 from ..schemas.errors import UNREADABLE
-from .errors import OutOfSharedMemory, WeightsMismatch
-from .machine_memory import available_bytes
-from .segment import SEALS
+from .errors import WeightsMismatch
+from .shared_memory import allocate, may_shrink
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +182,8 @@ class WeightWriter:
         self._plan = _Plan(self.specs, len(manifest))
         self.nbytes = self._plan.nbytes
         """Bytes of the segment."""
-        self.fd = _allocate(self.nbytes, len(self.specs))
+        purpose = f"{len(self.specs)} tensors, twice"
+        self.fd = allocate(self.nbytes, purpose, "free memory, or publish a smaller model")
         """To be handed to readers; open until `close`."""
         memory = memoryview(mmap.mmap(self.fd, self.nbytes))
         memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
@@ -228,21 +227,6 @@ class WeightWriter:
             self.fd = -1
 
 
-def _allocate(nbytes: int, tensors: int) -> int:
-    """An anonymous file whose pages all exist, sealed against shrinking; the caller closes it."""
-    wanted = f"expected {nbytes} bytes of shared memory for {tensors} tensors, twice"
-    if nbytes > (room := available_bytes()):
-        raise OutOfSharedMemory(f"{wanted}, got room for {room}: free memory, or publish a smaller model")
-    fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError as error:
-        os.close(fd)
-        raise OutOfSharedMemory(f"{wanted}, got none ({error.strerror})") from error
-    return fd
-
-
 class WeightReader:
     """A subscriber's side: a read-only mapping of a segment that was handed over. Blocks while it maps and reads."""
 
@@ -252,11 +236,10 @@ class WeightReader:
         Raises:
             ProtocolMismatch: it is no segment of weights of that size, or could shrink under the reader.
         """
-        size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if size != nbytes or not seals & fcntl.F_SEAL_SHRINK:
-            raise ProtocolMismatch(
-                f"expected {nbytes} bytes of weights sealed against shrinking, got {size} bytes with seals {seals:#x}"
-            )
+        size, loose = os.fstat(fd).st_size, may_shrink(fd)
+        if size != nbytes or loose:
+            can = "can" if loose else "cannot"
+            raise ProtocolMismatch(f"expected {nbytes} bytes of weights that cannot shrink, got {size} that {can}")
         if _end_of_manifest(manifest_bytes) > size:
             raise ProtocolMismatch(f"expected a list of tensors within {size} bytes, got one of {manifest_bytes}")
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))

@@ -21,6 +21,7 @@ from .errors import PeerLost, ProtocolMismatch
 from .joint import Passage, trajectories_of
 from .ledger import Account, Ledger
 from .remote_receiver import Peer, PeerListener
+from .shared_memory import scratch
 from .telemetry import Absorbing, get_logger
 from .worker_messages import News
 
@@ -224,7 +225,7 @@ class RelayBooks:
 
 
 def _page() -> int:
-    fd = os.memfd_create("penstock account", os.MFD_CLOEXEC)
+    fd = scratch("account")
     os.ftruncate(fd, mmap.PAGESIZE)
     return fd
 

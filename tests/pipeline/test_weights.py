@@ -282,7 +282,7 @@ def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
     os.truncate(fd, 4096 * 4)
 
     try:
-        with pytest.raises(ProtocolMismatch, match="sealed against shrinking"):
+        with pytest.raises(ProtocolMismatch, match="that cannot shrink"):
             WeightReader(fd, 4096 * 4, 10)
     finally:
         os.close(fd)

@@ -1,0 +1,90 @@
+"""What a machine may lack is an error at the start that says what to change: never a SIGBUS, never a hang.
+
+Each case is a process of its own, for limits cannot be raised again.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.pipeline import shared_memory
+
+RUN = """
+import os, resource
+{before}
+import anyio
+from penstock import TrajectoryGroup, connect, serve
+from penstock.pipeline import shared_memory
+from penstock.testing import group
+
+async def main():
+    async with serve("shm://", TrajectoryGroup, capacity_bytes={capacity_bytes}) as inbox:
+        {within}
+        try:
+            async with connect(inbox.url, TrajectoryGroup, name="the sender") as outbox:
+                sent = [group(instance_id=str(n), seed=n) for n in range(20)]
+                for record in sent:
+                    await outbox.send(record)
+                    got = await inbox.receive()
+                    assert {{n: c.tobytes() for n, c in got.columns().items()}} == {{
+                        n: c.tobytes() for n, c in record.columns().items()
+                    }}
+                    del got
+                print("arrived", len(sent))
+        except Exception as error:
+            print(type(error).__name__, error)
+
+anyio.run(main)
+"""
+
+NO_MEMFD = "del os.memfd_create"
+NO_ROOM_ON_DISK = "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
+NO_ADDRESSES = (
+    "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
+    "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))"
+)
+
+
+def run(*, before: str = "", within: str = "", capacity_bytes: int = 2**22) -> str:
+    script = RUN.format(before=before, within=within or "pass", capacity_bytes=capacity_bytes)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_without_memfd_records_travel_through_a_file_that_has_no_name() -> None:
+    assert "arrived 20" in run(before=NO_MEMFD)
+
+
+def test_without_memfd_and_without_dev_shm_there_is_no_channel_and_the_error_says_so() -> None:
+    said = run(before=NO_MEMFD, within="shared_memory.FOLDER = '/proc/nowhere'")
+    assert said.startswith("OutOfSharedMemory expected a memfd or a file in /proc/nowhere, got neither")
+    assert "allow memfd_create in this sandbox, or mount a tmpfs there" in said
+
+
+@pytest.mark.parametrize("before", ["", NO_MEMFD], ids=["memfd", "no memfd"])
+def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: str) -> None:
+    said = run(before=before, within=NO_ROOM_ON_DISK)
+    assert said.startswith("OutOfSharedMemory expected 4")
+    assert "bytes of shared memory for 4096 slots of 1024 bytes, got none (File too large" in said
+    assert ("as this kernel has no memfd" in said) == bool(before)
+    assert "lower capacity_bytes or the number of senders" in said
+
+
+def test_a_segment_that_does_not_fit_the_address_space_is_an_error_at_the_start() -> None:
+    said = run(within=NO_ADDRESSES, capacity_bytes=2**28)
+    assert said.startswith("OutOfSharedMemory expected room for 276")
+    assert "in this process' address space, got none" in said
+    assert "ulimit -v" in said
+
+
+def test_a_receiver_that_cannot_map_a_segment_tells_the_sender_why() -> None:
+    """The sender's own mapping fits twice over; the receiver's, the third of this size, does not."""
+    within = NO_ADDRESSES.replace("2**27", "3 * 2**26")
+    said = run(within=within, capacity_bytes=2**27)
+    assert said.startswith("OutOfSharedMemory the receiver refused: expected room for 138")
+
+
+def test_this_machine_has_memfds() -> None:
+    assert shared_memory._has_memfd()
