@@ -3,6 +3,7 @@
 Each case is a process of its own, for limits cannot be raised again.
 """
 
+import os
 import subprocess
 import sys
 
@@ -48,7 +49,14 @@ NO_ADDRESSES = (
 
 def run(*, before: str = "", within: str = "", capacity_bytes: int = 2**22) -> str:
     script = RUN.format(before=before, within=within or "pass", capacity_bytes=capacity_bytes)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # else every thread reserves as many addresses as a segment has
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
