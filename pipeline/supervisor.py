@@ -52,8 +52,8 @@ class Attendant(Protocol):
         """`worker` is about to be started; returns a page for its counters as a descriptor that the caller closes."""
         ...
 
-    def ended(self, worker: str, how: str) -> None:
-        """`worker` is no more."""
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
+        """`worker` is no more; where it never `connected`, there is nothing of it to be received."""
         ...
 
 
@@ -83,6 +83,8 @@ class _Child:
         self.orders = orders
         self.pid = popen.pid
         self.state: WorkerState = "starting"
+        self.connected = False
+        """Whether it has come so far that its stage began."""
         self.finished = False
         """Whether its stage returned."""
         self.failure: Failed | None = None
@@ -133,7 +135,7 @@ class _Child:
     def _heed(self, word: Word) -> None:
         match word:
             case Connected():
-                self.state = "running"
+                self.state, self.connected = "running", True
             case Serving(url):
                 self.url = url
                 self.serving.set()
@@ -306,7 +308,7 @@ class Supervisor:
         child = await self._start(starter, orders)
         try:
             await self._watch(child, feed)
-            self._attendant.ended(child.orders.name, child.how)
+            self._attendant.ended(child.orders.name, child.how, connected=child.connected)
         finally:
             child.close()
         return child
@@ -317,7 +319,7 @@ class Supervisor:
         try:
             child = await starter.start(orders | {"name": name, "stage": self._name, "account": page})
         except BaseException:
-            self._attendant.ended(name, f"{name} could not be started")
+            self._attendant.ended(name, f"{name} could not be started", connected=False)
             raise
         finally:
             os.close(page)

@@ -41,8 +41,11 @@ class Books(PeerListener, Protocol):
         """`worker` is about to be started; returns a page for its counters as a descriptor that the caller closes."""
         ...
 
-    def ended(self, worker: str, how: str) -> None:
-        """`worker` is no more; `how` is the reason for which all that it still holds is lost."""
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
+        """`worker` is no more; `how` is the reason for which all that it still holds is lost.
+
+        One that never `connected` sent nothing, and no channel will tell that everything of it was received.
+        """
         ...
 
     def close(self, reason: str = RUN_ENDED) -> None:
@@ -114,10 +117,10 @@ class SourceBooks:
             page.drained = True
             self._settle(peer.name, page)
 
-    def ended(self, worker: str, how: str) -> None:
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         """A worker is no more; see `Books.ended`."""
         page = self._pages[worker]
-        page.how = how
+        page.how, page.drained = how, page.drained or not connected
         self._settle(worker, page)
 
     def close(self, reason: str = RUN_ENDED) -> None:
@@ -205,10 +208,10 @@ class RelayBooks:
             hands.drained = True
             self._settle(peer.name, hands)
 
-    def ended(self, worker: str, how: str) -> None:
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         """A worker is no more; see `Books.ended`."""
         hands = self._workers[worker]
-        hands.how = how
+        hands.how, hands.drained = how, hands.drained or not connected
         self._settle(worker, hands)
 
     def close(self, reason: str = RUN_ENDED) -> None:

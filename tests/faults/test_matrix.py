@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from tests.faults.cells import CELLS, COMBINATIONS, SENSELESS, Cell, why_not
+from tests.faults.mutants import MUTANTS
 from tests.faults.zygote import Zygote
 
 AT_A_TIME = 3
@@ -14,10 +15,16 @@ AT_A_TIME = 3
 
 
 @pytest.fixture(scope="module")
-def verdict(request: pytest.FixtureRequest) -> Iterator[Callable[[Cell], str]]:
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def verdict(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Callable[[Cell], str]]:
     """What was wrong in a cell. All that will be asked for are played from now on."""
     wanted = [cell for item in request.session.items if isinstance(cell := _parameters(item).get("cell"), Cell)]
-    with Zygote() as zygote, ThreadPoolExecutor(AT_A_TIME) as threads:
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
         playing: dict[Cell, Future[str]] = {cell: threads.submit(zygote.play, cell) for cell in wanted}
         yield lambda cell: playing[cell].result()
 
@@ -29,6 +36,13 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nothing_is_lost_silently_doubled_or_left_behind(cell: Cell, verdict: Callable[[Cell], str]) -> None:
     assert not verdict(cell)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_what_the_matrix_is_there_for_it_notices(mutant: Callable[[], None], zygote: Zygote) -> None:
+    cell, wrong = MUTANTS[mutant]
+
+    assert wrong in zygote.play(cell, mutant.__name__)
 
 
 def test_what_is_not_played_makes_no_sense_for_a_reason_that_is_given() -> None:

@@ -46,18 +46,19 @@ class Zygote:
         self._socket.close()  # the end of its requests
         self._process.wait()
 
-    def play(self, cell: Cell) -> str:
-        """Play a cell and return what was wrong: nothing, if all is well."""
+    def play(self, cell: Cell, mutant: str = "") -> str:
+        """Play a cell and return what was wrong: nothing, if all is well. `mutant` is what is broken beforehand."""
         told, tells = os.pipe()
         with open(told, "rb") as verdict:  # noqa: PTH123 (a descriptor)
-            socket.send_fds(self._socket, [msgspec.json.encode(cell)], [tells])
+            socket.send_fds(self._socket, [msgspec.json.encode((cell, mutant))], [tells])
             os.close(tells)
             return verdict.read().decode()
 
 
 def main() -> None:
     """Fork for every request; what the fork prints as an error is the answer."""
-    from tests.faults.observer import play  # noqa: PLC0415 (what is forked; the other side needs none of it)
+    from tests.faults.mutants import mutate  # noqa: PLC0415 (what is forked; the other side needs none of it)
+    from tests.faults.observer import play  # noqa: PLC0415 (likewise)
 
     requests = socket.socket(fileno=0)
     while True:
@@ -69,7 +70,10 @@ def main() -> None:
             return
         if not os.fork():
             requests.close()
-            _answer(msgspec.json.decode(request, type=Cell), fds[0], play)
+            cell, mutant = msgspec.json.decode(request, type=tuple[Cell, str])
+            if mutant:
+                mutate(mutant)
+            _answer(cell, fds[0], play)
         os.close(fds[0])
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -443,9 +443,9 @@ class WakesOneTooMany(Waiters):
 class DoesNotWaitForWhatWasPublished(SourceBooks):
     """What a worker held is settled as soon as it was reaped."""
 
-    def ended(self, worker: str, how: str) -> None:
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         self._pages[worker].drained = True
-        super().ended(worker, how)
+        super().ended(worker, how, connected=connected)
 
 
 class DoesNotWaitForTheReaper(RelayBooks):
@@ -455,9 +455,9 @@ class DoesNotWaitForTheReaper(RelayBooks):
         self._workers[peer.name].how = "unknown"
         super().parted(peer)
 
-    def ended(self, worker: str, how: str) -> None:
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         if worker in self._workers:
-            super().ended(worker, how)
+            super().ended(worker, how, connected=connected)
 
 
 class BelievesAnyEnding(RelayBooks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -96,6 +97,19 @@ def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
     balance = source.ledger.balance()
     assert balance.reasons["lost"] == {KILLED: 3}
     assert (balance.admitted, balance.in_flight) == (5, 2)
+
+
+def test_the_page_of_a_worker_that_died_before_it_connected_is_not_kept(source: Source) -> None:
+    pages = _mapped_pages()
+    os.close(source.books.open("a second worker"))
+
+    source.books.ended("a second worker", KILLED, connected=False)
+
+    assert _mapped_pages() == pages
+
+
+def _mapped_pages() -> int:
+    return Path("/proc/self/maps").read_text().count("account")
 
 
 def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(source: Source) -> None:

@@ -1,0 +1,98 @@
+"""Ways to break penstock that the matrix has to notice, each with a cell that does.
+
+A mutation is made in the process from which the cell's processes are forked. Workers are interpreters of their own, and
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from tests.faults.cells import Cell
+
+from penstock.pipeline import supervisor
+from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.segment import SegmentWriter
+from penstock.pipeline.shm import SlotInlet
+from penstock.pipeline.worker_books import RelayBooks
+
+__all__ = ["MUTANTS", "mutate"]
+
+
+def _replace(owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, made(getattr(owner, name)))
+
+
+def _nothing_is_salvaged() -> None:
+    _replace(SlotInlet, "salvage", lambda _: lambda *_: [])
+
+
+def _all_is_salvaged_again() -> None:
+    _replace(SlotInlet, "salvage", lambda salvage: lambda inlet, _: salvage(inlet, 0))
+
+
+def _a_bit_flips_on_the_way() -> None:
+    def made(write: Callable[..., None]) -> Callable[..., None]:
+        def flipped(segment: Any, span: Any, contents: bytes, records: Any, layout: Any) -> None:
+            write(segment, span, contents, records, layout)
+            _, (index, first, _), *_ = layout.places  # of the tokens
+            items = segment._typed[index]
+            items[(segment._payload + span.start * segment.slot_bytes) // items.itemsize + first] ^= 1
+
+        return flipped
+
+    _replace(SegmentWriter, "write", made)
+
+
+def _a_death_is_taken_for_a_goodbye() -> None:
+    def made(gone: Callable[..., None]) -> Callable[..., None]:
+        def quietly(receiver: Any, peer: Any) -> None:
+            peer.open = False
+            gone(receiver, peer)
+
+        return quietly
+
+    _replace(RemoteReceiver, "_gone", made)
+
+
+def _nobody_asks_what_a_dead_worker_held() -> None:
+    _replace(RelayBooks, "_settle", lambda _: lambda *_: None)
+
+
+def _sockets_of_the_dead_stay() -> None:
+    _replace(supervisor, "sweep", lambda _: lambda: None)
+
+
+def _descriptors_stay_open() -> None:
+    _replace(supervisor._Child, "close", lambda _: lambda _: None)
+
+
+def _deaths_are_noticed_late() -> None:
+    def made(exited: Callable[..., Any]) -> Callable[..., Any]:
+        async def later(child: Any) -> None:
+            await exited(child)
+            await anyio.sleep(1.1)
+
+        return later
+
+    _replace(supervisor._Child, "exited", made)
+
+
+MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
+    _nothing_is_salvaged: (Cell("producer", "SIGKILL", "published"), "assert count =="),
+    _all_is_salvaged_again: (Cell("producer", "SIGKILL", "published"), "was trained before"),
+    _a_bit_flips_on_the_way: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
+    _a_death_is_taken_for_a_goodbye: (Cell("producer", "_exit", "idle"), "in story.told"),
+    _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), 'report["reasons"]["lost"]'),
+    _sockets_of_the_dead_stay: (Cell("middle", "zombie", "reading"), "expected no socket to be left"),
+    _descriptors_stay_open: (Cell("middle", "stall", "idle"), "assert left == "),
+    _deaths_are_noticed_late: (Cell("middle", "exception", "idle"), "expected within 1.0 s"),
+}
+"""Each with a cell that notices it, and how it says so."""
+
+
+def mutate(name: str) -> None:
+    """Make the mutation of this name in this process."""
+    next(mutant for mutant in MUTANTS if mutant.__name__ == name)()
