@@ -125,6 +125,7 @@ class _Feeder:
             async with connect(url, self.record_type, name=f"feed of {worker}") as outbox:
                 while (record := await self._next()) is not None:
                     await self._hand(worker, record, outbox)
+                    del record  # what is handed on must not hold its slots until the next one comes
 
     async def _next(self) -> Any:
         if not self._unhanded:
