@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
-import logging
 import multiprocessing
 import signal
 import sys
@@ -23,7 +22,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-import structlog
 
 from penstock import TrajectoryGroup
 
@@ -76,8 +74,7 @@ class Absent(Exception):
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Let SIGTERM unwind, as Ctrl-C does: processes are ended and files removed on the way out. Log warnings only."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    """Let SIGTERM unwind, as Ctrl-C does: processes are ended and files removed on the way out."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
