@@ -47,6 +47,9 @@ __all__ = ["main"]
 
 GROUP, TOKENS = 8, 1024
 
+HANDFUL = 16
+"""Groups that may wait between two stages: as many as a stage takes up at a time."""
+
 WARM_UP_S = 1.0
 
 ALONE_GROUPS = 400
@@ -81,7 +84,7 @@ class Count:
         """See `Sink`."""
         ledger = current().ledger
         async for batch in inbox:
-            ledger.end(batch.ids, "trained")
+            ledger.commit(batch, ledger.step + 1)
             self.trajectories += len(batch)
             self.started.set()
             del batch
@@ -110,7 +113,8 @@ async def run(workers: int, seconds: float) -> Result:
     rewards, normalizer, batcher = middle_stages()
     count = Count()
     placed = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
-    pipeline: Pipeline = placed.then(rewards).then(normalizer).then(batcher).sink(count)
+    between_groups = placed.then(rewards).then(normalizer, capacity=HANDFUL).then(batcher, capacity=HANDFUL)
+    pipeline: Pipeline = between_groups.sink(count)
     looks: list[Look] = []
     with anyio.fail_after(seconds + DEADLINE_S):
         async with anyio.create_task_group() as tasks:

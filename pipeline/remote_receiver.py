@@ -52,6 +52,10 @@ __all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
 
 log = get_logger("penstock.channel")
 
+GATHERING_TICKS = 8
+"""Ticks that credit is held back while there are records to read: every message wakes four threads. Where the loop has
+nothing else to do they take some ten microseconds; where it has, the sender has credit left for longer than that."""
+
 DRAIN_AT_ONCE = 1024
 """Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
 
@@ -191,8 +195,8 @@ class RemoteReceiver(Receiving[R]):
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
         """Releases after which credit goes back, while a sender is ahead: every message wakes it once."""
         self._flush_scheduled = False
-        self._breathing = False
-        """Whether `receive` lets other tasks run although there is more to read."""
+        self._ticks_gathered = 0
+        """For how many ticks some credit has been held back."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -346,11 +350,16 @@ class RemoteReceiver(Receiving[R]):
                 self._loop.call_soon_threadsafe(self._flush_tick)
 
     def _flush_tick(self) -> None:
-        """Answer everyone, except where `receive` only breathes: it goes on at once, so credit may gather meanwhile."""
+        """Answer those who wait for it; while there is more to read of the others, let their credit gather a little."""
         self._flush_scheduled = False
+        self._ticks_gathered += 1
         for peer in list(self._dirty.values()):
-            if not self._breathing or peer.endings or peer.taken == peer.sequence:
+            if self._ticks_gathered >= GATHERING_TICKS or peer.endings or peer.taken == peer.sequence:
                 self._flush_peer(peer)
+        for peer in list(self._dirty.values()):
+            self._schedule(peer)
+        if not self._dirty:
+            self._ticks_gathered = 0
         self._on_readable()
 
     def _flush(self) -> None:
@@ -517,13 +526,7 @@ class RemoteReceiver(Receiving[R]):
     async def _breathe(self) -> None:
         """Let other tasks run, and let a cancellation in before anything was moved."""
         self._until_checkpoint = CHECKPOINT_EVERY
-        self._breathing = True
-        try:
-            await anyio.lowlevel.checkpoint()
-        finally:
-            self._breathing = False
-            for peer in list(self._dirty.values()):
-                self._schedule(peer)
+        await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
