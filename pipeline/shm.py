@@ -11,7 +11,7 @@ import socket as sockets
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -168,12 +168,18 @@ class SlotOutlet:
         self._segment.close()
 
 
+_Reading: TypeAlias = tuple[Contents, Form, Layout]
+"""What the contents of a bundle say."""
+
+
 class SlotInlet:
     """Reads records from a sender's segment."""
 
     def __init__(self, segment: SegmentReader, schema: Schema) -> None:
         self._segment = segment
         self._schema = schema
+        self._open: tuple[Descriptor, _Reading] | None = None
+        """The bundle that was read last: its records are mostly taken one after the other."""
 
     def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Views of a record that release it when the last one dies; see `Inlet.fetch`."""
@@ -196,7 +202,12 @@ class SlotInlet:
             packer.copy(form, contents.candidates, columns, groups, [part.tokens for part in parts])
         return count
 
-    def _read(self, descriptor: Descriptor) -> tuple[Contents, Form, Layout]:
+    def _read(self, descriptor: Descriptor) -> _Reading:
+        if self._open is None or self._open[0] is not descriptor:
+            self._open = descriptor, self._read_anew(descriptor)
+        return self._open[1]
+
+    def _read_anew(self, descriptor: Descriptor) -> _Reading:
         encoded = self._segment.contents(descriptor)
         contents = Contents.decode(encoded)
         form = self._schema.received(contents)

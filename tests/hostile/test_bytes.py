@@ -36,8 +36,18 @@ class Published(NamedTuple):
     writer: SegmentWriter
     groups: SlotInlet
     batches: SlotInlet
-    bundle: Descriptor
-    single: Descriptor
+    first: Descriptor
+    second: Descriptor
+
+    @property
+    def bundle(self) -> Descriptor:
+        """Where the groups lie, told anew: a receiver looks once for each time that it is told."""
+        return Descriptor(*self.first)
+
+    @property
+    def single(self) -> Descriptor:
+        """Where the batch lies, told anew."""
+        return Descriptor(*self.second)
 
 
 @pytest.fixture(scope="module")
