@@ -100,7 +100,10 @@ async def consume_and_be_struck(play: Play) -> None:
     async with serve("shm://", TrajectoryGroup, capacity=2, capacity_bytes=SEGMENT_BYTES, name="the consumer") as inbox:
         play.tell_url(inbox.url)
         async with anyio.create_task_group() as tasks:
-            await _receive_and_be_struck(play, inbox, tasks)
+            try:
+                await _receive_and_be_struck(play, inbox, tasks)
+            except PeerLost as error:  # of a zombie: whoever gave it up is gone, and it may see that first
+                play.log("woke to", str(error))
             tasks.cancel_scope.cancel()
         if play.cell.moment == "shutdown":
             await play.striker.strike_while_closing(inbox)

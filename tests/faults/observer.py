@@ -100,7 +100,7 @@ def _forked(given: Play, act: Callable[[Play], Any]) -> int:
 
 def _heard(log: int, cell: Cell, went: int) -> Iterator[list[Any]]:
     """The lines of the log as they come; meanwhile whoever stopped himself is waited for, and woken."""
-    stopped = 0
+    stopped, given_up = 0, False
     with open(log, "rb") as file:
         for encoded in file:
             line = msgspec.json.decode(encoded)
@@ -114,8 +114,11 @@ def _heard(log: int, cell: Cell, went: int) -> Iterator[list[Any]]:
                     if cell.fault == "stall":
                         time.sleep(BOUND_S * 1.5)
                         os.kill(pid, signal.SIGCONT)
-                case ["done"] if cell.fault == "zombie" and stopped:
-                    os.kill(stopped, signal.SIGCONT)
+                case ["done"]:
+                    given_up = True
+            if stopped and given_up and cell.fault == "zombie":  # whichever of the two is heard first
+                os.kill(stopped, signal.SIGCONT)
+                stopped = 0
 
 
 def _wait_until_stopped(pid: int) -> None:

@@ -147,6 +147,7 @@ def _judge_producer_survives(cell: Cell, story: Story) -> None:
     goes_on = cell.stops and cell.moment != "shutdown"
     assert story.committed == (accepted if goes_on else list(range(AT)))
     assert len(accepted) == COUNT if cell.fault == "stall" and goes_on else AT <= len(accepted) < COUNT
+    assert not story.all("woke to") or cell.fault == "zombie"
     if goes_on:
         assert not story.told
     elif cell.moment == "shutdown" or cell.fault == "exception":
