@@ -13,6 +13,8 @@ __all__ = [
     "InvalidKey",
     "InvalidPipeline",
     "InvalidRecord",
+    "JournalFull",
+    "JournalInUse",
     "LedgerImbalance",
     "MissingExtra",
     "NobodyListens",
@@ -80,6 +82,14 @@ class StageFailed(PenstockError):
 
 class WorkerFailed(StageFailed):
     """A stage raised in a child process; the message carries the child's traceback."""
+
+
+class JournalFull(PenstockError, OSError):
+    """A journal may hold no more bytes, or its disk has no room for them; the message says what to do."""
+
+
+class JournalInUse(PenstockError):
+    """Another process writes to the journal; the message names it."""
 
 
 class LedgerImbalance(PenstockError):

@@ -26,6 +26,7 @@ from ..pipeline.context import current
 from ..pipeline.ledger import Ledger
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
+from .checkpoint import announce_checkpoint
 
 __all__ = ["Checkpointed", "Generation", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
 
@@ -215,7 +216,9 @@ class SinkTrainer:
 
     async def _save(self, ledger: Ledger, thread: anyio.CapacityLimiter) -> None:
         if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
-            path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), dict(ledger.committed)), thread)
+            committed = ledger.committed
+            path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), committed), thread)
+            announce_checkpoint(ledger, committed)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
 
 

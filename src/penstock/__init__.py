@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
+    from .stages.journal import Journal
     from .stages.losses import AdvantageWeighted, PPOClip
     from .stages.policies import Completion, NoOpPolicy, Policy, Sampler, Tokenizer
     from .stages.reward_bridge import RewardBridge
@@ -49,6 +50,7 @@ __all__ = [
     "EnvironmentFailed",
     "Flow",
     "GroupId",
+    "Journal",
     "JsonlSink",
     "Key",
     "Ledger",
@@ -118,6 +120,7 @@ _HOMES = {
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
+    "stages.journal": ("Journal",),
     "stages.losses": ("AdvantageWeighted", "PPOClip"),
     "stages.policies": ("Completion", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"),
     "stages.reward_bridge": ("RewardBridge",),

@@ -1,0 +1,247 @@
+"""Journal: what was received is on disk before it is trained, so that a run whose every process died can go on.
+
+It stands behind the source, in the trainer's process. First it offers again what a run before received and no
+checkpoint holds, then it passes records on as soon as they are written. What was trained is for the trainer's
+checkpoint to say, for with the weights of a checkpoint all that was trained after it is gone. Only files of which every
+trajectory has ended are deleted: trained in a checkpoint that is on the disk, or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from ..pipeline.at_hand import at_hand, send_each
+from ..pipeline.blocking import enter_in_thread
+from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.context import Context, current, drop
+from ..pipeline.journal import JournalFiles, Reading, Volume, open_journal
+from ..pipeline.ledger import EndState, Ledger
+from ..pipeline.telemetry import get_logger
+from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
+from .checkpoint import hearing_of_checkpoints
+
+__all__ = ["Journal"]
+
+T = TypeVar("T")
+
+log = get_logger("penstock.journal")
+
+LEAST_CAPACITY_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """Keep what was received until a checkpoint holds it.
+
+    >>> Journal("runs/7/journal").capacity_bytes
+    4294967296
+
+    Args:
+        folder: where its files lie; one run at a time has it.
+        capacity_bytes: what they may take. 4 GiB are 250,000 trajectories of 1,024 tokens with four columns; it should
+            hold what is received between two checkpoints, twice.
+        fsync: bring records to the disk before they are passed on. Without it they outlive the death of every process,
+            but not that of the machine.
+
+    Raises:
+        ValueError: a capacity below 64 KiB.
+    """
+
+    folder: str | Path
+    capacity_bytes: int = 4 * 2**30
+    fsync: bool = False
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < LEAST_CAPACITY_BYTES:
+            raise ValueError(f"capacity_bytes: expected at least {LEAST_CAPACITY_BYTES}, got {self.capacity_bytes}")
+
+    def __reduce__(self) -> NoReturn:
+        """Whoever is to run in a process is pickled, and this stage belongs where the checkpoints are known."""
+        raise TypeError("a Journal runs in the trainer's process: leave out on=processes(…)")
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`. A record that was passed on is in the journal.
+
+        Raises:
+            JournalFull: a record would not fit; it was not passed on.
+            JournalInUse: another process writes to the folder.
+        """
+        context = current()
+        async with AsyncExitStack() as stack:
+            opened = open_journal(Path(self.folder), capacity_bytes=self.capacity_bytes, fsync=self.fsync)
+            files = await enter_in_thread(stack, opened)
+            writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
+            stack.enter_context(hearing_of_checkpoints(context.ledger, writing.kept.forget))
+            await writing.offer_again(outbox)
+            async for records in at_hand(inbox):
+                fresh = writing.fresh(records)
+                del records  # they may lie in a producer's slots
+                await writing.write(fresh)
+                await send_each(outbox, fresh)
+
+
+class _Kept:
+    """Which trajectories each volume is kept for. Decides; touches no file."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[Volume, dict[GroupId, int]] = {}
+        """Repetitions of each group that are not known to have ended, as a bit mask."""
+
+    def note(self, volume: Volume, records: Sequence[TrajectoryGroup]) -> None:
+        """`records` lie in `volume`."""
+        waiting = self._waiting.setdefault(volume, {})
+        for record in records:
+            waiting[record.id] = waiting.get(record.id, 0) | _mask(record)
+
+    def forget(self, committed: Mapping[GroupId, int]) -> None:
+        """A checkpoint holds `committed`: these need no journal any more, and neither does what was dropped."""
+        for waiting in self._waiting.values():
+            for group, mask in list(waiting.items()):
+                if left := self._left(group, mask & ~committed.get(group, 0)):
+                    waiting[group] = left
+                else:
+                    del waiting[group]
+
+    def _left(self, group: GroupId, mask: int) -> int:
+        """Those that are in flight, or were trained and would have to be again, without the checkpoint after this."""
+        left, ledger = 0, self._ledger
+        for repetition in _bits(mask):
+            trajectory = TrajectoryId(*group, repetition)
+            if ledger.is_open(trajectory) or ledger.is_committed(trajectory):
+                left |= 1 << repetition
+        return left
+
+    def take_done(self) -> list[Volume]:
+        """Volumes that are kept for nothing: the caller deletes them."""
+        done = [volume for volume, waiting in self._waiting.items() if not waiting]
+        for volume in done:
+            del self._waiting[volume]
+        return done
+
+
+class _Writing:
+    """A journal while a run uses it."""
+
+    def __init__(self, files: JournalFiles, context: Context) -> None:
+        self.kept = _Kept(context.ledger)
+        self._files = files
+        self._context = context
+        self._trained = context.ledger.committed
+        """What the checkpoint holds with which this run began, and what was offered again and is trained by now."""
+        self._offered_again: dict[GroupId, int] = {}
+        """Repetitions in flight that came from the journal, as a bit mask: their source may offer them once more."""
+        self._thread = anyio.CapacityLimiter(1)
+
+    # -- of the runs before ------------------------------------------------------------------------------------------
+
+    async def offer_again(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Send what was received before and is not trained, in the order in which it came."""
+        offered = 0
+        for volume in list(self._files.volumes):
+            reading = await self._in_thread(partial(self._files.read, volume))
+            self._tell(volume, reading)
+            records = _those(map(self._again, reading.records))
+            del reading
+            self.kept.note(volume, records)
+            offered += sum(map(len, records))
+            await send_each(outbox, records)
+        await self._delete()
+        if offered:
+            log.info("journal_offered_again", trajectories=offered)
+        self._context.metrics.total("journal/offered_again", offered)
+
+    def _again(self, record: TrajectoryGroup) -> TrajectoryGroup | None:
+        """What of `record` is to be trained; it enters the books of this run."""
+        known = self._trained.get(record.id, 0) | self._offered_again.get(record.id, 0)
+        again = _without(record, known)
+        if again is not None:
+            self._offered_again[record.id] = self._offered_again.get(record.id, 0) | _mask(again)
+            self._context.ledger.take_over(again, self._ended)
+        return again
+
+    def _ended(self, group: GroupId, mask: int, state: EndState, _step: int) -> None:
+        """See `Origin`: something ended that came from the journal."""
+        if state == "trained":
+            self._trained[group] = self._trained.get(group, 0) | mask
+        left = self._offered_again.get(group, 0) & ~mask
+        if left:
+            self._offered_again[group] = left
+        else:
+            self._offered_again.pop(group, None)
+
+    def _tell(self, volume: Volume, reading: Reading) -> None:
+        """What could not be read is lost, and nobody can say whose it was."""
+        if reading.torn is not None:
+            cut = reading.torn.last - reading.torn.first
+            log.warning("journal_tail_cut", path=str(volume.path), at=reading.torn.first, bytes=cut)
+        for first, last in reading.damage:
+            log.error("journal_damaged", path=str(volume.path), at=first, bytes=last - first)
+        self._context.metrics.total("journal/damaged_bytes", sum(last - first for first, last in reading.damage))
+
+    # -- of this run -------------------------------------------------------------------------------------------------
+
+    def fresh(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """What of `records` is neither trained nor on its way: a source may offer again what it offered before."""
+        if not self._trained and not self._offered_again:
+            return list(records)
+        return _those(map(self._if_fresh, records))
+
+    def _if_fresh(self, record: TrajectoryGroup) -> TrajectoryGroup | None:
+        mask = _mask(record)
+        on_its_way = self._offered_again.get(record.id, 0) & mask
+        trained = self._trained.get(record.id, 0) & mask & ~on_its_way
+        if trained:
+            drop([TrajectoryId(*record.id, repetition) for repetition in _bits(trained)], "rejected", "trained before")
+        if known := trained | on_its_way:
+            self._context.metrics.total("journal/offered_twice", known.bit_count())
+        return _without(record, known)
+
+    async def write(self, records: Sequence[TrajectoryGroup]) -> None:
+        """Bring `records` into the journal, when there is room again of what has ended."""
+        await self._delete()
+        if records:
+            volume = await self._in_thread(partial(self._files.append, records))
+            self.kept.note(volume, records)
+            self._context.metrics.gauge("journal/bytes", self._files.nbytes)
+
+    async def _delete(self) -> None:
+        if done := self.kept.take_done():
+            await self._in_thread(partial(self._files.delete, done))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, limiter=self._thread)
+
+
+def _those(records: Iterable[TrajectoryGroup | None]) -> list[TrajectoryGroup]:
+    return [record for record in records if record is not None]
+
+
+def _without(record: TrajectoryGroup, known: int) -> TrajectoryGroup | None:
+    """`record` less the repetitions in `known`; None where nothing is left."""
+    mask = _mask(record)
+    if not mask & known:
+        return record
+    if not mask & ~known:
+        return None
+    return record.select(~np.isin(record.repetition_ids, list(_bits(known))))
+
+
+def _mask(record: TrajectoryGroup) -> int:
+    mask = 0
+    for repetition in record.repetition_ids.tolist():
+        mask |= 1 << repetition
+    return mask
+
+
+def _bits(mask: int) -> list[int]:
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
