@@ -46,7 +46,7 @@ def serve(
         url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port; beyond loopback, as in
             `tcp://0.0.0.0:5555`, with a `key`.
         record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
-        capacity: records that each sender may have in flight.
+        capacity: records that each sender may have in flight; at 1, let go of a record before you ask for the next.
         capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
         senders: how many senders must have come and gone before the stream ends.
         max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
@@ -76,7 +76,9 @@ def serve(
 def connect(
     url: str, record_type: type[R], *, name: str | None = None, key: Key | None = None
 ) -> AbstractAsyncContextManager[RemoteSender[R]]:
-    """The sending end of a channel, open within the `async with`; leaving waits until the receiver has everything.
+    """The sending end of a channel, open within the `async with`.
+
+    Leaving waits until the receiver has everything, or is gone, which `outbox.failure` tells.
 
     Raises:
         NobodyListens: no receiver answers at `url`.

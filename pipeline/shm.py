@@ -25,12 +25,12 @@ from ..schemas.layout import Contents, Form, Layout, Lengths, Part, Place, Schem
 from .blocking import enter_in_thread
 from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .door import Door
-from .errors import NobodyListens, RecordTooLarge
+from .errors import NobodyListens, PeerLost, RecordTooLarge
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine, introduce, let_in
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable, Span
-from .socket_directory import socket_directory
+from .socket_directory import socket_directory, sweep
 
 __all__ = ["connect_shm", "serve_shm"]
 
@@ -275,6 +275,7 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
     try:
         stream = await anyio.connect_unix(path)
     except OSError as error:
+        await anyio.to_thread.run_sync(sweep)
         raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
@@ -288,8 +289,13 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
         line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
         stack.pop_all()
-        async with RemoteSender[R](line, "shm") as sender:
-            yield sender
+        try:
+            async with RemoteSender[R](line, "shm") as sender:
+                yield sender
+        finally:
+            if isinstance(line.failure, PeerLost):  # its sockets are nobody's now
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(sweep)
 
 
 def _bind(directory: Path) -> tuple[zmq.Socket[bytes], sockets.socket, str]:

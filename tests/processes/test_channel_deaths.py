@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from anyio.abc import Process
@@ -175,6 +176,30 @@ async def test_the_sockets_of_a_killed_receiver_are_swept_by_the_next() -> None:
         assert await left.exists()
         async with serve("shm://", TrajectoryGroup):
             assert not await left.exists()
+
+
+async def test_the_sockets_of_a_killed_receiver_are_swept_by_a_sender_that_saw_it_die() -> None:
+    async with child(RECEIVER) as receiver:
+        url = await line(receiver)
+        left = anyio.Path(url.removeprefix("shm://"))
+        async with connect(url, TrajectoryGroup) as outbox:
+            receiver.send_signal(signal.SIGKILL)
+            await receiver.wait()
+            while outbox.failure is None:
+                await anyio.lowlevel.checkpoint()
+            assert await left.exists()
+        assert not await left.exists()
+
+
+async def test_the_sockets_of_a_killed_receiver_are_swept_by_a_sender_that_comes_too_late() -> None:
+    async with child(RECEIVER) as receiver:
+        url = await line(receiver)
+        receiver.send_signal(signal.SIGKILL)
+        await receiver.wait()
+        with pytest.raises(NobodyListens):
+            async with connect(url, TrajectoryGroup):
+                pass
+        assert not await anyio.Path(url.removeprefix("shm://")).exists()
 
 
 def _modes(directory: Path) -> dict[str, int]:
