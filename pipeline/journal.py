@@ -104,15 +104,8 @@ class JournalFiles:
                 f"got {nbytes} on top of {self.nbytes}, whose trajectories no checkpoint holds yet: let SinkTrainer "
                 f"write checkpoints more often (checkpoint_every), or raise capacity_bytes"
             )
-        try:
+        with _taking_room(nbytes, self._folder):
             return self._write(entries, nbytes)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            raise JournalFull(
-                f"expected room for {nbytes} bytes in {self._folder}, got none ({error.strerror}): make room there, or "
-                f"lower capacity_bytes and checkpoint_every; what was written before will be offered again"
-            ) from error
 
     def delete(self, volumes: Iterable[Volume]) -> None:
         """Everything in `volumes` has ended."""
@@ -185,8 +178,24 @@ def _take(lock: int, folder: Path) -> None:
             f"expected nobody else to write to the journal in {folder}, got process {owner}: let it end, or give this "
             f"run a folder of its own"
         ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    owner = str(os.getpid())
+    with _taking_room(len(owner), folder):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, owner.encode(), 0)
+
+
+@contextmanager
+def _taking_room(nbytes: int, folder: Path) -> Iterator[None]:
+    """Something is written within the body."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise JournalFull(
+            f"expected room for {nbytes} bytes in {folder}, got none ({error.strerror}): make room there, or lower "
+            f"capacity_bytes and checkpoint_every; what was written before will be offered again"
+        ) from error
 
 
 def _volumes(folder: Path) -> list[Volume]:

@@ -1,0 +1,163 @@
+"""A run with journal and checkpoints that kills itself, by SIGKILL, at the moment it is told; or runs to its end.
+
+    python script_of_a_run.py FOLDER FIRST LAST MOMENT NTH
+
+Samples the prompts FIRST to LAST in a worker, which dies with this process. Everything that has passed the journal is
+noted in FOLDER/passed, with a plain write behind which nothing waits. The trainer's weights are the list of what it
+was trained on, so that a checkpoint says itself what happened to it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from penstock import (
+    Batcher,
+    GroupId,
+    Journal,
+    ReceiveChannel,
+    SendChannel,
+    SinkTrainer,
+    TrainBatch,
+    TrajectoryGroup,
+    drop,
+    processes,
+    source,
+)
+from penstock.pipeline.journal import JournalFiles
+from penstock.stages.checkpoint import latest_checkpoint, write_checkpoint
+from penstock.testing import group
+
+CAPACITY_BYTES = 2**17
+"""Of the journal: a volume holds about 12 groups."""
+
+GROUP_TOKENS = 16
+BATCH_TOKENS = 4 * GROUP_TOKENS
+CHECKPOINT_EVERY = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    first: int
+    last: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number in range(self.first, self.last):
+            lengths = [GROUP_TOKENS // 2 - 2] * 2
+            await outbox.send(group(instance_id=str(number), seed=number, completion_lengths=lengths))
+
+
+class Fate:
+    """Kills this process when the moment has come that is asked for."""
+
+    def __init__(self, moment: str, nth: int) -> None:
+        self._moment = moment
+        self._left = nth
+
+    def at(self, moment: str, before: Callable[[], object] = lambda: None) -> None:
+        """The moment is here; `before` is done before dying, and not otherwise."""
+        if moment == self._moment:
+            self._left -= 1
+            if not self._left:
+                before()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Note:
+    """Behind the journal: notes what passes; every seventh group is of no use."""
+
+    def __init__(self, fate: Fate, path: Path) -> None:
+        self._fate = fate
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            os.write(self._fd, f"{record.instance_id}\n".encode())
+            self._fate.at("journaled")
+            if int(record.instance_id) % 7:
+                await outbox.send(record)
+            else:
+                drop(record, "filtered", "every seventh")
+
+
+class State(msgspec.Struct):
+    trained: list[str]
+    steps: int
+    committed: list[tuple[str, str, int]]
+
+
+class Trainer:
+    def __init__(self, folder: Path, fate: Fate) -> None:
+        self._fate = fate
+        checkpoint = latest_checkpoint(folder)
+        state = State([], 0, [])
+        if checkpoint is not None:
+            state = msgspec.json.decode((checkpoint / "state").read_bytes(), type=State)
+        self.trained, self.steps = state.trained, state.steps
+        self.committed: Mapping[GroupId, int] = {GroupId(env, name): mask for env, name, mask in state.committed}
+
+    def step(self, batch: TrainBatch, /) -> dict[str, float]:
+        self._fate.at("stepping")
+        self.trained = [*self.trained, *(packed.id.instance_id for packed in batch.groups)]
+        self.steps += 1
+        self._fate.at("stepped")
+        return {}
+
+    def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
+        self._fate.at("saving")
+        path = write_checkpoint(folder, self.steps, lambda into: self._write(into, committed))
+        self._fate.at("saved")
+        return path
+
+    def _write(self, into: Path, committed: Mapping[GroupId, int]) -> None:
+        state = State(self.trained, self.steps, [(*of, mask) for of, mask in committed.items()])
+        (into / "state").write_bytes(msgspec.json.encode(state))
+        self._fate.at("half saved")
+
+
+def tear_writes(fate: Fate) -> None:
+    """Dying while a journal is written leaves a part of an entry; dying while files are deleted leaves some."""
+    write, unlink = os.write, Path.unlink
+
+    def torn(fd: int, data: memoryview) -> int:
+        fate.at("writing", before=lambda: write(fd, data[: len(data) // 2]))
+        return write(fd, data)
+
+    def unlinked(path: Path, *, missing_ok: bool = False) -> None:
+        of_journal = ".volume-" in path.name
+        fate.at("deleting" if of_journal else "")
+        unlink(path, missing_ok=missing_ok)
+        fate.at("deleted" if of_journal else "")
+
+    in_journal = sys.modules[JournalFiles.__module__]
+    os_of_journal = type("os", (), {**vars(os), "write": staticmethod(torn)})
+    in_journal.os = os_of_journal  # type: ignore[attr-defined]
+    Path.unlink = unlinked  # type: ignore[method-assign,assignment]
+
+
+def main(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
+    fate = Fate(moment, nth)
+    tear_writes(fate)
+    checkpoints = folder / "checkpoints"
+    pipeline = (
+        source(Sample(first, last), on=processes(1))
+        .then(Journal(folder / "journal", capacity_bytes=CAPACITY_BYTES))
+        .then(Note(fate, folder / "passed"))
+        .then(Batcher(max_tokens=BATCH_TOKENS))
+        .sink(SinkTrainer(Trainer(checkpoints, fate), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
+    )
+    report = anyio.run(pipeline.run)
+    assert report.ended_by == "end of stream", report
+    assert report.balance.balanced, report
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,93 @@
+"""A run is killed by SIGKILL, workers and all, at moments that make a difference, and started again: nothing is trained
+twice, and nothing that has passed the journal is lost. The trainer's last checkpoint is the witness.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.journal.script_of_a_run import State
+
+from penstock.stages.checkpoint import latest_checkpoint
+
+SCRIPT = Path(__file__).with_name("script_of_a_run.py")
+
+PROMPTS = 120
+"""Of the first run: 26 optimizer steps, with a checkpoint after every third. More groups than wait between the
+stages, so that files are deleted while it runs."""
+
+MOMENTS = [
+    ("writing", 1),  # half of the first entry is on disk
+    ("writing", 33),
+    ("journaled", 1),  # on disk, and on its way to the trainer
+    ("journaled", 31),
+    ("stepping", 1),
+    ("stepped", 1),  # the weights have changed, nothing is committed
+    ("stepped", 8),
+    ("saving", 1),  # committed, in no checkpoint
+    ("half saved", 3),
+    ("saved", 1),  # in a checkpoint that nobody has heard of
+    ("saved", 4),
+    ("deleting", 1),  # in a checkpoint, and still in the journal
+    ("deleted", 2),
+]
+"""When a run kills itself: what it does, and how often it did it before."""
+
+
+def killed(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
+    assert _ran(folder, first, last, moment, nth).returncode == -signal.SIGKILL
+
+
+def finished(folder: Path, first: int, last: int) -> Counter[int]:
+    """How often each prompt was trained, when a run has come to its end."""
+    ran = _ran(folder, first, last, "never", 1)
+    assert ran.returncode == 0, ran.stderr
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    return Counter(map(int, msgspec.json.decode((checkpoint / "state").read_bytes(), type=State).trained))
+
+
+def _ran(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(folder), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+
+def once(prompts: Iterable[int]) -> Counter[int]:
+    """Each of them was trained once; every seventh is filtered."""
+    return Counter({prompt for prompt in prompts if prompt % 7})
+
+
+@pytest.mark.parametrize(("moment", "nth"), MOMENTS)
+def test_what_was_received_is_trained_once_by_the_run_that_goes_on(tmp_path: Path, moment: str, nth: int) -> None:
+    killed(tmp_path, 0, PROMPTS, moment, nth)
+    passed = set(map(int, (tmp_path / "passed").read_text().split())) if (tmp_path / "passed").exists() else set()
+
+    trained = finished(tmp_path, PROMPTS, PROMPTS + 5)
+
+    later = range(PROMPTS, PROMPTS + 5)
+    assert trained - once(range(PROMPTS)) == once(later)
+    assert once(passed) <= trained
+    assert max(trained.values()) == 1
+
+
+@pytest.mark.parametrize(("moment", "nth"), MOMENTS[1::3])
+def test_a_source_that_begins_from_its_beginning_has_everything_trained_once(
+    tmp_path: Path, moment: str, nth: int
+) -> None:
+    killed(tmp_path, 0, PROMPTS, moment, nth)
+
+    assert finished(tmp_path, 0, PROMPTS) == once(range(PROMPTS))
+
+
+def test_a_run_that_is_killed_again_and_again_trains_everything_once(tmp_path: Path) -> None:
+    for moment, nth in [("stepped", 2), ("writing", 20), ("half saved", 1), ("saved", 2), ("deleted", 1)]:
+        killed(tmp_path, 0, PROMPTS, moment, nth)
+
+    assert finished(tmp_path, 0, PROMPTS) == once(range(PROMPTS))
