@@ -1,4 +1,4 @@
-"""penstock: the shm channel, through its public API."""
+"""penstock: the shm and the tcp channel, through their public API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.schemas import Packer
 from ..records import Checker, batch_tokens
 from .harness import DEADLINE_S, Case, Control, Latencies, Meter, Outcome, groups_to_send, producing
 
-__all__ = ["penstock", "produce"]
+__all__ = ["penstock", "penstock_tcp", "produce"]
 
 Inbox: TypeAlias = RemoteReceiver[TrajectoryGroup]
 
@@ -26,17 +26,22 @@ Progress: TypeAlias = tuple[TrainBatch | None, int]
 
 def penstock(case: Case) -> Outcome:
     """Groups through `serve("shm://")`, packed by penstock's own `Packer`."""
-    return anyio.run(_consume, case)
+    return anyio.run(_consume, case, "shm://")
 
 
-async def _consume(case: Case) -> Outcome:
+def penstock_tcp(case: Case) -> Outcome:
+    """The same over the loopback: columns as frames of their own."""
+    return anyio.run(_consume, case, "tcp://127.0.0.1:0")
+
+
+async def _consume(case: Case, url: str) -> Outcome:
     packer = Packer(batch_tokens(case.group, case.tokens))
     checker = Checker(producers=case.producers, group=case.group, tokens=case.tokens)
     control, latencies = Control(case.producers), Latencies()
     meter = Meter(case, checker, control, latencies)
     consume = _one_by_one if case.interval_s else _packed
     with anyio.fail_after(case.seconds + DEADLINE_S):
-        async with serve("shm://", TrajectoryGroup, senders=case.producers) as inbox:
+        async with serve(url, TrajectoryGroup, senders=case.producers) as inbox:
             with producing(produce, [(inbox.url, case, number, control) for number in range(case.producers)]):
                 async for batch, received in consume(inbox, packer, control, latencies):
                     if batch is not None:

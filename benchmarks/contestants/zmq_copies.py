@@ -1,4 +1,4 @@
-"""ZeroMQ that carries the payload itself: PUSH to PULL over `ipc://`, every byte copied through the socket."""
+"""ZeroMQ that carries the payload itself: PUSH to PULL, every byte copied through the socket."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ import zmq
 from ..records import Plain, as_bytes
 from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, Send, decode_header, encode_header, race
 
-__all__ = ["zmq_msgpack", "zmq_multipart"]
+__all__ = ["zmq_msgpack", "zmq_multipart", "zmq_tcp"]
 
 
 def zmq_multipart(case: Case) -> Outcome:
     """A header, and a frame a column."""
     return race(case, partial(_serve, receive=_receive_multipart), partial(_connect, send=_send_multipart))
+
+
+def zmq_tcp(case: Case) -> Outcome:
+    """The frames of `zmq_multipart` over the loopback, not copied into messages: what the tcp carrier is built on."""
+    return race(case, _serve_tcp, partial(_connect, send=_send_frames))
 
 
 def zmq_msgpack(case: Case) -> Outcome:
@@ -35,6 +40,14 @@ def _serve(
         socket.set_hwm(IN_FLIGHT)
         socket.bind(address := f"ipc://{directory}/socket")
         yield address, _taken_from(socket, receive)
+
+
+@contextmanager
+def _serve_tcp(_case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.set_hwm(IN_FLIGHT)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        yield f"tcp://127.0.0.1:{port}", _taken_from(socket, _receive_multipart)
 
 
 def _taken_from(socket: zmq.Socket[bytes], receive: Callable[[zmq.Socket[bytes]], Plain]) -> Iterator[Plain | None]:
@@ -56,6 +69,10 @@ def _connect(address: str, _producer: int, *, send: Callable[[zmq.Socket[bytes],
 
 def _send_multipart(socket: zmq.Socket[bytes], record: Plain) -> None:
     socket.send_multipart([encode_header(record), *record.columns])
+
+
+def _send_frames(socket: zmq.Socket[bytes], record: Plain) -> None:
+    socket.send_multipart([encode_header(record), *record.columns], copy=False)
 
 
 def _receive_multipart(socket: zmq.Socket[bytes]) -> Plain:
