@@ -37,7 +37,7 @@ from penstock.stages.checkpoint import latest_checkpoint, write_checkpoint
 from penstock.testing import group
 
 CAPACITY_BYTES = 2**17
-"""Of the journal: a volume holds about 12 groups."""
+"""Of the journal: a volume holds about 20 groups."""
 
 GROUP_TOKENS = 16
 BATCH_TOKENS = 4 * GROUP_TOKENS
@@ -118,7 +118,7 @@ class Trainer:
         return path
 
     def _write(self, into: Path, committed: Mapping[GroupId, int]) -> None:
-        state = State(self.trained, self.steps, [(*of, mask) for of, mask in committed.items()])
+        state = State(self.trained, self.steps, [(of.env, of.instance_id, mask) for of, mask in committed.items()])
         (into / "state").write_bytes(msgspec.json.encode(state))
         self._fate.at("half saved")
 
@@ -160,4 +160,4 @@ def main(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,157 @@
+"""What the journal costs: a pipeline with and without it, in turn; trajectories a second, as a ratio.
+
+    python -m benchmarks.journal
+
+    source (2 processes) → (Journal →) Batcher → Train
+
+Sources send prebuilt groups, and the sink only counts and says after every so many batches that it wrote a checkpoint,
+so that the journal's files are deleted as in a run. Beside it what this disk takes: one file written as the journal
+writes its own, by nothing else, for no journal is faster.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+
+from penstock import Batcher, Journal, Pipeline, ReceiveChannel, TrainBatch, TrajectoryGroup, current, processes, source
+from penstock.pipeline.flow import Flow
+from penstock.pipeline.journal_entry import encode_entry
+from penstock.stages.checkpoint import announce_checkpoint
+
+from .contestants import leaving_nothing
+from .contestants.harness import DEADLINE_S
+from .end_to_end import GROUP, TOKENS, WARM_UP_S, Prebuilt
+from .machine import cpu_seconds
+from .records import BATCH_TOKENS, make_groups
+from .report import command_line, median_of, print_table, write_json
+
+__all__ = ["main"]
+
+CHECKPOINT_EVERY = 16
+"""Batches of 64 Ki tokens, 17 MB of journal: as long as a run trains them, the kernel need not write what is gone."""
+
+CAPACITY_BYTES = 2**31
+
+
+@dataclass(slots=True)
+class Train:
+    """A sink: says of each batch that it was trained, and now and then that a checkpoint holds it."""
+
+    trajectories: int = 0
+    started: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
+        """See `Sink`."""
+        ledger = current().ledger
+        async for batch in inbox:
+            ledger.commit(batch, ledger.step + 1)
+            self.trajectories += len(batch)
+            if not ledger.step % CHECKPOINT_EVERY:
+                announce_checkpoint(ledger, ledger.committed)
+            self.started.set()
+            del batch
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run came to."""
+
+    trajectories_per_s: float
+    cores: float
+    """That this process took."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """With which journal, if any."""
+
+    name: str
+    journal: bool
+    fsync: bool = False
+
+    def pipeline(self, begun: Flow[TrajectoryGroup], sink: Train, folder: Path) -> Pipeline:
+        """The stages behind the source."""
+        if self.journal:
+            begun = begun.then(Journal(folder, capacity_bytes=CAPACITY_BYTES, fsync=self.fsync))
+        return begun.then(Batcher(max_tokens=BATCH_TOKENS)).sink(sink)
+
+
+WAYS = (Way("without", journal=False), Way("with", journal=True), Way("with fsync", journal=True, fsync=True))
+
+
+async def run(way: Way, workers: int, seconds: float, folder: Path) -> Result:
+    """Run the pipeline once and look at it for `seconds` while it is warm."""
+    train = Train()
+    begun = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
+    pipeline = way.pipeline(begun, train, folder)
+    looks: list[tuple[float, int, float]] = []
+    with anyio.fail_after(seconds + DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.run)
+            await train.started.wait()
+            await anyio.sleep(WARM_UP_S)
+            looks.append((time.monotonic(), train.trajectories, cpu_seconds([os.getpid()])))
+            await anyio.sleep(seconds)
+            looks.append((time.monotonic(), train.trajectories, cpu_seconds([os.getpid()])))
+    balance = pipeline.report.balance if pipeline.report else None
+    if balance is None or balance.ended["trained"] != balance.admitted:
+        raise AssertionError(f"expected every trajectory that was sent to be trained, got {balance}")
+    took, trained, cpu = (last - first for first, last in zip(*looks, strict=True))
+    return Result(trained / took, cpu / took)
+
+
+def disk(seconds: float, folder: Path) -> float:
+    """Trajectories a second that go into one file: the same bytes, written 16 groups at a time and deleted likewise."""
+    entries = encode_entry(make_groups(0, group=GROUP, tokens=TOKENS, advantages=False)[0]) * 16
+    groups, began, path = 0, time.monotonic(), folder / "bare"
+    while time.monotonic() - began < seconds:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(CHECKPOINT_EVERY // 2):
+                file.write(entries)
+                groups += 16
+        path.unlink()
+    return groups * GROUP / (time.monotonic() - began)
+
+
+def show(results: dict[str, list[Result]], bare: list[float], console: Console) -> None:
+    """Print what came out."""
+    without = [result.trajectories_per_s for result in results["without"]]
+    rows = []
+    for name, ran in results.items():
+        rates = [result.trajectories_per_s for result in ran]
+        ratios = [rate / other for rate, other in zip(rates, without, strict=True)]
+        rows.append([name, median_of(rates), median_of(ratios, 2), f"{statistics.median(r.cores for r in ran):.2f}"])
+    rows.append(["one file, bare", median_of(bare), "", ""])
+    print_table(console, f"groups of {GROUP} × {TOKENS} tokens", ("journal", "trajectories/s", "ratio", "cores"), rows)
+
+
+@leaving_nothing()
+def main() -> None:
+    """The command line."""
+    parser = command_line(__doc__, seconds=2.0, repeats=5)
+    parser.add_argument("--workers", type=int, default=2, help="processes that the source runs in")
+    parser.add_argument("--folder", type=Path, help="where the journal lies; by default where temporary files do")
+    arguments = parser.parse_args()
+    results: dict[str, list[Result]] = {way.name: [] for way in WAYS}
+    bare: list[float] = []
+    for _ in range(arguments.repeats):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                results[way.name].append(anyio.run(run, way, arguments.workers, arguments.seconds, Path(folder)))
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            bare.append(disk(arguments.seconds / 2, Path(folder)))
+    show(results, bare, Console())
+    rates = {name: [vars(result) for result in ran] for name, ran in results.items()}
+    write_json(arguments.json, {"rows": rates, "bare": bare})
+
+
+if __name__ == "__main__":
+    main()
