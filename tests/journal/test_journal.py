@@ -31,7 +31,7 @@ from penstock import (
 from penstock.errors import InvalidPipeline, JournalFull, JournalInUse, StageFailed
 from penstock.pipeline.context import entered
 from penstock.pipeline.journal_entry import encode_entry
-from penstock.stages.checkpoint import announce_checkpoint
+from penstock.stages.checkpoint import announce_checkpoint, hearing_of_checkpoints
 from penstock.testing import drive, group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
@@ -371,3 +371,53 @@ async def test_a_write_that_fails_for_another_reason_is_raised_as_it_is(
 
     with pytest.raises(OSError, match="Input/output error"):
         await drive(Journal(tmp_path), RECORDS[:1])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Saving(Counting):
+    """Notes what has been announced when it saves; its second checkpoint fails."""
+
+    def __init__(self, announced: list[Mapping[GroupId, int]]) -> None:
+        self._announced = announced
+        self.seen: list[int] = []
+
+    def save(self, folder: Path, _: Mapping[GroupId, int], /) -> Path:
+        self.seen.append(len(self._announced))
+        if len(self.seen) == 2:
+            raise OSError(28, "No space left on device")
+        return folder
+
+
+async def test_a_checkpoint_is_announced_when_it_is_on_the_disk_and_not_before(tmp_path: Path) -> None:
+    announced: list[Mapping[GroupId, int]] = []
+    trainer, ledger = Saving(announced), Ledger()
+    batches, inbox = memory_channel[TrainBatch](3)
+    for record in RECORDS[:3]:
+        ledger.admit(record.id, [0, 1])
+        await batches.send(TrainBatch.pack([record]))
+    batches.close()
+
+    async with inbox:
+        with (
+            entered(Context(ledger=ledger)),
+            hearing_of_checkpoints(ledger, announced.append),
+            pytest.raises(OSError, match="No space left"),
+        ):
+            await SinkTrainer(trainer, checkpoints=tmp_path, checkpoint_every=1).run(inbox)
+
+    assert trainer.seen == [0, 1]
+    assert announced == [{RECORDS[0].id: 0b11}]
+
+
+async def test_a_ledger_is_told_of_its_own_checkpoints_while_somebody_hears() -> None:
+    mine, other = Ledger(), Ledger()
+    heard: list[Mapping[GroupId, int]] = []
+
+    with hearing_of_checkpoints(mine, heard.append):
+        announce_checkpoint(other, {RECORDS[0].id: 1})
+        announce_checkpoint(mine, {RECORDS[1].id: 1})
+    announce_checkpoint(mine, {RECORDS[2].id: 1})
+
+    assert heard == [{RECORDS[1].id: 1}]
