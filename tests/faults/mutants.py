@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 from tests.faults.cells import Cell
 
-from penstock.pipeline import supervisor
+from penstock.pipeline import shm, supervisor
 from penstock.pipeline.remote_receiver import RemoteReceiver
 from penstock.pipeline.segment import SegmentWriter
 from penstock.pipeline.shm import SlotInlet
@@ -62,7 +62,8 @@ def _nobody_asks_what_a_dead_worker_held() -> None:
 
 
 def _sockets_of_the_dead_stay() -> None:
-    _replace(supervisor, "sweep", lambda _: lambda: None)
+    for module in (supervisor, shm):
+        _replace(module, "sweep", lambda _: lambda: None)
 
 
 def _descriptors_stay_open() -> None:
