@@ -1,6 +1,6 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
-#   make test            the whole suite, with coverage
+#   make test            the whole suite, two files at a time, with coverage
 #   make check           formatter, linter, mypy, pyright, import directions
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
@@ -18,7 +18,10 @@ demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
 
 test: $(READY)
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered
 
 check: $(READY)
 	$(BIN)/ruff format --check

@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 from tests.models.channel_model import Channel
 
-pytestmark = pytest.mark.no_cover  # the cores are measured where they are used; tracing would double the time here
-
 SCOPES: dict[str, tuple[Callable[[], Channel], int]] = {
     "two producers, of which any may be killed": (partial(Channel, (2, 1), copies=True), 59_201),
     "two producers, of which one is killed and started anew": (

@@ -10,8 +10,6 @@ from tests.models.memory_machine import MemoryMachine
 from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
-pytestmark = pytest.mark.no_cover  # the cores are measured where they are used; tracing would double the time here
-
 
 @pytest.mark.parametrize(
     ("machine", "runs"),

@@ -33,8 +33,6 @@ from penstock.pipeline.waiting import Waiters
 from penstock.pipeline.worker_books import RelayBooks, SourceBooks
 from penstock.schemas import GroupId
 
-pytestmark = pytest.mark.no_cover  # the cores are measured where they are used; tracing would double the time here
-
 # -- faults of the slot table ------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -29,7 +30,9 @@ def preparation_for(stage: object) -> dict[str, object]:
     return prepared
 
 
-def test_the_script_is_imported_in_a_worker_only_if_the_stage_needs_it() -> None:
+def test_the_script_is_imported_in_a_worker_only_if_the_stage_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     without, needing = preparation_for(Count(1)), preparation_for(LivesElsewhere())
 
     assert not any(key.startswith("init_main") for key in without)
