@@ -7,6 +7,7 @@ handful, and a stage that keeps up works on one record at a time.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Generic, Self, TypeVar
 
 import anyio
@@ -53,10 +54,9 @@ class _AtHand(Generic[T]):
         except anyio.EndOfStream:
             raise StopAsyncIteration from None
         try:
-            while len(records) < self._most:
-                records.append(self._inbox.receive_nowait())
-        except anyio.WouldBlock:
-            pass
+            with suppress(anyio.WouldBlock):
+                while len(records) < self._most:
+                    records.append(self._inbox.receive_nowait())
         except Exception as error:  # noqa: BLE001 (raised by the next call)
             self._failure = error
         self._until_checkpoint -= len(records)

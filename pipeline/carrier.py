@@ -149,8 +149,8 @@ class Inlet(Protocol):
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     """The process' ZeroMQ context. Its I/O threads are batch work, unless somebody has set it to work before.
 
-    One of them is woken by every message, and would take the core from whoever copies records there; a fifth of the
-    throughput goes into that (docs/performance.md). Where a core is idle they run at once all the same.
+    One of them is woken by every message, and would take the core from whoever copies records there; up to a fifth
+    of the throughput goes into that (docs/performance.md). Where a core is idle they run at once all the same.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     if _may_run_as_batch_work():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.layout import ALIGNMENT, Contents, Part, aligned, encode_contents
+from ..schemas.layout import ALIGNMENT, Contents, aligned, encode_contents
 
 __all__ = ["Damage", "encode_entry", "read_entries"]
 
@@ -46,11 +46,8 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
     Raises:
         InvalidRecord: it is not what its schema says.
     """
-    columns, schema = group.columns(), group.schema
-    form, lengths = schema.measure(columns)
-    plain = list(columns.values()) if form.plain(lengths, columns.values()) else schema.plain(columns)
-    part = Part(lengths.tokens, lengths.sequences, group.header())
-    contents = encode_contents(Contents(schema.kind, form.encoded, lengths.candidates, (part,)))
+    form, lengths, plain = group.schema.laid_out(group.columns())
+    contents = encode_contents(Contents.alone(group.schema.kind, form, lengths, group.header()))
     body: list[bytes | memoryview] = [contents, _padding(_HEAD.size + len(contents))]
     for column in plain:
         body += [column.data.cast("B") if column.size else b"", _padding(column.nbytes)]

@@ -130,9 +130,7 @@ class SenderLine:
     def _place(self, record: Record) -> bool:
         if self.outlet.full:
             return False
-        schema, columns = record.schema, record.columns()
-        form, lengths = schema.measure(columns)
-        plain = columns.values() if form.plain(lengths, columns.values()) else schema.plain(columns)
+        form, lengths, plain = record.schema.laid_out(record.columns())
         return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
     def full(self) -> ChannelFull:

@@ -22,7 +22,7 @@ import zmq
 from ..schemas import Array, InvalidRecord, PackedGroup, Packer
 from ..schemas.control import Publish, encode
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import Contents, Form, Lengths, Part, Schema, aligned, encode_contents
+from ..schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
@@ -54,8 +54,7 @@ class FrameOutlet:
 
     def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
         """Take credit for a record; see `Outlet.place`."""
-        part = Part(lengths.tokens, lengths.sequences, header)
-        contents = encode_contents(Contents(self._kind, form.encoded, lengths.candidates, (part,)))
+        contents = encode_contents(Contents.alone(self._kind, form, lengths, header))
         nbytes = form.layout(lengths).nbytes + aligned(len(contents))
         if nbytes > self._capacity_bytes:
             raise RecordTooLarge(

@@ -349,12 +349,10 @@ class Packer:
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        columns = group.columns()
-        form, lengths = GROUP_SCHEMA.measure(columns)
+        form, lengths, plain = GROUP_SCHEMA.laid_out(group.columns())
         tokens = [lengths.tokens]
         if not self.room(form, lengths.candidates, tokens):
             raise self._refusal(group, form, lengths)
-        plain = columns.values() if form.plain(lengths, columns.values()) else GROUP_SCHEMA.plain(columns)
         packed = PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta)
         self.copy(form, lengths.candidates, plain, [packed], tokens)
 

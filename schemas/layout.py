@@ -13,7 +13,7 @@ Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candida
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -77,6 +77,11 @@ class Contents(NamedTuple):
     """Teacher candidates a token."""
     parts: tuple[Part, ...]
     """The records, in order."""
+
+    @classmethod
+    def alone(cls, kind: str, form: Form, lengths: Lengths, header: bytes) -> Contents:
+        """Of a record that shares its columns with no other."""
+        return cls(kind, form.encoded, lengths.candidates, (Part(lengths.tokens, lengths.sequences, header),))
 
     @classmethod
     def decode(cls, encoded: bytes | memoryview) -> Contents:
@@ -264,10 +269,18 @@ class Schema:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
+    def laid_out(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths, Collection[Array]]:
+        """The form and the lengths of a record, and its columns as they can be copied: as they are, or `plain`.
+
+        Raises:
+            InvalidRecord: naming the first column that breaks its rule.
+        """
+        form, lengths = self.measure(columns)
+        given = columns.values()
+        return form, lengths, given if form.plain(lengths, given) else self.plain(columns)
+
     def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:
         """The form and the lengths of a record that is to be sent, without looking at every column.
-
-        Whoever copies the columns finds out whether they are what the layout says, and then asks for `plain` ones.
 
         Raises:
             InvalidRecord: a required column is missing, or one is unknown.

@@ -59,7 +59,7 @@ IDLE_S = 0.02
 """How long an iterator of records waits before it says that there is none."""
 
 IN_FLIGHT = 16
-"""Groups that a producer may have in flight where a contestant lets one choose; what penstock has by default."""
+"""Groups that a producer may have in flight where a contestant lets one choose."""
 
 DEADLINE_S = 60.0
 """What a case may take beyond the time that is counted, before it is given up: nothing runs for ever."""
