@@ -7,13 +7,15 @@ death, no timeout has to run out.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 
 import anyio
-from anyio.abc import SocketAttribute, SocketStream, UNIXSocketStream
+from anyio.abc import Listener, SocketAttribute, SocketStream, UNIXSocketStream
 from anyio.lowlevel import checkpoint
 
 from ..schemas.control import Message, decode, encode
@@ -21,7 +23,7 @@ from .ends import Closing
 from .errors import ProtocolMismatch
 from .keys import NONCE_BYTES, SIGNATURE_BYTES, Key, Role, Seal
 
-__all__ = ["Door"]
+__all__ = ["Door", "serve_door"]
 
 _LENGTH = struct.Struct("<I")
 
@@ -30,6 +32,11 @@ MOST_FDS = 4
 
 LARGEST_FRAME = 64 * 1024
 """Bytes: what is said at a door is short. A longer frame is nonsense, and is refused before it is read."""
+
+OUT_OF_DESCRIPTORS_S = 0.1
+"""How long nobody is let in when this process has no file descriptor left: one that ends is no event to wait for."""
+
+_NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -165,3 +172,30 @@ class Door(Closing):
     def take_fd(self) -> int | None:
         """The file descriptor that came with the last messages; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
+
+
+async def serve_door(
+    listener: Listener[SocketStream], attend: Callable[[Door], Awaitable[None]], refused: Callable[[str], object]
+) -> None:
+    """Attend to whoever comes, for ever, each in a task; `refused` is told when there is no descriptor for anyone."""
+
+    async def open_and_attend(stream: SocketStream) -> None:
+        async with Door(stream) as door:
+            await attend(door)
+
+    async with anyio.create_task_group() as tasks:
+        while True:
+            try:
+                await listener.serve(open_and_attend, tasks)
+            except* (OSError, anyio.BrokenResourceError) as failed:
+                _, others = failed.split(_out_of_descriptors)
+                if others is not None:
+                    raise others from None
+            refused("no file descriptor is left for who comes: raise the limit of open files (ulimit -n)")
+            await anyio.sleep(OUT_OF_DESCRIPTORS_S)
+
+
+def _out_of_descriptors(error: BaseException) -> bool:
+    """Whether a listener failed for want of a file descriptor; anyio's for Unix sockets hides what the kernel said."""
+    reason = error.__cause__ if isinstance(error, anyio.BrokenResourceError) else error
+    return isinstance(reason, OSError) and reason.errno in _NO_MORE

@@ -6,7 +6,6 @@ and what was refused is counted and told, but not so often that telling it becom
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Generic, TypeAlias, TypeVar
@@ -17,7 +16,7 @@ from anyio.abc import Listener, SocketStream
 from ..schemas import ProtocolMismatch
 from ..schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused
 from .carrier import HANDSHAKE_S, Inlet
-from .door import Door
+from .door import Door, serve_door
 from .errors import OutOfSharedMemory, StaleDescriptor
 from .keys import Key
 from .telemetry import get_logger
@@ -29,13 +28,8 @@ log = get_logger("penstock.channel")
 MOST_INTRODUCTIONS = 64
 """Introductions under way at a time, beside those of as many senders as may come: each holds a file descriptor."""
 
-OUT_OF_DESCRIPTORS_S = 0.1
-"""How long nobody is let in when this process has no file descriptor left: one that ends is no event to wait for."""
-
 FAREWELL_S = 1.0
 """How long a refusal may take to be heard: it is short, so only who does not read at all is not told."""
-
-_NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _FAILED_INTRODUCTIONS = (
     anyio.BrokenResourceError,
@@ -105,22 +99,11 @@ class Reception(Generic[G]):
     async def serve(self, listener: Listener[SocketStream], enter: Enter) -> None:
         """Attend to whoever comes, for ever; `enter` completes a carrier's introduction."""
 
-        async def attend(stream: SocketStream) -> None:
-            async with Door(stream) as door:
-                await self._attend(door, enter)
+        async def attend(door: Door) -> None:
+            await self._attend(door, enter)
 
-        async with listener, anyio.create_task_group() as tasks:
-            while True:
-                try:
-                    await listener.serve(attend, tasks)
-                except* (OSError, anyio.BrokenResourceError) as failed:
-                    _, others = failed.split(_out_of_descriptors)
-                    if others is not None:
-                        raise others from None
-                self._refusals.note(
-                    "no file descriptor is left for who comes: raise the limit of open files (ulimit -n)"
-                )
-                await anyio.sleep(OUT_OF_DESCRIPTORS_S)
+        async with listener:
+            await serve_door(listener, attend, self._refusals.note)
 
     async def _attend(self, door: Door, enter: Enter) -> None:
         if self.entering >= self._most + MOST_INTRODUCTIONS:
@@ -187,9 +170,3 @@ async def _tell(door: Door, error: Exception) -> None:
     """Say why the introduction failed, to whoever still listens."""
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(FAREWELL_S):
         await door.say(Refused(type(error).__name__, str(error)))
-
-
-def _out_of_descriptors(error: BaseException) -> bool:
-    """Whether a listener failed for want of a file descriptor; anyio's for Unix sockets hides what the kernel said."""
-    reason = error.__cause__ if isinstance(error, anyio.BrokenResourceError) else error
-    return isinstance(reason, OSError) and reason.errno in _NO_MORE

@@ -19,7 +19,7 @@ from typing import Self
 
 import anyio
 import anyio.to_thread
-from anyio.abc import SocketListener, SocketStream, TaskGroup
+from anyio.abc import SocketListener, TaskGroup
 
 from ..schemas import ProtocolMismatch
 from ..schemas.control import (
@@ -35,7 +35,7 @@ from ..schemas.control import (
     Weights,
 )
 from .blocking import enter_in_thread
-from .door import Door
+from .door import Door, serve_door
 from .telemetry import get_logger
 from .waiting import Waiters
 from .weight_door import opened_door
@@ -121,7 +121,7 @@ class WeightPublisher:
             self._url, door = await enter_in_thread(stack, opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(listener.serve, self._attend)
+            tasks.start_soon(serve_door, listener, self._attend, self._refused)
             stack.push_async_callback(self._part, tasks)
             self._stack = stack.pop_all()
         return self
@@ -207,17 +207,19 @@ class WeightPublisher:
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
-    async def _attend(self, stream: SocketStream) -> None:
+    async def _attend(self, door: Door) -> None:
         """Serve one subscriber for as long as it lives."""
-        async with Door(stream) as door:
-            try:
-                listener = await self._introduced(door)
-                if listener is not None:
-                    await self._stay_with(listener)
-            except ProtocolMismatch as error:
-                log.warning("subscriber_rejected", url=self._url, reason=str(error))
-            except (anyio.EndOfStream, anyio.BrokenResourceError):
-                pass
+        try:
+            listener = await self._introduced(door)
+            if listener is not None:
+                await self._stay_with(listener)
+        except ProtocolMismatch as error:
+            self._refused(str(error))
+        except (anyio.EndOfStream, anyio.BrokenResourceError):
+            pass
+
+    def _refused(self, reason: str) -> None:
+        log.warning("subscriber_rejected", url=self._url, reason=reason)
 
     async def _introduced(self, door: Door) -> _Listener | None:
         """Let a subscriber in and hand it the segment; None if it may not come in."""
