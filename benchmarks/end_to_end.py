@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from penstock import (
     AdvantageNormalizer,
     Batcher,
+    Ledger,
     Pipeline,
     PipelineStatistics,
     ReceiveChannel,
@@ -77,6 +79,8 @@ class Prebuilt:
 class Count:
     """A sink that only counts, and says of each batch that it was trained."""
 
+    then: Callable[[Ledger], object] | None = None
+    """Called after every batch."""
     trajectories: int = 0
     started: anyio.Event = field(default_factory=anyio.Event)
 
@@ -85,6 +89,8 @@ class Count:
         ledger = current().ledger
         async for batch in inbox:
             ledger.commit(batch, ledger.step + 1)
+            if self.then is not None:
+                self.then(ledger)
             self.trajectories += len(batch)
             self.started.set()
             del batch

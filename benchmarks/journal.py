@@ -2,7 +2,7 @@
 
     python -m benchmarks.journal
 
-    source (2 processes) → (Journal →) Batcher → Train
+    source (2 processes) → (Journal →) Batcher → Count
 
 Sources send prebuilt groups, and the sink only counts and says after every so many batches that it wrote a checkpoint,
 so that the journal's files are deleted as in a run. Beside it what this disk takes: one file written as the journal
@@ -15,20 +15,28 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 from rich.console import Console
 
-from penstock import Batcher, Journal, Pipeline, ReceiveChannel, TrainBatch, TrajectoryGroup, current, processes, source
+from penstock import (
+    Batcher,
+    Journal,
+    Ledger,
+    Pipeline,
+    TrajectoryGroup,
+    processes,
+    source,
+)
 from penstock.pipeline.flow import Flow
 from penstock.pipeline.journal_entry import encode_entry
 from penstock.stages.checkpoint import announce_checkpoint
 
 from .contestants import leaving_nothing
 from .contestants.harness import DEADLINE_S
-from .end_to_end import GROUP, TOKENS, WARM_UP_S, Prebuilt
+from .end_to_end import GROUP, TOKENS, WARM_UP_S, Count, Prebuilt
 from .machine import cpu_seconds
 from .records import BATCH_TOKENS, make_groups
 from .report import command_line, median_of, print_table, write_json
@@ -41,23 +49,10 @@ CHECKPOINT_EVERY = 16
 CAPACITY_BYTES = 2**31
 
 
-@dataclass(slots=True)
-class Train:
-    """A sink: says of each batch that it was trained, and now and then that a checkpoint holds it."""
-
-    trajectories: int = 0
-    started: anyio.Event = field(default_factory=anyio.Event)
-
-    async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
-        """See `Sink`."""
-        ledger = current().ledger
-        async for batch in inbox:
-            ledger.commit(batch, ledger.step + 1)
-            self.trajectories += len(batch)
-            if not ledger.step % CHECKPOINT_EVERY:
-                announce_checkpoint(ledger, ledger.committed)
-            self.started.set()
-            del batch
+def checkpoint_now_and_then(ledger: Ledger) -> None:
+    """Say after every so many batches that a checkpoint holds them."""
+    if not ledger.step % CHECKPOINT_EVERY:
+        announce_checkpoint(ledger, ledger.committed)
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Way:
     journal: bool
     fsync: bool = False
 
-    def pipeline(self, begun: Flow[TrajectoryGroup], sink: Train, folder: Path) -> Pipeline:
+    def pipeline(self, begun: Flow[TrajectoryGroup], sink: Count, folder: Path) -> Pipeline:
         """The stages behind the source."""
         if self.journal:
             begun = begun.then(Journal(folder, capacity_bytes=CAPACITY_BYTES, fsync=self.fsync))
@@ -89,7 +84,7 @@ WAYS = (Way("without", journal=False), Way("with", journal=True), Way("with fsyn
 
 async def run(way: Way, workers: int, seconds: float, folder: Path) -> Result:
     """Run the pipeline once and look at it for `seconds` while it is warm."""
-    train = Train()
+    train = Count(checkpoint_now_and_then)
     begun = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
     pipeline = way.pipeline(begun, train, folder)
     looks: list[tuple[float, int, float]] = []

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import weakref
 from typing import Any, get_args
 
 import anyio
 import numpy as np
 import pytest
+from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock.pipeline.context import Context, entered
 from penstock.pipeline.memory import memory_channel
@@ -198,21 +198,7 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone(m
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(mode: Mode) -> None:
-    feed, inbox = memory_channel[TrajectoryGroup](4)
-    outbox, collected = memory_channel[TrajectoryGroup](4)
-    given = [of_rewards(0, 1, instance_id=str(i)) for i in range(4)]
-    tokens = [weakref.ref(one.tokens) for one in given]
-
-    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
-        with entered(Context()):
-            tasks.start_soon(normalizer(mode).run, inbox, outbox)
-            while given:
-                await feed.send(given.pop(0))
-            await anyio.wait_all_tasks_blocked()
-            for _ in tokens:
-                collected.receive_nowait()
-            assert [watch() for watch in tokens] == [None] * 4
-            tasks.cancel_scope.cancel()
+    await lets_go_of_what_it_sent(normalizer(mode), [of_rewards(0, 1, instance_id=str(i)) for i in range(4)])
 
 
 async def test_advantages_are_clipped_symmetrically_or_to_a_pair() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock.errors import InvalidConfig
 from penstock.pipeline.context import Context, entered
@@ -276,21 +276,7 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone()
 
 @pytest.mark.parametrize("config", [{}, {"clip": [-1, 1]}, {"format_markers": [MARK]}])
 async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(config: dict[str, Any]) -> None:
-    feed, inbox = memory_channel[TrajectoryGroup](4)
-    outbox, collected = memory_channel[TrajectoryGroup](4)
-    given = [said("<a>", instance_id=str(i)) for i in range(4)]
-    tokens = [weakref.ref(one.tokens) for one in given]
-
-    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
-        with entered(Context()):
-            tasks.start_soon(bridge(**config).run, inbox, outbox)
-            while given:
-                await feed.send(given.pop(0))
-            await anyio.wait_all_tasks_blocked()
-            for _ in tokens:
-                collected.receive_nowait()
-            assert [watch() for watch in tokens] == [None] * 4
-            tasks.cancel_scope.cancel()
+    await lets_go_of_what_it_sent(bridge(**config), [said("<a>", instance_id=str(i)) for i in range(4)])
 
 
 async def test_everything_else_of_a_group_stays_as_it_is() -> None:

@@ -1,0 +1,29 @@
+"""What every stage owes those before it: what it has sent on must not stay with it while it waits for more."""
+
+import weakref
+
+import anyio
+
+from penstock import Stage, TrajectoryGroup, memory_channel
+from penstock.pipeline.context import Context, entered
+
+__all__ = ["lets_go_of_what_it_sent"]
+
+
+async def lets_go_of_what_it_sent(stage: Stage[TrajectoryGroup, TrajectoryGroup], given: list[TrajectoryGroup]) -> None:
+    """Hand `given` to `stage`, take what it sends, and see that nothing holds their tokens; empties `given`."""
+    count = len(given)
+    feed, inbox = memory_channel[TrajectoryGroup](count)
+    outbox, collected = memory_channel[TrajectoryGroup](count)
+    tokens = [weakref.ref(one.tokens) for one in given]
+
+    async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
+        with entered(Context()):
+            tasks.start_soon(stage.run, inbox, outbox)
+            while given:
+                await feed.send(given.pop(0))
+            await anyio.wait_all_tasks_blocked()
+            for _ in tokens:
+                collected.receive_nowait()
+            assert [watch() for watch in tokens] == [None] * count
+            tasks.cancel_scope.cancel()
