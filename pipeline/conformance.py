@@ -233,6 +233,7 @@ async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> N
     full = group(
         completion_lengths=[length - 2] * count,
         token_rewards=random.standard_normal(count * length),
+        values=random.standard_normal(count * length),
         advantages=random.standard_normal(count * length),
         ref_logprobs=-random.random(count * length),
         teacher_ids=tokens,

@@ -93,6 +93,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N] log-probability under the sampling policy."""
     token_rewards: NDArray[np.float32] | None = None
     """[N]."""
+    values: NDArray[np.float32] | None = None
+    """[N] the return that a critic expected before each token was sampled."""
     advantages: NDArray[np.float32] | None = None
     """[N]."""
     ref_logprobs: NDArray[np.float32] | None = None

@@ -41,6 +41,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "repetition_ids": ColumnRule(np.dtype(np.int64), ("S",), required=True),
     "behavior_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "token_rewards": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
+    "values": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "advantages": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "ref_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "teacher_ids": ColumnRule(np.dtype(np.int32), ("NK",)),
@@ -69,6 +70,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[T] log-probability under the sampling policy."""
     token_rewards: NDArray[np.float32] | None = None
     """[T] where the environment scores tokens."""
+    values: NDArray[np.float32] | None = None
+    """[T] what a critic expected before each token."""
     advantages: NDArray[np.float32] | None = None
     """[T]."""
     ref_logprobs: NDArray[np.float32] | None = None
@@ -119,6 +122,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N] log-probability under the sampling policy; 0 where loss_mask is false."""
     token_rewards: NDArray[np.float32] | None = None
     """[N] where the environment scores tokens."""
+    values: NDArray[np.float32] | None = None
+    """[N] the return that a critic expected before each token was sampled."""
     advantages: NDArray[np.float32] | None = None
     """[N] filled by AdvantageNormalizer, or by the environment."""
     ref_logprobs: NDArray[np.float32] | None = None
@@ -181,7 +186,10 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             meta=dict(meta or {}),
             **{name: as_column(name, values, GROUP_RULES[name].dtype) for name, values in flat.items()},
         )
-        group.validate()
+        try:
+            group.validate()
+        except InvalidRecord as error:
+            raise InvalidRecord(f"{error} (in {env}/{instance_id})") from None
         freeze(group.columns().values())
         return group
 

@@ -38,6 +38,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
         stop_reasons=random.integers(0, 5, count),
         repetition_ids=random.permutation(count),
         token_rewards=floats(total),
+        values=floats(total),
         advantages=floats(total),
         ref_logprobs=floats(total),
         teacher_ids=random.integers(-1, 99, (total, 2)),
@@ -118,7 +119,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         assert found["loss_mask"] == row.loss_mask.tolist()
         assert found["rewards"] == row.reward
         assert found["stop_reasons"] == row.stop_reason
-        for name in ("behavior_logprobs", "token_rewards", "advantages", "ref_logprobs"):
+        for name in ("behavior_logprobs", "token_rewards", "values", "advantages", "ref_logprobs"):
             assert found[name] == getattr(row, name).tolist()
         for name in ("teacher_ids", "teacher_logprobs"):
             assert found[name] == getattr(row, name).tolist()

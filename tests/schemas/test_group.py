@@ -49,6 +49,7 @@ def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_to
         repetition_ids=random.permutation(count),
         behavior_logprobs=floats(total),
         token_rewards=floats(total),
+        values=floats(total),
         advantages=floats(total),
         ref_logprobs=floats(total),
         teacher_ids=random.integers(-1, 1000, (total, 3), np.int32),
@@ -105,6 +106,8 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
         ({"behavior_logprobs": [0.0] * 6 + [float("-inf")]}, "behavior_logprobs: expected finite values, got -inf at"),
         ({"ref_logprobs": [0.0] * 6 + [float("nan")]}, "ref_logprobs: expected finite values, got nan at index 6"),
         ({"token_rewards": [0.0] * 6 + [float("nan")]}, "token_rewards: expected finite values, got nan at index 6"),
+        ({"values": [0.0] * 6 + [float("nan")]}, "values: expected finite values, got nan at index 6"),
+        ({"values": [0.0, 0.0]}, r"values: expected shape \[N=7\], got \[2\]"),
         ({"advantages": [0.0] * 6 + [float("nan")]}, "advantages: expected finite values, got nan at index 6"),
         ({"teacher_ids": [[1, 2]] * 7}, "teacher_ids, teacher_logprobs: expected both columns or neither"),
         (
@@ -131,6 +134,11 @@ def test_a_broken_column_is_refused_by_name_with_what_was_expected_and_what_came
 ) -> None:
     with pytest.raises(InvalidRecord, match=message):
         built(**changed)
+
+
+def test_what_is_refused_is_named_by_its_group() -> None:
+    with pytest.raises(InvalidRecord, match=r"^rewards: .* got nan at index 1 \(in test/0\)$"):
+        built(rewards=[1.0, float("nan")])
 
 
 def test_an_unknown_column_is_refused_with_the_names_that_exist() -> None:
@@ -237,7 +245,7 @@ def test_a_row_is_a_view_of_its_span() -> None:
     assert row.reward == pytest.approx(float(whole.rewards[1]))
     assert row.stop_reason is StopReason(int(whole.stop_reasons[1]))
     assert row.policy_versions.tolist() == whole.policy_versions[1:2].tolist()
-    for name in ("tokens", "loss_mask", "behavior_logprobs", "token_rewards", "advantages", "ref_logprobs"):
+    for name in ("tokens", "loss_mask", "behavior_logprobs", "token_rewards", "values", "advantages", "ref_logprobs"):
         assert np.shares_memory(getattr(row, name), getattr(whole, name))
         assert getattr(row, name).tolist() == getattr(whole, name)[3:7].tolist()
     assert row.teacher_ids is not None
