@@ -8,6 +8,7 @@ from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, Protoc
 
 __all__ = [
     "ChannelFull",
+    "EngineRefused",
     "IllegalTransition",
     "InvalidConfig",
     "InvalidKey",
@@ -82,6 +83,10 @@ class StageFailed(PenstockError):
 
 class WorkerFailed(StageFailed):
     """A stage raised in a child process; the message carries the child's traceback."""
+
+
+class EngineRefused(PenstockError):
+    """An engine was asked for what it cannot do, or not now; the message says why."""
 
 
 class JournalFull(PenstockError, OSError):

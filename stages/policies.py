@@ -1,7 +1,9 @@
 """What a policy is to the rest of penstock: prompts in, completions with log-probabilities and versions out.
 
-A `Policy` is a recipe that can be pickled; `open` makes a `Sampler` of it inside the process that samples. Knows no
-environment and no framework: `TorchPolicy` lives in `torch_policy.py`.
+A `Policy` is a recipe that can be pickled; `open` makes an `Engine` of it inside the process that samples. Whoever
+samples calls `generate` and nothing else; whoever trains says when there are newer weights, when to stop and when to
+let go of memory. Knows no environment and no framework: `TorchPolicy` lives in `torch_policy.py`, `HttpPolicy` in
+`http_policy.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ..pipeline.context import Worker
 from ..pipeline.errors import PenstockError
 from ..schemas import StopReason
 
-__all__ = ["Completion", "GenerationIsOutside", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"]
+__all__ = ["Completion", "Engine", "GenerationIsOutside", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"]
 
 
 class GenerationIsOutside(PenstockError):
@@ -56,15 +58,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[C] optimizer step of the weights that sampled each."""
 
 
-class Sampler(Protocol):
-    """An opened policy."""
+class Engine(Protocol):
+    """An opened policy: what samples, and what whoever trains can ask of it. Every method may be called by any task."""
 
-    @property
-    def version(self) -> int:
-        """Optimizer step of the weights that the next completion is sampled with."""
-        ...
-
-    async def sample(
+    async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
@@ -82,11 +79,35 @@ class Sampler(Protocol):
         """
         ...
 
+    async def update_weights(self, url: str, version: int) -> None:
+        """Sample whatever is begun from now on with the weights published at `url`, of `version` or newer.
+
+        Returns when they are in place. A completion that is being sampled is finished first, with the weights that it
+        began with.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Sample nothing more until `resume`; returns when nothing is being sampled. What is asked meanwhile waits."""
+        ...
+
+    async def resume(self) -> None:
+        """End the pause; where there is none, do nothing."""
+        ...
+
+    async def sleep(self) -> None:
+        """As `pause`, until `wake_up`, and let go of the memory that `wake_up` can fill again."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory back; where the engine is awake, do nothing."""
+        ...
+
 
 class Policy(Protocol):
-    """A recipe for a sampler."""
+    """A recipe for an engine."""
 
-    def open(self, worker: Worker, /) -> AbstractAsyncContextManager[Sampler]:
+    def open(self, worker: Worker, /) -> AbstractAsyncContextManager[Engine]:
         """Load weights, start what has to run, and sample until the body ends. Seeds differ from worker to worker."""
         ...
 
@@ -100,19 +121,18 @@ class NoOpPolicy:
     """
 
     @asynccontextmanager
-    async def open(self, worker: Worker) -> AsyncGenerator[NoOpSampler]:  # noqa: ARG002 (a policy may need to know)
+    async def open(self, worker: Worker) -> AsyncGenerator[Engine]:  # noqa: ARG002 (a policy may need to know)
         """There is nothing to open."""
-        yield NoOpSampler()
+        yield NoOpEngine()
 
 
-@dataclass(frozen=True, slots=True)
-class NoOpSampler:
-    """What `NoOpPolicy` opens."""
+class NoOpEngine:
+    """An engine for runs whose generation is outside: there are no weights here, nothing to stop, nothing to let go of.
 
-    version: int = 0
-    """Nothing is sampled with it."""
+    An engine of your own whose weights never change is a `NoOpEngine` with a `generate`.
+    """
 
-    async def sample(
+    async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
@@ -129,3 +149,18 @@ class NoOpSampler:
             f"expected no request for completions where the policy is a NoOpPolicy, got {len(prompts)} prompts: "
             f"use an environment with a `rollout` method, or a policy that samples"
         )
+
+    async def update_weights(self, url: str, version: int) -> None:
+        """Leave it to whoever samples."""
+
+    async def pause(self) -> None:
+        """Leave it to whoever samples."""
+
+    async def resume(self) -> None:
+        """Leave it to whoever samples."""
+
+    async def sleep(self) -> None:
+        """Leave it to whoever samples."""
+
+    async def wake_up(self) -> None:
+        """Leave it to whoever samples."""

@@ -27,7 +27,7 @@ from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
 from .pace import Pace
-from .policies import Completion, Policy, Sampler, Tokenizer
+from .policies import Completion, Engine, Policy, Tokenizer
 
 __all__ = ["SourceEnv"]
 
@@ -95,9 +95,9 @@ class SourceEnv:
         context = current()
         async with (
             open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as tasks,
-            self.policy.open(context.worker) as sampler,
+            self.policy.open(context.worker) as engine,
         ):
-            await _Crew(self, tasks, sampler, outbox, context).work()
+            await _Crew(self, tasks, engine, outbox, context).work()
 
     @property
     def sends_at_most_tokens(self) -> int | None:
@@ -129,11 +129,11 @@ class _Crew:
     """The rollouts of one run of a SourceEnv."""
 
     def __init__(
-        self, source: SourceEnv, tasks: Tasks, sampler: Sampler, outbox: SendChannel[TrajectoryGroup], context: Context
+        self, source: SourceEnv, tasks: Tasks, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
     ) -> None:
         self._source = source
         self._tasks = tasks
-        self._sampler = sampler
+        self._engine = engine
         self._outbox = outbox
         self._context = context
         self._env = source.env_name
@@ -236,7 +236,9 @@ class _Crew:
             allowance = min(allowance, self._source.max_length - len(prompt))
         if allowance < 1:
             return None
-        (completion,) = await self._sampler.sample([prompt], max_tokens=allowance, temperature=self._source.temperature)
+        (completion,) = await self._engine.generate(
+            [prompt], max_tokens=allowance, temperature=self._source.temperature
+        )
         return completion
 
     @property

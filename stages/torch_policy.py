@@ -1,8 +1,9 @@
 """Sampling a torch model: many requests as one batch, a cache of keys and values, log-probabilities on the way.
 
 Requests that several rollouts make in the same tick are answered by one batch; those that arrive while it runs make
-the next one. A batch runs in a worker thread, with the weights it began with: new ones are taken up between batches.
-Equal prompts, as those of a group, are read once. Knows the model only by `CausalModel`, and no environment.
+the next one. A batch runs in a worker thread, with the weights it began with: new ones are taken up between batches,
+which is also where a pause begins. Equal prompts, as those of a group, are read once. Knows the model only by
+`CausalModel`, and no environment.
 
 Axes: B rows of a batch, b rows still being sampled, P tokens of the longest prompt, M of the largest allowance,
 V vocabulary.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,17 +22,21 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import torch
+from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..pipeline.context import Worker, current
+from ..pipeline.errors import EngineRefused
 from ..pipeline.weight_subscriber import WeightSubscriber
+from ..pipeline.weights import NO_VERSION
 from ..schemas import StopReason
 from .causal_model import CausalModel, KVCache, causal_attend, positions_of
-from .policies import Completion, Sampler
+from .gate import Gate
+from .policies import Completion, Engine
 
-__all__ = ["Request", "Sampled", "TorchPolicy", "TorchSampler", "generate"]
+__all__ = ["Request", "Sampled", "TorchEngine", "TorchPolicy", "generate"]
 
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
@@ -46,14 +51,15 @@ class TorchPolicy:
     eos_id: int
     """The token that ends a completion."""
     weights: str | None = None
-    """URL of the WeightPublisher whose versions are sampled; without one the model stays as it was made, version 0."""
+    """URL of the WeightPublisher whose newest version every batch begins with; without one the model stays as it was
+    made, version 0, until `update_weights` brings others."""
     seed: int = 0
     """Makes sampling repeatable where the order of requests is; every worker draws a stream of its own."""
     max_rows: int = 256
     """Rows of one batch at most: bounds the memory of the cache."""
 
     @asynccontextmanager
-    async def open(self, worker: Worker) -> AsyncGenerator[Sampler]:
+    async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
         """Make the model and answer requests until the body ends."""
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(False)
@@ -61,25 +67,16 @@ class TorchPolicy:
         generator = torch.Generator(device).manual_seed(_seed(self.seed, worker))
         stack = AsyncExitStack()
         try:
-            weights = await stack.enter_async_context(_subscribed(self.weights, model))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            sampler = TorchSampler(model, weights, self.eos_id, generator, self.max_rows)
             stack.callback(tasks.cancel_scope.cancel)
-            stack.callback(sampler.close)
-            tasks.start_soon(sampler.serve)
-            yield sampler
+            engine = TorchEngine(model, tasks, self.eos_id, generator, self.max_rows)
+            stack.callback(engine.close)
+            if self.weights is not None:
+                await engine.follow(self.weights)
+            tasks.start_soon(engine.serve)
+            yield engine
         finally:
             await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
-
-
-@asynccontextmanager
-async def _subscribed(url: str | None, model: CausalModel) -> AsyncGenerator[WeightSubscriber | None]:
-    if url is None:
-        yield None
-        return
-    async with WeightSubscriber(url) as subscriber:
-        subscriber.attach(model.state_dict())
-        yield subscriber
 
 
 def _seed(seed: int, worker: Worker) -> int:
@@ -259,19 +256,23 @@ class _Call:
             self.answered.set_exception(error)
 
 
-class TorchSampler:
-    """Answers requests in batches; see `Sampler`. One event loop uses it."""
+class TorchEngine:
+    """Answers requests in batches; see `Engine`. One event loop uses it."""
 
     def __init__(
         self,
         model: CausalModel,
-        weights: WeightSubscriber | None,
+        tasks: TaskGroup,
         eos_id: int,
         generator: torch.Generator,
         max_rows: int,
     ) -> None:
         self._model = model
-        self._weights = weights
+        self._tasks = tasks
+        """Holds the subscription."""
+        self._weights: WeightSubscriber | None = None
+        self._follows = False
+        """Whether every batch takes up newer weights by itself; else `update_weights` does."""
         self._eos_id = eos_id
         self._generator = generator
         self._max_rows = max_rows
@@ -281,17 +282,19 @@ class TorchSampler:
         """Set while rows may be pending."""
         self._closed = False
         """Read by the worker thread before each token."""
+        self._gate = Gate()
+        """Every batch passes it."""
+        self._one_at_a_time = anyio.Lock()
+        """Held by whoever changes the weights or their memory."""
+        self._let_go: dict[torch.UntypedStorage, int] = {}
+        """Memory of the model that `sleep` gave back, and the bytes it had."""
         self._version = 0
 
     def __repr__(self) -> str:
-        return f"<TorchSampler version {self._version}: {len(self._pending)} rows waiting>"
+        state = " and ".join(sorted(self._gate.shut_for)) or "awake"
+        return f"<TorchEngine {state}, version {self._version}: {len(self._pending)} rows waiting>"
 
-    @property
-    def version(self) -> int:
-        """Optimizer step of the weights that the last batch was sampled with."""
-        return self._version
-
-    async def sample(
+    async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
@@ -299,7 +302,7 @@ class TorchSampler:
         temperature: float = 1.0,
         greedy: bool = False,
     ) -> list[Completion]:
-        """One completion a prompt, in order; see `Sampler.sample`.
+        """One completion a prompt, in order; see `Engine.generate`.
 
         Raises:
             ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
@@ -359,14 +362,24 @@ class TorchSampler:
             call.answer(row, completion)
 
     async def _sampled(self, requests: list[Request]) -> Sampled:
-        """One batch with the newest weights: waits for the first version, and while the publisher pauses."""
-        if self._weights is None:
-            return await anyio.to_thread.run_sync(self._generate, requests)
-        if self._weights.version < 0:
+        """One batch: waits for the first version of the weights, and while the publisher or the engine pauses."""
+        if self._weights is not None and self._weights.version == NO_VERSION:
             await self._weights.newer()
-        async with self._weights.sampling():
-            self._version = await anyio.to_thread.run_sync(self._weights.refresh)
+        async with self._allowed():
+            if self._weights is not None and self._follows:
+                await self._refresh(self._weights, least=0)
             return await anyio.to_thread.run_sync(self._generate, requests)
+
+    @asynccontextmanager
+    async def _allowed(self) -> AsyncGenerator[None]:
+        """Neither the publisher nor the engine pauses; neither is kept waiting while the other does."""
+        while True:
+            await self._gate.opened()
+            async with nullcontext() if self._weights is None else self._weights.sampling():
+                if not self._gate.shut_for:
+                    with self._gate.inside():
+                        yield
+                    return
 
     def _generate(self, requests: list[Request]) -> Sampled:
         return generate(
@@ -386,12 +399,103 @@ class TorchSampler:
         metrics.total("rollout/tokens", int(sampled.lengths.sum()))
         metrics.mean("rollout/rows_per_batch", len(sampled.lengths))
 
+    # -- weights and memory --------------------------------------------------------------------------------------------
+
+    async def follow(self, url: str) -> None:
+        """Begin every batch with the newest weights published at `url`; the first waits for the first version.
+
+        Raises:
+            NobodyListens: there is no publisher at `url`.
+            WeightsMismatch: its weights do not fit the model.
+        """
+        await self._subscribe(url)
+        self._follows = True
+
+    async def update_weights(self, url: str, version: int) -> None:
+        """Sample from now on with the weights at `url`, a WeightPublisher's, of `version` or newer; see `Engine`.
+
+        Raises:
+            EngineRefused: the engine sleeps, or has its weights from another publisher.
+            NobodyListens: there is no publisher at `url`.
+            WeightsMismatch: its weights do not fit the model.
+            PeerLost: the publisher died, or closed, before it published `version`.
+        """
+        async with self._one_at_a_time:
+            if "asleep" in self._gate.shut_for:
+                raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
+            weights = self._weights or await self._subscribe(url)
+            if weights.url != url:
+                raise EngineRefused(f"expected weights of {weights.url}, which this engine samples with, got {url}")
+            await weights.newer(than=version - 1)
+            await self._gate.shut("updating")
+            try:
+                await self._refresh(weights, least=version)
+            finally:
+                self._gate.open("updating")
+
+    async def _refresh(self, weights: WeightSubscriber, *, least: int) -> None:
+        """Bring the model to the newest version, which is `least` or newer, however often the publisher overtakes."""
+        while (version := await anyio.to_thread.run_sync(weights.refresh)) < least:
+            pass
+        self._version = version
+
+    async def _subscribe(self, url: str) -> WeightSubscriber:
+        """The subscription is held by a task of its own, so that any task may ask for it."""
+        self._weights = await self._tasks.start(self._hold, url)
+        return self._weights
+
+    async def _hold(self, url: str, *, task_status: TaskStatus[WeightSubscriber]) -> None:
+        async with WeightSubscriber(url) as subscriber:
+            subscriber.attach(self._model.state_dict())
+            task_status.started(subscriber)
+            await anyio.sleep_forever()
+
+    async def pause(self) -> None:
+        """Sample nothing more until `resume`; returns when the batch that runs is done."""
+        await self._gate.shut("paused")
+
+    async def resume(self) -> None:
+        """End the pause."""
+        self._gate.open("paused")
+
+    async def sleep(self) -> None:
+        """As `pause`, until `wake_up`, and let go of the memory of weights that are published and can be read again."""
+        async with self._one_at_a_time:
+            await self._gate.shut("asleep")
+            if self._weights is not None:
+                self._let_go = self._let_go or {storage: storage.nbytes() for storage in _storages(self._model)}
+                for storage in self._let_go:
+                    storage.resize_(0)
+                torch.cuda.empty_cache()  # to other processes; without a GPU it does nothing
+
+    async def wake_up(self) -> None:
+        """Take the memory back, and fill it with the newest weights.
+
+        Raises:
+            PeerLost: the publisher died; the engine sleeps on.
+        """
+        async with self._one_at_a_time:
+            if self._let_go and self._weights is not None:
+                for storage, nbytes in self._let_go.items():
+                    storage.resize_(nbytes)
+                self._weights.attach(self._model.state_dict())
+                await self._weights.newer()
+                await self._refresh(self._weights, least=0)
+                self._let_go = {}
+            self._gate.open("asleep")
+
     def close(self) -> None:
         """Stop sampling: a batch that runs ends with the token it is at; whoever waits gets ClosedResourceError."""
         self._closed = True
         for call, _ in self._pending:
             call.fail(anyio.ClosedResourceError())
         self._pending.clear()
+
+
+def _storages(model: CausalModel) -> list[torch.UntypedStorage]:
+    """The memory of what is published, that of tied tensors once; what is not the model's own is left out."""
+    storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, model.state_dict().values())}
+    return [storage for storage in storages.values() if storage.resizable()]
 
 
 def _completions(sampled: Sampled, version: int) -> Iterator[Completion]:

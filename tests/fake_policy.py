@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.pipeline.context import Worker
 from penstock.schemas import StopReason
-from penstock.stages.policies import Completion
+from penstock.stages.policies import Completion, NoOpEngine
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ async def at_once() -> None:
 
 
 @dataclass
-class FakePolicy:
+class FakePolicy(NoOpEngine):
     """Answers a prompt with `answer(prompt)` and the end token, cut at the allowance; token i has logprob −i − 1."""
 
     answer: Callable[[str], str] = echo
@@ -53,7 +53,7 @@ class FakePolicy:
         self.workers.append(worker)
         yield self
 
-    async def sample(
+    async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.journal import Journal
     from .stages.losses import AdvantageWeighted, PPOClip
-    from .stages.policies import Completion, NoOpPolicy, Policy, Sampler, Tokenizer
+    from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
     from .stages.reward_bridge import RewardBridge
     from .stages.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
@@ -47,6 +47,7 @@ __all__ = [
     "ChannelStatistics",
     "Completion",
     "Context",
+    "Engine",
     "EnvironmentFailed",
     "Flow",
     "GroupId",
@@ -55,6 +56,7 @@ __all__ = [
     "Key",
     "Ledger",
     "Metrics",
+    "NoOpEngine",
     "NoOpPolicy",
     "OutsideEnvironment",
     "PPOClip",
@@ -67,7 +69,6 @@ __all__ = [
     "RewardBridge",
     "RewardFunction",
     "Rollout",
-    "Sampler",
     "ScoredDataset",
     "SendChannel",
     "Sink",
@@ -122,7 +123,7 @@ _HOMES = {
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.journal": ("Journal",),
     "stages.losses": ("AdvantageWeighted", "PPOClip"),
-    "stages.policies": ("Completion", "NoOpPolicy", "Policy", "Sampler", "Tokenizer"),
+    "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
     "stages.reward_bridge": ("RewardBridge",),
     "stages.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),

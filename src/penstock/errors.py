@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .pipeline.errors import (
     ChannelFull,
+    EngineRefused,
     IllegalTransition,
     InvalidConfig,
     InvalidKey,
@@ -29,6 +30,7 @@ from .pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "EngineRefused",
     "IllegalTransition",
     "InvalidConfig",
     "InvalidKey",

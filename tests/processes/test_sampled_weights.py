@@ -10,37 +10,40 @@ from anyio.lowlevel import checkpoint
 from tests.tiny_model import TinyModel
 
 from penstock.pipeline.context import Worker
-from penstock.pipeline.errors import WeightsMismatch
+from penstock.pipeline.errors import EngineRefused, WeightsMismatch
 from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.stages.policies import Completion, Sampler
+from penstock.stages.policies import Completion, Engine
 from penstock.stages.torch_policy import TorchPolicy
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99
 
 
-async def one(sampler: Sampler) -> Completion:
-    (completion,) = await sampler.sample([PROMPT], max_tokens=8, greedy=True)
+async def one(engine: Engine) -> Completion:
+    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
     return completion
+
+
+async def settle() -> None:
+    for _ in range(100):
+        await checkpoint()
 
 
 async def untrained(seed: int) -> list[int]:
     """What a model that was made with `seed` says."""
-    async with TorchPolicy(partial(TinyModel, seed=seed), EOS).open(Worker()) as sampler:
-        completion = await one(sampler)
+    async with TorchPolicy(partial(TinyModel, seed=seed), EOS).open(Worker()) as engine:
+        completion = await one(engine)
         return [int(token) for token in completion.tokens]
 
 
 async def test_each_batch_is_sampled_with_the_newest_version_and_says_which() -> None:
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         policy = TorchPolicy(partial(TinyModel, seed=7), EOS, weights=publisher.url)
-        async with policy.open(Worker()) as sampler:
+        async with policy.open(Worker()) as engine:
             await publisher.publish(TinyModel(seed=1).state_dict(), version=10)
-            first = await one(sampler)
+            first = await one(engine)
             await publisher.publish(TinyModel(seed=2).state_dict(), version=20)
-            second = await one(sampler)
-
-            assert sampler.version == 20
+            second = await one(engine)
 
     assert first.tokens.tolist() == await untrained(1)
     assert second.tokens.tolist() == await untrained(2)
@@ -50,17 +53,16 @@ async def test_each_batch_is_sampled_with_the_newest_version_and_says_which() ->
 async def test_nothing_is_sampled_before_the_first_version() -> None:
     said: list[Completion] = []
 
-    async def ask(sampler: Sampler) -> None:
-        said.append(await one(sampler))
+    async def ask(engine: Engine) -> None:
+        said.append(await one(engine))
 
     async with (
         WeightPublisher(TinyModel().state_dict()) as publisher,
-        TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as sampler,
+        TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(ask, sampler)
-        for _ in range(100):
-            await checkpoint()
+        tasks.start_soon(ask, engine)
+        await settle()
         assert not said
         await publisher.publish(TinyModel().state_dict(), version=0)
 
@@ -70,23 +72,159 @@ async def test_nothing_is_sampled_before_the_first_version() -> None:
 async def test_a_pause_waits_for_the_batch_and_holds_the_next_until_it_ends() -> None:
     said: list[Completion] = []
 
-    async def ask(sampler: Sampler) -> None:
-        said.append(await one(sampler))
+    async def ask(engine: Engine) -> None:
+        said.append(await one(engine))
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel().state_dict(), version=0)
         async with (
-            TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as sampler,
+            TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine,
             anyio.create_task_group() as tasks,
             publisher.paused(),
         ):
-            tasks.start_soon(ask, sampler)
+            tasks.start_soon(ask, engine)
             await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
-            for _ in range(100):
-                await checkpoint()
+            await settle()
             assert not said
 
     assert set(said[0].policy_versions.tolist()) == {1}
+
+
+# -- an engine that is told ----------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_is_told_samples_with_what_it_was_told_and_not_with_what_came_since() -> None:
+    async with (
+        WeightPublisher(TinyModel().state_dict()) as publisher,
+        TorchPolicy(partial(TinyModel, seed=7), EOS).open(Worker()) as engine,
+    ):
+        before = await one(engine)
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=10)
+        await engine.update_weights(publisher.url, version=10)
+        await publisher.publish(TinyModel(seed=2).state_dict(), version=20)
+        told = await one(engine)
+        await engine.update_weights(publisher.url, version=15)
+        newer = await one(engine)
+
+    assert [before.tokens.tolist(), told.tokens.tolist(), newer.tokens.tolist()] == [
+        await untrained(seed) for seed in (7, 1, 2)
+    ]
+    assert [int(said.policy_versions[0]) for said in (before, told, newer)] == [0, 10, 20]
+
+
+async def test_an_update_waits_for_its_version() -> None:
+    async with (
+        WeightPublisher(TinyModel().state_dict()) as publisher,
+        TorchPolicy(TinyModel, EOS).open(Worker()) as engine,
+        anyio.create_task_group() as tasks,
+    ):
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        tasks.start_soon(engine.update_weights, publisher.url, 2)
+        await settle()
+        between = await one(engine)
+        await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
+
+    assert int(between.policy_versions[0]) == 0
+
+
+async def test_what_is_asked_during_a_pause_is_sampled_after_it_with_the_weights_that_came_meanwhile() -> None:
+    said: list[Completion] = []
+
+    async def ask(engine: Engine) -> None:
+        said.append(await one(engine))
+
+    async with (
+        WeightPublisher(TinyModel().state_dict()) as publisher,
+        TorchPolicy(TinyModel, EOS).open(Worker()) as engine,
+        anyio.create_task_group() as tasks,
+    ):
+        await engine.pause()
+        tasks.start_soon(ask, engine)
+        await publisher.publish(TinyModel(seed=3).state_dict(), version=3)
+        await engine.update_weights(publisher.url, 3)
+        await settle()
+        assert not said
+        await engine.resume()
+
+    assert said[0].tokens.tolist() == await untrained(3)
+    assert set(said[0].policy_versions.tolist()) == {3}
+
+
+async def test_a_paused_engine_does_not_keep_a_pause_of_the_publisher_waiting_nor_the_other_way_round() -> None:
+    said: list[Completion] = []
+
+    async def ask(engine: Engine) -> None:
+        said.append(await one(engine))
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel().state_dict(), version=0)
+        async with (
+            TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine,
+            anyio.create_task_group() as tasks,
+        ):
+            await engine.pause()
+            tasks.start_soon(ask, engine)
+            await settle()
+            async with publisher.paused():
+                await engine.resume()
+                await settle()
+                await engine.pause()
+            await settle()
+            assert not said
+            await engine.resume()
+
+    assert said
+
+
+async def test_an_engine_that_sleeps_gives_memory_back_and_wakes_with_the_newest_weights() -> None:
+    models: list[TinyModel] = []
+
+    def make_model() -> TinyModel:
+        models.append(TinyModel())
+        return models[0]
+
+    def held() -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in models[0].state_dict().values())
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        async with TorchPolicy(make_model, EOS, weights=publisher.url).open(Worker()) as engine:
+            await one(engine)
+            awake = held()
+            await engine.sleep()
+            await engine.sleep()
+            asleep = held()
+            with pytest.raises(EngineRefused, match=r"asleep, version 1.*call wake_up first"):
+                await engine.update_weights(publisher.url, 1)
+            await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
+            await engine.wake_up()
+            said = await one(engine)
+            woken = held()
+
+    assert (asleep, woken) == (0, awake)
+    assert said.tokens.tolist() == await untrained(2)
+    assert set(said.policy_versions.tolist()) == {2}
+
+
+async def test_an_engine_whose_weights_nobody_publishes_keeps_them_while_it_sleeps() -> None:
+    async with TorchPolicy(partial(TinyModel, seed=5), EOS).open(Worker()) as engine:
+        await engine.sleep()
+        await engine.wake_up()
+        said = await one(engine)
+
+    assert said.tokens.tolist() == await untrained(5)
+
+
+async def test_an_engine_has_its_weights_from_one_publisher() -> None:
+    async with (
+        WeightPublisher(TinyModel().state_dict()) as publisher,
+        WeightPublisher(TinyModel().state_dict()) as another,
+        TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine,
+    ):
+        await another.publish(TinyModel().state_dict(), version=1)
+
+        with pytest.raises(EngineRefused, match=f"expected weights of {publisher.url}.*, got {another.url}"):
+            await engine.update_weights(another.url, 1)
 
 
 async def test_weights_that_do_not_fit_the_model_are_refused_when_the_policy_opens() -> None:

@@ -319,8 +319,8 @@ async def test_an_environment_that_waits_for_completions_fails_beside_a_policy_t
 
 async def test_logprobs_that_are_not_finite_end_the_run() -> None:
     class Nan(FakePolicy):
-        async def sample(self, *args: Any, **options: Any) -> Any:
-            completions = await super().sample(*args, **options)
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            completions = await super().generate(*args, **options)
             for completion in completions:
                 completion.logprobs[:] = np.nan  # type: ignore[index]
             return completions

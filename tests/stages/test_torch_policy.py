@@ -16,8 +16,8 @@ from torch import Tensor
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
 from penstock.stages.causal_model import KVCache, causal_attend
-from penstock.stages.policies import Completion, Sampler
-from penstock.stages.torch_policy import Request, TorchPolicy, TorchSampler, generate
+from penstock.stages.policies import Completion, Engine
+from penstock.stages.torch_policy import Request, TorchEngine, TorchPolicy, generate
 
 EOS = 3
 
@@ -58,8 +58,8 @@ async def completions(
     temperature: float = 1.0,
     greedy: bool = False,
 ) -> list[Completion]:
-    async with policy.open(Worker()) as sampler:
-        return await sampler.sample(prompts, max_tokens=max_tokens, temperature=temperature, greedy=greedy)
+    async with policy.open(Worker()) as engine:
+        return await engine.generate(prompts, max_tokens=max_tokens, temperature=temperature, greedy=greedy)
 
 
 @dataclass
@@ -147,19 +147,19 @@ async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_com
             closed.wait()
             return super().new_cache(batch, capacity)
 
-    async def ask(sampler: Sampler) -> None:
+    async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
-            await sampler.sample([prompt(1)], max_tokens=50)
+            await engine.generate([prompt(1)], max_tokens=50)
         told.set()
 
     model = Waiting()
-    sampler = TorchSampler(model, None, 99, seeded(), max_rows=8)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(sampler.serve)
-        tasks.start_soon(ask, sampler)
+        engine = TorchEngine(model, tasks, 99, seeded(), max_rows=8)
+        tasks.start_soon(engine.serve)
+        tasks.start_soon(ask, engine)
         while not begun.is_set():
             await checkpoint()
-        sampler.close()
+        engine.close()
         closed.set()
         await told.wait()
         tasks.cancel_scope.cancel()
@@ -171,9 +171,9 @@ async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
     model = Counting()
     policy = TorchPolicy(lambda: model, 99)
 
-    async with policy.open(Worker()) as sampler, anyio.create_task_group() as rollouts:
+    async with policy.open(Worker()) as engine, anyio.create_task_group() as rollouts:
         for token in (1, 2, 4):
-            rollouts.start_soon(partial(sampler.sample, [prompt(token)] * 2, max_tokens=2))
+            rollouts.start_soon(partial(engine.generate, [prompt(token)] * 2, max_tokens=2))
 
     assert model.rows == [3, 6]
 
@@ -189,8 +189,8 @@ async def test_a_batch_is_never_larger_than_max_rows() -> None:
 
 async def test_equal_seeds_repeat_and_workers_differ() -> None:
     async def texts(worker: Worker, seed: int = 0) -> list[list[int]]:
-        async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as sampler:
-            return [c.tokens.tolist() for c in await sampler.sample(PROMPTS * 4, max_tokens=8)]
+        async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as engine:
+            return [c.tokens.tolist() for c in await engine.generate(PROMPTS * 4, max_tokens=8)]
 
     first = await texts(Worker(0, 2))
 
@@ -203,19 +203,19 @@ async def test_equal_seeds_repeat_and_workers_differ() -> None:
 async def test_a_model_that_raises_tells_everyone_who_asked_and_the_next_may_ask() -> None:
     policy = TorchPolicy(partial(TinyModel, context=4), EOS)
 
-    async with policy.open(Worker()) as sampler:
+    async with policy.open(Worker()) as engine:
         with pytest.raises(IndexError):
-            await sampler.sample([prompt(1, 2, 4, 5, 6)], max_tokens=1)
-        assert len(await sampler.sample([prompt(1)], max_tokens=1)) == 1
+            await engine.generate([prompt(1, 2, 4, 5, 6)], max_tokens=1)
+        assert len(await engine.generate([prompt(1)], max_tokens=1)) == 1
 
 
 async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
     model = Counting()
 
-    async with TorchPolicy(lambda: model, 99).open(Worker()) as sampler:
+    async with TorchPolicy(lambda: model, 99).open(Worker()) as engine:
         with anyio.move_on_after(0):
-            await sampler.sample([prompt(1)] * 3, max_tokens=1)
-        await sampler.sample([prompt(2), prompt(4)], max_tokens=1)
+            await engine.generate([prompt(1)] * 3, max_tokens=1)
+        await engine.generate([prompt(2), prompt(4)], max_tokens=1)
 
     assert model.rows == [2]
 
@@ -223,21 +223,21 @@ async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
 async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
     asked, told = anyio.Event(), anyio.Event()
 
-    async def ask(sampler: TorchSampler) -> None:
+    async def ask(engine: TorchEngine) -> None:
         asked.set()
         with pytest.raises(anyio.ClosedResourceError):
-            await sampler.sample([prompt(1)], max_tokens=5)
+            await engine.generate([prompt(1)], max_tokens=5)
         told.set()
 
-    sampler = TorchSampler(TinyModel(), None, EOS, seeded(), max_rows=8)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, sampler)
+        engine = TorchEngine(TinyModel(), tasks, EOS, seeded(), max_rows=8)
+        tasks.start_soon(ask, engine)
         await asked.wait()
-        sampler.close()
+        engine.close()
         await told.wait()
 
     with pytest.raises(anyio.ClosedResourceError):
-        await sampler.sample([prompt(1)], max_tokens=5)
+        await engine.generate([prompt(1)], max_tokens=5)
 
 
 @pytest.mark.parametrize(
