@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,10 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..pipeline.weights import check_weights, specs_of
-from ..schemas import Array, GroupId, InvalidRecord, TrainBatch
-from .causal_model import CausalModel, causal_attend, positions_of
+from ..schemas import Array, GroupId, TrainBatch
+from .causal_model import CausalModel, packed_attend
 from .checkpoint import write_checkpoint
-from .losses import Loss, PPOClip, Scored, kl_k3, score_tokens
+from .losses import Loss, Mean, Metric, PPOClip, Scored, diagnostics, merge
+from .micro_batches import MicroBatch, micro_batches
+from .step_clock import StepClock
 
 __all__ = ["OptimizerRecipe", "Stateful", "TorchTrainer"]
 
@@ -60,18 +62,27 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TorchTrainer:
-    """Trains `model` on batches: `step(batch)` is one optimizer step. One thread at a time.
+    """Trains `model` on batches: `step(batch)` makes the next version of the weights. One thread at a time.
 
     Args:
         model: see `CausalModel`; trained in place, on the device its parameters are on.
         optimizer: makes the optimizer of the model's parameters.
-        loss: see `losses`.
+        loss: what is minimised; see `losses`.
         max_grad_norm: gradients longer than this are scaled down to it; None leaves them.
-        micro_batch_tokens: tokens of a micro-batch, before padding; a longer sequence stands alone. None takes the
-            batch whole. Loss and gradients are the same, but for rounding.
+        micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence stands in one of one row. None
+            takes the batch whole. Loss and gradients are the same, but for rounding.
         temperature: at which the policy samples; logits are divided by it, so that ratios to behavior_logprobs are 1
             on policy.
+        updates: optimizer updates on every batch, each on all of it. The weights before the first are the proximal
+            policy.
+        reference: a frozen model of the same vocabulary, which scores batches that bring no `ref_logprobs`.
+        autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
+            and the optimizer stay float32. None computes everything in the model's own dtype.
+        compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: what else a checkpoint keeps, by name: `{"normalizer": normalizer}`.
+
+    Raises:
+        ValueError: fewer than one update, or parameters that are not float32 beside `autocast`.
     """
 
     def __init__(
@@ -83,22 +94,34 @@ class TorchTrainer:
         max_grad_norm: float | None = 1.0,
         micro_batch_tokens: int | None = None,
         temperature: float = 1.0,
+        updates: int = 1,
+        reference: CausalModel | None = None,
+        autocast: torch.dtype | None = None,
+        compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's own word for it)
         state: Mapping[str, Stateful] | None = None,
     ) -> None:
+        if updates < 1:
+            raise ValueError(f"updates: expected at least 1, got {updates}")
         self._model = model
+        self._forward = model if compile is None else compile(model)
+        self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if autocast is not None:
+            _check_master_weights(self._parameters)
         self._optimizer = optimizer(self._parameters)
         self._loss = loss
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
+        self._updates = updates
+        self._autocast = autocast
         self._state = dict(state or {})
         self._steps = 0
         self._committed: dict[GroupId, int] = {}
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, those before a resumption included: the version of the weights."""
+        """Batches trained, those before a resumption included: the version of the weights."""
         return self._steps
 
     @property
@@ -113,58 +136,91 @@ class TorchTrainer:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on `batch` once; returns metrics.
+        """Train on `batch`; returns metrics.
 
-        `loss`, `entropy` (nats), `kl` (from the sampling policy to this one, k3), `ref_kl` (to the reference policy),
-        `grad_norm` before clipping, `lr`, and what the loss reports. All are means over the tokens that train.
+        `loss`, `grad_norm` before clipping, `lr`, what the loss reports, `losses.diagnostics`, and
+        `timing_s/{prepare,forward,backward,optimizer}`. Of several updates they are means, or the extremes of all.
 
         Raises:
             InvalidRecord: the batch lacks a column that training needs.
-            FloatingPointError: the gradient is not finite; the model is as it was.
+            FloatingPointError: the gradient is not finite; the model is as it was before the update.
         """
-        if batch.advantages is None:
-            raise InvalidRecord(
-                "advantages: expected a column, got none: put an AdvantageNormalizer before the trainer"
-            )
+        clock = StepClock(self._device)
         self._model.train()
+        parts = micro_batches(batch, self._micro_batch_tokens, self._device)
+        clock.lap("prepare")
+        metrics: dict[str, Metric] = {}
+        for _ in range(self._updates):
+            said = self._update(parts, batch, clock)
+            merge(metrics, {name: metric.over(self._updates) for name, metric in said.items()})
+        self._steps += 1
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        return {name: metric.value() for name, metric in metrics.items()} | {"lr": rate} | clock.seconds()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _update(self, parts: Sequence[MicroBatch], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
+        """One optimizer update on all of a batch; returns its metrics."""
         self._optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, float] = {}
-        for part in self._split(batch):
-            for name, share in self._accumulate(part).items():
-                sums[name] = sums.get(name, 0.0) + share
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm).item()
-        if not math.isfinite(norm):
+        metrics: dict[str, Metric] = {}
+        for part in parts:
+            merge(metrics, self._accumulate(part, batch, clock))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        if not norm.isfinite():
+            found = {name: metric.value() for name, metric in metrics.items()}
             raise FloatingPointError(
-                f"expected a finite gradient in step {self._steps + 1}, got norm {norm} with {sums}"
+                f"expected a finite gradient in step {self._steps + 1}, got norm {norm.item()} with {found}"
             )
         self._optimizer.step()
-        self._steps += 1
-        return sums | {"grad_norm": norm, "lr": float(self._optimizer.param_groups[0]["lr"])}
+        clock.lap("optimizer")
+        return metrics | {"grad_norm": Mean(norm)}
 
-    def _split(self, batch: TrainBatch) -> list[TrainBatch]:
-        return [batch] if self._micro_batch_tokens is None else batch.split(self._micro_batch_tokens)
-
-    def _accumulate(self, part: TrainBatch) -> dict[str, float]:
+    def _accumulate(self, part: MicroBatch, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Add the gradients of a micro-batch; returns its share of each metric."""
-        columns = _columns_of(part, self._parameters[0].device)
-        logits = self._model(
-            columns.tokens, positions=positions_of(columns.present), attend=causal_attend(columns.present)
-        )
-        if self._temperature != 1:
-            logits = logits / self._temperature
-        logprobs, entropy = score_tokens(logits, columns.tokens)
-        scored = Scored(
-            logprobs,
-            columns.mask,
-            columns.advantages,
-            columns.behavior_logprobs,
-            part.loss_tokens,
-            part.loss_sequences,
-        )
-        value, metrics = self._loss(scored)
+        scored = self._scored(part, batch)
+        value, said = self._loss(scored)
+        clock.lap("forward")
         torch.autograd.backward(value)
-        shares = {"loss": value, "entropy": scored.token_mean(entropy)} | dict(metrics)
-        return {name: share.item() for name, share in (shares | _divergences(scored, columns.ref_logprobs)).items()}
+        metrics = diagnostics(scored)
+        merge(metrics, {"loss": Mean(value.detach()), **said})
+        clock.lap("backward")
+        return metrics
+
+    def _scored(self, part: MicroBatch, batch: TrainBatch) -> Scored:
+        if part.ref_logprobs is None and self._reference is not None:
+            with torch.no_grad():
+                _, part.ref_logprobs = self._score(self._reference, part)
+        predicted, logprobs = self._score(self._forward, part)
+        scored = Scored(
+            predicted=predicted,
+            logprobs=logprobs,
+            advantages=part.advantages,
+            lengths=part.lengths,
+            loss_tokens=batch.loss_tokens,
+            loss_sequences=batch.loss_sequences,
+            behavior_logprobs=part.behavior_logprobs,
+            ref_logprobs=part.ref_logprobs,
+            proximal_logprobs=part.proximal_logprobs,
+            teacher_ids=part.teacher_ids,
+            teacher_logprobs=part.teacher_logprobs,
+        )
+        if part.proximal_logprobs is None:
+            part.proximal_logprobs = logprobs.detach()
+        return scored
+
+    def _score(self, model: Callable[..., Tensor], part: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[T, V] log-probabilities of the vocabulary where each token that trains stands, and [T] those of the tokens.
+
+        Logits are made float32 before anything is summed over the vocabulary, whatever the model computed in.
+        """
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
+        wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
+        wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
+        predicted = torch.log_softmax(wanted / self._temperature, dim=-1)
+        return predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -225,50 +281,13 @@ class TorchTrainer:
         _set_numpy_state(kept.numpy)
 
 
-class _Columns(NamedTuple):
-    """A micro-batch as tensors, right-padded."""
-
-    tokens: Tensor
-    """[B, L] int64."""
-    present: Tensor
-    """[B, L] bool, true on real tokens."""
-    mask: Tensor
-    """[B, L] bool, true on the tokens that train."""
-    advantages: Tensor
-    behavior_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-
-
-def _columns_of(part: TrainBatch, device: torch.device) -> _Columns:
-    padded, present = part.padded()
-
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(padded[name]).to(device)
-
-    def optional(name: str) -> Tensor | None:
-        return column(name) if name in padded else None
-
-    return _Columns(
-        tokens=column("tokens").long(),
-        present=torch.from_numpy(present).to(device),
-        mask=column("loss_mask"),
-        advantages=column("advantages"),
-        behavior_logprobs=optional("behavior_logprobs"),
-        ref_logprobs=optional("ref_logprobs"),
-    )
-
-
-@torch.no_grad()
-def _divergences(scored: Scored, ref_logprobs: Tensor | None) -> dict[str, Tensor]:
-    """Shares of `kl`, estimated from samples of the sampling policy, and of `ref_kl`, of which they are too."""
-    shares: dict[str, Tensor] = {}
-    if scored.behavior_logprobs is not None:
-        _, log_ratio = scored.ratio()
-        shares["kl"] = scored.token_mean(kl_k3(log_ratio))
-    if ref_logprobs is not None:
-        difference = torch.where(scored.mask, ref_logprobs - scored.logprobs, 0.0)
-        shares["ref_kl"] = scored.token_mean(kl_k3(difference))
-    return shares
+def _check_master_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+    found = {parameter.dtype for parameter in parameters} - {torch.float32}
+    if found:
+        raise ValueError(
+            f"expected parameters in float32 beside autocast, which casts a copy where that is safe, got "
+            f"{', '.join(sorted(map(str, found)))}: make the model with model.float()"
+        )
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,25 @@
+"""What a trainer reports of every micro-batch, whatever it minimises."""
+
+from __future__ import annotations
+
+import torch
+
+from .kl import kl_estimate
+from .metrics import Mean, Metric, weights_metrics
+from .scored import Scored, entropy_of
+
+__all__ = ["diagnostics"]
+
+
+@torch.no_grad()
+def diagnostics(scored: Scored) -> dict[str, Metric]:
+    """`entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
+    said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy_of(scored.predicted)))}
+    if scored.behavior_logprobs is not None:
+        log_ratio = scored.log_ratio("behavior")
+        said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3")))
+        said["kl_k1"] = Mean(scored.token_mean(-log_ratio))
+        said |= weights_metrics("ratio", log_ratio.exp(), scored)
+    if scored.ref_logprobs is not None:
+        said["ref_kl"] = Mean(scored.token_mean(kl_estimate(scored.logprobs - scored.ref_logprobs, "k3")))
+    return said

@@ -1,0 +1,25 @@
+"""Entropy of the policy, as a term of a loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .scored import Scored, entropy_of
+from .terms import PerToken, Term
+
+__all__ = ["Entropy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entropy(Term):
+    """The entropy in nats of the distribution each token was drawn from, over the whole vocabulary.
+
+    What a loss adds is made smaller, so a bonus is subtracted: `PPOClip() - 0.01 * Entropy()`.
+    """
+
+    name: ClassVar[str] = "entropy"
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """See `Term`."""
+        return PerToken(entropy_of(scored.predicted), {})

@@ -1,0 +1,137 @@
+"""Metrics of a loss, in the form in which micro-batches and ranks can be put together: shares add up, extremes do not.
+
+A mean of means is not the mean: what is a mean over the tokens that train travels as a share of the global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from .scored import Scored
+
+__all__ = ["EffectiveSamples", "Highest", "Lowest", "Mean", "Metric", "merge", "weights_metrics"]
+
+
+class Metric(Protocol):
+    """A part of a number."""
+
+    def merged(self, other: Self, /) -> Self:
+        """What this part and another come to."""
+        ...
+
+    def over(self, updates: int, /) -> Self:
+        """This part where the number is one over so many updates on the same batch."""
+        ...
+
+    def value(self) -> float:
+        """The number, of all parts merged. Waits for the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over the global batch."""
+
+    share: Tensor
+    """[] detached."""
+
+    def merged(self, other: Mean, /) -> Mean:
+        """See `Metric`."""
+        return Mean(self.share + other.share)
+
+    def over(self, updates: int, /) -> Mean:
+        """See `Metric`."""
+        return Mean(self.share / updates)
+
+    def value(self) -> float:
+        """See `Metric`."""
+        return self.share.item()
+
+
+@dataclass(frozen=True, slots=True)
+class Highest:
+    """The largest of the global batch."""
+
+    found: Tensor
+    """[] detached."""
+
+    def merged(self, other: Highest, /) -> Highest:
+        """See `Metric`."""
+        return Highest(torch.maximum(self.found, other.found))
+
+    def over(self, updates: int, /) -> Highest:  # noqa: ARG002 (an extreme is one over any number of updates)
+        """See `Metric`."""
+        return self
+
+    def value(self) -> float:
+        """See `Metric`."""
+        return self.found.item()
+
+
+@dataclass(frozen=True, slots=True)
+class Lowest:
+    """The smallest of the global batch."""
+
+    found: Tensor
+    """[] detached."""
+
+    def merged(self, other: Lowest, /) -> Lowest:
+        """See `Metric`."""
+        return Lowest(torch.minimum(self.found, other.found))
+
+    def over(self, updates: int, /) -> Lowest:  # noqa: ARG002 (as above)
+        """See `Metric`."""
+        return self
+
+    def value(self) -> float:
+        """See `Metric`."""
+        return self.found.item()
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSamples:
+    """(mean w)² / mean w²: the share of the tokens that a mean weighted by w rests upon, 1 where all weigh the same.
+
+    Kong, "A note on importance sampling using standardized weights" (1992), divided by the number of samples.
+    """
+
+    mean: Mean
+    mean_square: Mean
+
+    def merged(self, other: EffectiveSamples, /) -> EffectiveSamples:
+        """See `Metric`."""
+        return EffectiveSamples(self.mean.merged(other.mean), self.mean_square.merged(other.mean_square))
+
+    def over(self, updates: int, /) -> EffectiveSamples:
+        """See `Metric`."""
+        return EffectiveSamples(self.mean.over(updates), self.mean_square.over(updates))
+
+    def value(self) -> float:
+        """See `Metric`."""
+        square = self.mean_square.value()
+        return self.mean.value() ** 2 / square if square else 0.0
+
+
+def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
+    """Merge every metric of `more` with that of its name."""
+    for name, metric in more.items():
+        into[name] = into[name].merged(metric) if name in into else metric
+
+
+def weights_metrics(name: str, weights: Tensor, scored: Scored) -> dict[str, Metric]:
+    """What there is to say of `weights` [T]: `<name>/{mean,max,min,effective_sample_size}`."""
+    kept = weights.detach()
+    mean = Mean(scored.token_mean(kept))
+    said: dict[str, Metric] = {
+        f"{name}/mean": mean,
+        f"{name}/effective_sample_size": EffectiveSamples(mean, Mean(scored.token_mean(kept**2))),
+    }
+    if len(kept):  # of nothing there is no largest
+        lowest, highest = kept.aminmax()
+        said |= {f"{name}/max": Highest(highest), f"{name}/min": Lowest(lowest)}
+    return said

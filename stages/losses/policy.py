@@ -1,0 +1,192 @@
+"""Policy terms: what makes good tokens likelier and bad ones less likely. A is the advantage of a token.
+
+Every ratio is π/π_old. `old` says which policy that is: "behavior", the one that sampled, whose log-probabilities came
+with the data, or "proximal", the one that stood when training on the batch began. With the former, the ratio bounds the
+step and corrects for stale samples at once; with the latter it bounds the step alone, and what it leaves uncorrected
+can be had from an `ImportanceWeight`.
+
+Knows no model, no optimizer, no batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from .metrics import Mean, Metric
+from .scored import OldPolicy, Scored, clamped
+from .terms import PerToken, Term
+
+if TYPE_CHECKING:
+    from .importance import ImportanceWeight, Weighted
+
+__all__ = ["CISPO", "GSPO", "AdvantageWeighted", "PPOClip", "PolicyTerm"]
+
+
+class PolicyTerm(Term):
+    """A term that can be weighted for samples of another policy: `term * ImportanceWeight()`."""
+
+    __slots__ = ()
+
+    name: ClassVar[str] = "policy"
+
+    @property
+    @abstractmethod
+    def corrects(self) -> bool:
+        """Whether the term corrects for samples of another policy by itself: a weight would do so twice."""
+
+    def uncorrected(self, scored: Scored, /) -> Tensor:
+        """[T] log of what a weight has to make up for: the policy that the term takes for the sampling one, over it.
+
+        Raises:
+            InvalidRecord: the batch does not tell the behavior log-probabilities.
+        """
+        return clamped(scored.proximal() - scored.behavior())
+
+    def __mul__(self, weight: ImportanceWeight) -> Weighted:
+        return weight.of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageWeighted(PolicyTerm):
+    """−A · log π(token): the plain policy gradient, REINFORCE with whatever baseline is in the advantages.
+
+    Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. Right
+    on policy only: where the samples are stale, weight it (`* ImportanceWeight()`), or take one that bounds the step.
+    """
+
+    @property
+    def corrects(self) -> bool:
+        """See `PolicyTerm`."""
+        return False
+
+    def uncorrected(self, scored: Scored, /) -> Tensor:
+        """See `PolicyTerm`: here it is the policy as it is now."""
+        return scored.log_ratio("behavior").detach()
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """See `Term`."""
+        return PerToken(-scored.advantages * scored.logprobs, {})
+
+
+@dataclass(frozen=True, slots=True)
+class PPOClip(PolicyTerm):
+    """−min(r · A, clip(r, 1 − clip_low, 1 + clip_high) · A), where r = π/π_old of each token.
+
+    Schulman et al., "Proximal Policy Optimization" (2017). `clip_high` above `clip_low` is clip-higher of DAPO (Yu et
+    al., 2025). `dual_clip` c bounds what a token costs by −c · A where A < 0 (Ye et al., "Mastering Complex Control in
+    MOBA Games", 2020); c is above 1, and 3 is usual. Against the proximal policy and weighted, it is the decoupled
+    objective of Hilton et al., "Batch size-invariance for policy optimization" (2021). Log-ratios are clamped to ±20.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    old: OldPolicy = "behavior"
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"expected dual_clip above 1, got {self.dual_clip}")
+
+    @property
+    def corrects(self) -> bool:
+        """See `PolicyTerm`."""
+        return self.old == "behavior"
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """See `Term`. `pg_clipfrac`: share of tokens that are clipped; `/low`, `/high`, `/dual`: at which bound."""
+        ratio, advantages = scored.log_ratio(self.old).exp(), scored.advantages
+        values, metrics = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
+        if self.dual_clip is not None:
+            bound = -self.dual_clip * advantages
+            beyond = (advantages < 0) & (values > bound)
+            values = torch.where(beyond, bound, values)
+            metrics["pg_clipfrac/dual"] = _fraction(beyond, scored)
+        return PerToken(values, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class GSPO(PolicyTerm):
+    """−min(s · A, clip(s, 1 − clip_low, 1 + clip_high) · A), where s = exp(mean log π/π_old over a sequence's tokens).
+
+    Zheng et al., "Group Sequence Policy Optimization" (2025), in the form they call GSPO-token: the value of s is the
+    sequence's, its gradient that of the token, so that tokens of one sequence may have advantages of their own. Where
+    they do not, it is GSPO. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    old: OldPolicy = "behavior"
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+    @property
+    def corrects(self) -> bool:
+        """See `PolicyTerm`."""
+        return self.old == "behavior"
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """See `Term`. Metrics as of `PPOClip`."""
+        log_ratio = scored.log_ratio(self.old).detach()
+        of_sequence = (scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)).exp()
+        ratio = scored.spread(of_sequence)
+        moving = ratio * (scored.logprobs - scored.logprobs.detach()).exp()
+        return PerToken(*_clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored))
+
+
+@dataclass(frozen=True, slots=True)
+class CISPO(PolicyTerm):
+    """−clip(r, lowest, highest) · A · log π(token), where r = π/π_old of each token, and no gradient flows through it.
+
+    MiniMax, "MiniMax-M1" (2025). No token loses its gradient, be it clipped. The bounds are on the ratio itself: what
+    verl and SkyRL call ε is `lowest` = 1 − ε, `highest` = 1 + ε; TRL's epsilon_high is `highest`.
+    """
+
+    lowest: float = 0.0
+    highest: float = 5.0
+    old: OldPolicy = "behavior"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest < 1 < self.highest:
+            raise ValueError(f"expected 0 <= lowest < 1 < highest, got {self.lowest} and {self.highest}")
+
+    @property
+    def corrects(self) -> bool:
+        """See `PolicyTerm`."""
+        return self.old == "behavior"
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """See `Term`. Metrics as of `PPOClip`; they tell of either sign of the advantage."""
+        ratio = scored.log_ratio(self.old).detach().exp()
+        values = -ratio.clamp(self.lowest, self.highest) * scored.advantages * scored.logprobs
+        return PerToken(values, _clip_fractions(ratio < self.lowest, ratio > self.highest, scored))
+
+
+def _check_clip(low: float, high: float) -> None:
+    if not (0 < low < 1 and high > 0):
+        raise ValueError(f"expected 0 < clip_low < 1 and clip_high > 0, got {low} and {high}")
+
+
+def _clipped(
+    ratio: Tensor, of_which: Tensor, bounds: tuple[float, float], scored: Scored
+) -> tuple[Tensor, dict[str, Metric]]:
+    """[T] −min(r · A, clip(r) · A), which bounds what is gained and never what is lost; and who is at a bound."""
+    low, high = bounds
+    advantages = scored.advantages
+    values = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    return values, _clip_fractions((of_which < low) & (advantages < 0), (of_which > high) & (advantages > 0), scored)
+
+
+def _clip_fractions(low: Tensor, high: Tensor, scored: Scored) -> dict[str, Metric]:
+    at_low, at_high = _fraction(low, scored), _fraction(high, scored)
+    return {"pg_clipfrac": at_low.merged(at_high), "pg_clipfrac/low": at_low, "pg_clipfrac/high": at_high}
+
+
+def _fraction(which: Tensor, scored: Scored) -> Mean:
+    return Mean(scored.token_mean(which.to(scored.logprobs.dtype)))

@@ -1,0 +1,119 @@
+"""What a loss sees of a micro-batch: the tokens that train, one sequence after another, and nothing else.
+
+No prompt, no padding and no mask gets here, so none can leak into a loss. Whose logits predict which token, the trainer
+has settled: row t of `predicted` is the distribution that token t was drawn from.
+
+Axes: T tokens that train, S sequences of the micro-batch, V vocabulary, K candidates of a teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...schemas import InvalidRecord
+
+__all__ = ["LOG_RATIO_BOUND", "OldPolicy", "Scored", "clamped", "entropy_of"]
+
+OldPolicy: TypeAlias = Literal["behavior", "proximal"]
+"""Against which policy a ratio is: the one that sampled, or the one that stood when training on the batch began."""
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ±20 before they are exponentiated: far outside any trust region, and still
+finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The tokens of one micro-batch that train, scored by the policy."""
+
+    predicted: Tensor
+    """[T, V] log-probability of the whole vocabulary where each token stands; the gradient flows through it."""
+    logprobs: Tensor
+    """[T] log-probability of each token itself; the gradient flows through it."""
+    advantages: Tensor
+    """[T]."""
+    lengths: Tensor
+    """[S] int64, how many of the T tokens each sequence has; they lie one sequence after another."""
+    loss_tokens: int
+    """Tokens that train in the *global* batch."""
+    loss_sequences: int
+    """Sequences with at least one such token in the *global* batch."""
+    behavior_logprobs: Tensor | None = None
+    """[T] log-probability under the policy that sampled."""
+    ref_logprobs: Tensor | None = None
+    """[T] log-probability under the reference policy."""
+    proximal_logprobs: Tensor | None = None
+    """[T] log-probability under the policy that stood when training on this batch began. None in the first update on a
+    batch, where that is the policy itself."""
+    teacher_ids: Tensor | None = None
+    """[T, K] candidates of the teacher, −1 where there are fewer."""
+    teacher_logprobs: Tensor | None = None
+    """[T, K]."""
+
+    def log_ratio(self, old: OldPolicy) -> Tensor:
+        """[T] log π/π_old of each token, clamped to ±20.
+
+        Raises:
+            InvalidRecord: the batch does not tell the behavior log-probabilities.
+        """
+        return clamped(self.logprobs - (self.proximal() if old == "proximal" else self.behavior()))
+
+    def proximal(self) -> Tensor:
+        """[T] log-probability under the policy that stood when training on this batch began; no gradient flows."""
+        return self.logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
+
+    def behavior(self) -> Tensor:
+        """[T] log-probability under the policy that sampled.
+
+        Raises:
+            InvalidRecord: the batch does not tell it.
+        """
+        if self.behavior_logprobs is None:
+            raise InvalidRecord(
+                "behavior_logprobs: expected a column, got none: have the sampler record them, "
+                "or train with AdvantageWeighted, which needs none"
+            )
+        return self.behavior_logprobs
+
+    def reference(self) -> Tensor:
+        """[T] log-probability under the reference policy.
+
+        Raises:
+            InvalidRecord: neither the batch nor the trainer tells it.
+        """
+        if self.ref_logprobs is None:
+            raise InvalidRecord(
+                "ref_logprobs: expected a column, got none: give the TorchTrainer a `reference` model, "
+                "or leave KL out of the loss"
+            )
+        return self.ref_logprobs
+
+    def token_mean(self, values: Tensor) -> Tensor:
+        """[] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""
+        return values.sum() / max(1, self.loss_tokens)
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """[S] the sum of `values` [T] over each sequence."""
+        sums: Tensor = torch.segment_reduce(
+            values, "sum", lengths=self.lengths, unsafe=True
+        )  # which allows none at all
+        return sums
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[T] of `values` [S], that of each token's sequence."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within what may be exponentiated."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def entropy_of(predicted: Tensor) -> Tensor:
+    """[T] entropy in nats of distributions given as log-probabilities [T, V]; what is impossible adds nothing."""
+    finite = torch.where(predicted.isneginf(), 0.0, predicted)
+    return -(predicted.exp() * finite).sum(-1)

@@ -1,0 +1,178 @@
+"""What is minimised, written as the sum that it is: `PPOClip() + 0.001 * KL("k3") - 0.01 * Entropy()`.
+
+A term says what each token costs; the sum is made one number by `aggregated`, in one way for all its terms, and every
+such number is a share of the *global* batch's: losses and gradients of micro-batches and of ranks add up to those of
+the whole (a mean of means does not).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
+
+from torch import Tensor
+
+from .metrics import Mean, Metric, merge
+from .scored import Scored
+
+__all__ = ["Aggregated", "Aggregation", "Loss", "LossValue", "PerToken", "Sum", "Summand", "Term"]
+
+Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How what the tokens cost becomes one number, by the names verl and ROLL use: the mean over all tokens; the mean over
+sequences of their sums; of their means; of their sums divided by a constant. A sequence counts if it has a token that
+trains."""
+
+
+class PerToken(NamedTuple):
+    """What a term makes of a micro-batch."""
+
+    values: Tensor
+    """[T] what each token costs."""
+    metrics: Mapping[str, Metric]
+
+
+class LossValue(NamedTuple):
+    """What a loss makes of a micro-batch."""
+
+    loss: Tensor
+    """[] to be differentiated; adds up over micro-batches."""
+    metrics: Mapping[str, Metric]
+
+
+class Loss(Protocol):
+    """What a trainer minimises."""
+
+    def __call__(self, scored: Scored, /) -> LossValue:
+        """The loss of one micro-batch, as a share of the global batch's.
+
+        Raises:
+            InvalidRecord: the batch lacks a column that this loss needs.
+        """
+        ...
+
+
+class Summand(ABC):
+    """What can be added and scaled: a term, or a sum of them. As a loss, it is the mean over all tokens."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def parts(self) -> tuple[tuple[float, Term], ...]:
+        """Each term with its factor."""
+
+    def aggregated(self, aggregation: Aggregation, *, longest: int | None = None) -> Aggregated:
+        """The loss that this sum comes to; `longest` as in `Aggregated`."""
+        return Aggregated(Sum(self.parts()), aggregation, longest)
+
+    def __call__(self, scored: Scored, /) -> LossValue:
+        """See `Loss`."""
+        return self.aggregated("token-mean")(scored)
+
+    def __add__(self, other: Summand) -> Sum:
+        return Sum(self.parts() + other.parts())
+
+    def __sub__(self, other: Summand) -> Sum:
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> Sum:
+        return Sum(tuple((factor * each, term) for each, term in self.parts()))
+
+
+class Term(Summand):
+    """One thing that is minimised, token by token. To make one of your own, say `per_token` and a `name`."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Under which a loss of several terms reports what this one comes to: `loss/<name>`."""
+
+    @abstractmethod
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """What each token costs.
+
+        Raises:
+            InvalidRecord: the batch lacks a column that this term needs.
+        """
+
+    def parts(self) -> tuple[tuple[float, Term], ...]:
+        """See `Summand`."""
+        return ((1.0, self),)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Sum(Summand):
+    """Terms, each with its factor."""
+
+    terms: tuple[tuple[float, Term], ...]
+
+    def __repr__(self) -> str:
+        signed = "".join(f" {'-' if factor < 0 else '+'} {_scaled(abs(factor), term)}" for factor, term in self.terms)
+        return signed.removeprefix(" + ").strip()
+
+    def parts(self) -> tuple[tuple[float, Term], ...]:
+        """See `Summand`."""
+        return self.terms
+
+
+def _scaled(factor: float, term: Term) -> str:
+    return repr(term) if factor == 1 else f"{factor:g} * {term!r}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Aggregated:
+    """A sum of terms as one number. A `Loss`.
+
+    Args:
+        total: what is summed.
+        aggregation: how; see `Aggregation`.
+        longest: what `seq-mean-token-sum-norm` divides by besides: the budget of tokens of a completion. A constant of
+            the run, for the longest completion at hand would differ from one micro-batch to the next.
+
+    Raises:
+        ValueError: an unknown aggregation, or `longest` missing or without use.
+    """
+
+    total: Sum
+    aggregation: Aggregation
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in get_args(Aggregation):
+            raise ValueError(
+                f"aggregation: expected one of {', '.join(get_args(Aggregation))}, got {self.aggregation!r}"
+            )
+        if (self.aggregation == "seq-mean-token-sum-norm") != (self.longest is not None):
+            raise ValueError(
+                f"longest: expected with 'seq-mean-token-sum-norm' and only there, got {self.longest} "
+                f"with {self.aggregation!r}"
+            )
+        if self.longest is not None and self.longest < 1:
+            raise ValueError(f"longest: expected at least 1, got {self.longest}")
+
+    def __repr__(self) -> str:
+        longest = "" if self.longest is None else f", longest={self.longest}"
+        return f"({self.total!r}).aggregated({self.aggregation!r}{longest})"
+
+    def __call__(self, scored: Scored, /) -> LossValue:
+        """See `Loss`. Of several terms, each is reported by itself, before its factor."""
+        shares = self._shares(scored)
+        loss, metrics = scored.logprobs.new_zeros(()), dict[str, Metric]()
+        for factor, term in self.total.terms:
+            values, said = term.per_token(scored)
+            costs = (values * shares).sum()
+            loss = loss + factor * costs
+            merge(metrics, said)
+            if len(self.total.terms) > 1:
+                merge(metrics, {f"loss/{term.name}": Mean(costs.detach())})
+        return LossValue(loss, metrics)
+
+    def _shares(self, scored: Scored) -> Tensor | float:
+        """[T] or one for all: what a token's cost is multiplied by."""
+        if self.aggregation == "token-mean":
+            return 1 / max(1, scored.loss_tokens)
+        one = 1 / max(1, scored.loss_sequences)
+        if self.aggregation == "seq-mean-token-mean":
+            return scored.spread(one / scored.lengths.to(scored.logprobs.dtype))
+        return one if self.longest is None else one / self.longest

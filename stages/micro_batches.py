@@ -1,0 +1,170 @@
+"""Micro-batches: the sequences of a batch laid out in rows for a model, several in a row where they fit.
+
+A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with positions of its own and
+seeing itself alone, so that little is computed for padding. Long sequences come first, beside others of their kind.
+
+Which logits predict which token is settled here: token t of a sequence is predicted at t − 1, the first by nothing. Of
+everything that is known of tokens, only that of tokens which train goes on.
+
+Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order of their sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappush, heapreplace
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..schemas import Array, InvalidRecord, TrainBatch
+
+__all__ = ["MicroBatch", "lay_out", "micro_batches"]
+
+Rows: TypeAlias = list[list[int]]
+"""Of each row, the sequences that lie in it."""
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Some sequences of a batch, as tensors."""
+
+    tokens: Tensor
+    """[R, W] int64, 0 where there is none."""
+    positions: Tensor
+    """[R, W] int64, position of each token within its sequence."""
+    sequences: Tensor
+    """[R, W] int64, which sequence each token is of; −1 where there is none."""
+    predicted_at: Tensor
+    """[T] int64, where in R · W stand the logits that predict each token that trains."""
+    targets: Tensor
+    """[T] int64, the tokens that train."""
+    lengths: Tensor
+    """[S] int64, how many tokens of each sequence train."""
+    advantages: Tensor
+    """[T]."""
+    behavior_logprobs: Tensor | None
+    """[T]."""
+    ref_logprobs: Tensor | None
+    """[T], of the batch or, filled in by the trainer, of its reference model."""
+    teacher_ids: Tensor | None
+    """[T, K]."""
+    teacher_logprobs: Tensor | None
+    """[T, K]."""
+    proximal_logprobs: Tensor | None = None
+    """[T], filled in by the trainer's first update on the batch."""
+
+
+def micro_batches(batch: TrainBatch, max_tokens: int | None, device: torch.device) -> list[MicroBatch]:
+    """`batch` in micro-batches of at most `max_tokens` tokens, padding included; see `lay_out`.
+
+    Raises:
+        InvalidRecord: there are no advantages, or the first token of a sequence is to train.
+    """
+    if batch.advantages is None:
+        raise InvalidRecord("advantages: expected a column, got none: put an AdvantageNormalizer before the trainer")
+    lengths = batch.lengths()
+    if batch.loss_mask[batch.cu_seqlens[:-1][lengths > 0]].any():
+        raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
+    laid = lay_out(lengths.tolist(), max_tokens)
+    return [_laid_out(batch, batch.advantages, rows, lengths, device) for rows in laid]
+
+
+def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
+    """Sequences of those lengths in micro-batches of rows; empty ones are left out.
+
+    Rows times width is at most `max_tokens`, unless the longest sequence is longer: then there is one row of its
+    width. None for one micro-batch of as many rows as it takes.
+
+    >>> lay_out([3, 8, 5, 2], max_tokens=None)
+    [[[1], [2, 0], [3]]]
+    """
+    laid: list[Rows] = []
+    waiting = sorted((s for s, length in enumerate(lengths) if length), key=lambda s: -lengths[s])
+    while waiting:
+        rows, waiting = _fill(waiting, lengths, max_tokens)
+        laid.append(rows)
+    return laid
+
+
+def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tuple[Rows, list[int]]:
+    """One micro-batch of the longest sequences of `waiting` and what fits beside them; and who goes on waiting."""
+    width, shortest = lengths[waiting[0]], lengths[waiting[-1]]
+    most = len(waiting) if max_tokens is None else max(1, max_tokens // width)
+    rows: Rows = []
+    filled: list[tuple[int, int]] = []  # a heap: of each row, how much of it is filled, and its number
+    left: list[int] = []
+    for index, sequence in enumerate(waiting):
+        length = lengths[sequence]
+        if filled and filled[0][0] + length <= width:
+            used, row = filled[0]
+            heapreplace(filled, (used + length, row))
+            rows[row].append(sequence)
+        elif len(rows) < most:
+            heappush(filled, (length, len(rows)))
+            rows.append([sequence])
+        elif filled[0][0] + shortest > width:
+            return rows, left + waiting[index:]
+        else:
+            left.append(sequence)
+    return rows, left
+
+
+def _laid_out(
+    batch: TrainBatch, advantages: Array, rows: Rows, lengths: NDArray[np.int64], device: torch.device
+) -> MicroBatch:
+    order = np.array(list(chain.from_iterable(rows)))
+    width = int(lengths[order[0]])
+    many = lengths[order]
+    positions = _ranges(many)
+    taken = np.repeat(batch.cu_seqlens[order], many) + positions
+    at = np.repeat(_starts(rows, lengths.tolist(), width), many) + positions
+    owner = np.repeat(np.arange(len(order)), many)
+    trains = batch.loss_mask[taken]
+
+    def rectangle(values: Array, fill: int) -> Tensor:
+        flat = np.full(len(rows) * width, fill, np.int64)
+        flat[at] = values
+        return torch.from_numpy(flat).view(len(rows), width).to(device)
+
+    def column(values: Array) -> Tensor:
+        return torch.from_numpy(values[taken[trains]]).to(device)
+
+    def optional(values: Array | None) -> Tensor | None:
+        return None if values is None else column(values)
+
+    return MicroBatch(
+        tokens=rectangle(batch.tokens[taken], 0),
+        positions=rectangle(positions, 0),
+        sequences=rectangle(owner, -1),
+        predicted_at=torch.from_numpy(at[trains] - 1).to(device),
+        targets=column(batch.tokens).long(),
+        lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),
+        advantages=column(advantages),
+        behavior_logprobs=optional(batch.behavior_logprobs),
+        ref_logprobs=optional(batch.ref_logprobs),
+        teacher_ids=optional(batch.teacher_ids),
+        teacher_logprobs=optional(batch.teacher_logprobs),
+    )
+
+
+def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 to n − 1 for each n of `counts`, one behind the other."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+
+
+def _starts(rows: Iterable[list[int]], lengths: list[int], width: int) -> NDArray[np.int64]:
+    """Where each sequence begins, in the order of the rows, which lie one behind the other."""
+    starts: list[int] = []
+    for number, row in enumerate(rows):
+        start = number * width
+        for sequence in row:
+            starts.append(start)
+            start += lengths[sequence]
+    return np.array(starts)

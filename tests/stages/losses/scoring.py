@@ -1,0 +1,90 @@
+"""What a loss sees, made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.stages.losses import (
+    CISPO,
+    GSPO,
+    KL,
+    AdvantageWeighted,
+    Entropy,
+    ImportanceWeight,
+    Loss,
+    PPOClip,
+    Scored,
+)
+
+LOSSES: list[Loss] = [
+    AdvantageWeighted(),
+    AdvantageWeighted().aggregated("seq-mean-token-mean"),
+    AdvantageWeighted() * ImportanceWeight(high=1.2),
+    PPOClip(),
+    PPOClip(clip_high=0.4).aggregated("seq-mean-token-sum"),
+    PPOClip(dual_clip=1.5).aggregated("seq-mean-token-sum-norm", longest=8),
+    PPOClip(old="proximal") * ImportanceWeight(high=1.3, low=0.7, beyond="mask"),
+    (PPOClip(old="proximal") * ImportanceWeight(level="sequence")).aggregated("seq-mean-token-mean"),
+    GSPO(clip_low=0.1, clip_high=0.2).aggregated("seq-mean-token-mean"),
+    CISPO(highest=1.2),
+    PPOClip() + 0.1 * KL("k1"),
+    (PPOClip() + 0.1 * KL("k2")).aggregated("seq-mean-token-sum"),
+    PPOClip() + 0.1 * KL("k3") - 0.01 * Entropy(),
+    GSPO(old="proximal") * ImportanceWeight(high=math.inf, level="sequence") + KL() - Entropy(),
+]
+"""At least one of every kind."""
+
+HOLDING: list[Loss] = [AdvantageWeighted() * ImportanceWeight(high=1.2), CISPO(highest=1.2)]
+"""Those of them that hold a number that depends on the policy: a finite difference would move it."""
+
+
+def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:
+    """One sequence, or some of those `lengths`, as a batch of its own."""
+    kept = [len(logprobs)] if lengths is None else lengths
+    given: dict[str, Any] = {
+        "predicted": logprobs[:, None],
+        "lengths": torch.tensor(kept),
+        "loss_tokens": len(logprobs),
+        "loss_sequences": sum(length > 0 for length in kept),
+    }
+    return Scored(logprobs=logprobs, advantages=advantages, **(given | columns))
+
+
+def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
+    """Five sequences of float64, the last of which has no token that trains; policies differ by up to a factor e."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    predicted = torch.log_softmax(uniform(count, 3), dim=-1)
+    return scored(
+        -uniform(count),
+        uniform(count) - 0.5,
+        lengths=list(lengths),
+        predicted=predicted,
+        behavior_logprobs=-uniform(count),
+        proximal_logprobs=-uniform(count),
+        ref_logprobs=-uniform(count),
+    )
+
+
+def part_of(whole: Scored, sequences: Tensor) -> Scored:
+    """A micro-batch: some sequences of the whole, with the totals of the whole."""
+    owner = torch.arange(len(whole.lengths)).repeat_interleave(whole.lengths)
+    tokens = torch.isin(owner, sequences)
+    columns = ("predicted", "logprobs", "advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs")
+    taken = {name: getattr(whole, name)[tokens] for name in columns}
+    return replace(whole, lengths=whole.lengths[sequences], **taken)
+
+
+def slope(value: Tensor, variable: Tensor) -> Tensor:
+    """The derivative of `value` with respect to `variable`."""
+    (gradient,) = torch.autograd.grad(value, variable)
+    return gradient

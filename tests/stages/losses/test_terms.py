@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.stages.losses.scoring import random, scored
+
+from penstock.schemas import InvalidRecord
+from penstock.stages.losses import (
+    KL,
+    AdvantageWeighted,
+    Aggregated,
+    Aggregation,
+    Entropy,
+    PPOClip,
+    entropy_of,
+    kl_estimate,
+)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "longest", "expected"),
+    [
+        ("token-mean", None, (1 + 2 + 3) / 3),
+        ("seq-mean-token-sum", None, ((1 + 2) + 3) / 2),
+        ("seq-mean-token-mean", None, ((1 + 2) / 2 + 3) / 2),
+        ("seq-mean-token-sum-norm", 10, ((1 + 2) / 10 + 3 / 10) / 2),
+    ],
+)
+def test_what_each_aggregation_makes_of_two_sequences(
+    aggregation: Aggregation, longest: int | None, expected: float
+) -> None:
+    costs = scored(torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), lengths=[2, 0, 1])
+
+    loss = AdvantageWeighted().aggregated(aggregation, longest=longest)
+
+    assert loss(costs).loss.item() == pytest.approx(expected)
+
+
+def test_a_loss_is_the_sum_that_is_written_down_and_tells_its_parts() -> None:
+    given = random()
+    policy, divergence, entropy = (term(given).loss for term in (PPOClip(), KL("k2"), Entropy()))
+
+    value, metrics = (0.5 * PPOClip() + 0.1 * KL("k2") - 0.01 * Entropy())(given)
+
+    assert value.item() == pytest.approx((0.5 * policy + 0.1 * divergence - 0.01 * entropy).item())
+    assert {name: metrics[f"loss/{name}"].value() for name in ("policy", "kl", "entropy")} == pytest.approx(
+        {"policy": policy.item(), "kl": divergence.item(), "entropy": entropy.item()}
+    )
+
+
+def test_a_loss_reads_as_it_was_written() -> None:
+    loss = (AdvantageWeighted() + 0.1 * KL("k2") - 2 * (0.5 * Entropy())).aggregated("token-mean")
+
+    assert repr(loss) == "(AdvantageWeighted() + 0.1 * KL(estimator='k2') - Entropy()).aggregated('token-mean')"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PPOClip().aggregated("mean"), "aggregation: expected one of token-mean, "),  # type: ignore[arg-type]
+        (lambda: PPOClip().aggregated("seq-mean-token-sum-norm"), "longest: expected with 'seq-mean-token-sum-norm'"),
+        (lambda: PPOClip().aggregated("token-mean", longest=3), "longest: expected with 'seq-mean-token-sum-norm'"),
+        (lambda: PPOClip().aggregated("seq-mean-token-sum-norm", longest=0), "longest: expected at least 1, got 0"),
+    ],
+)
+def test_aggregations_that_make_no_sense_are_refused(make: Callable[[], Aggregated], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# -- kl ----------------------------------------------------------------------------------------------------------------
+
+
+def test_k1_and_k3_average_to_the_divergence_and_k3_is_never_negative() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0) for _ in range(2))
+    divergence = (p * (p / q).log()).sum().item()
+
+    k1, k3 = kl_estimate((p / q).log(), "k1"), kl_estimate((p / q).log(), "k3")
+
+    assert (k3 >= 0).all()
+    assert [(p * each).sum().item() for each in (k1, k3)] == pytest.approx([divergence, divergence])
+
+
+def test_on_policy_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_is_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, other = (torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    log_p, log_q = torch.log_softmax(logits, 0), torch.log_softmax(other, 0).detach()
+    p = log_p.detach().exp()
+
+    exact, k1, k2 = (
+        torch.autograd.grad(value, logits, retain_graph=True)[0]
+        for value in (
+            (log_p.exp() * (log_p - log_q)).sum(),
+            (p * kl_estimate(log_p - log_q, "k1")).sum(),
+            (p * kl_estimate(log_p - log_q, "k2")).sum(),
+        )
+    )
+
+    torch.testing.assert_close(k2, exact)
+    torch.testing.assert_close(k1, torch.zeros_like(k1))
+
+
+def test_a_divergence_without_a_reference_says_what_to_do() -> None:
+    with pytest.raises(InvalidRecord, match="ref_logprobs: expected a column, got none: give the TorchTrainer"):
+        KL()(scored(torch.zeros(1), torch.zeros(1)))
+
+
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="estimator: expected one of k1, k2, k3, got 'k4'"):
+        KL("k4")  # type: ignore[arg-type]
+
+
+# -- entropy -----------------------------------------------------------------------------------------------------------
+
+
+def test_entropy_is_that_of_the_whole_distribution() -> None:
+    certain, uniform = torch.tensor([100.0, 0, 0, 0]), torch.zeros(4)
+
+    entropy = entropy_of(torch.log_softmax(torch.stack([certain, uniform]), dim=-1))
+
+    assert entropy.tolist() == pytest.approx([0, math.log(4)], abs=1e-6)
+
+
+def test_entropy_and_its_gradient_survive_tokens_that_are_impossible() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf]], requires_grad=True)
+
+    entropy = entropy_of(torch.log_softmax(logits, dim=-1)).sum()
+
+    assert entropy.item() == pytest.approx(entropy_of(torch.log_softmax(torch.tensor([[0.0, 1.0]]), dim=-1)).item())
+    assert torch.autograd.grad(entropy, logits)[0].isfinite().all()
