@@ -32,7 +32,6 @@ from penstock import (
 )
 from penstock.pipeline.flow import Flow
 from penstock.pipeline.journal_entry import encode_entry
-from penstock.stages.checkpoint import announce_checkpoint
 
 from .contestants import leaving_nothing
 from .contestants.harness import DEADLINE_S
@@ -52,7 +51,7 @@ CAPACITY_BYTES = 2**31
 def checkpoint_now_and_then(ledger: Ledger) -> None:
     """Say after every so many batches that a checkpoint holds them."""
     if not ledger.step % CHECKPOINT_EVERY:
-        announce_checkpoint(ledger, ledger.committed)
+        ledger.announce_checkpoint(ledger.committed)
 
 
 @dataclass(frozen=True)

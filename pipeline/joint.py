@@ -1,21 +1,24 @@
 """What lies between two stages while a pipeline runs: a channel, and a count of the trajectories that pass.
 
 A stage is given an `Outbox`, which is the sending end of its channel with two things added: trajectories are counted,
-and behind a source they are admitted to the ledger, so that a source of one's own need not know that there is one.
+and behind a source they are admitted to the ledger, so that a source of one's own need not know that there is one. What
+a source sends a second time goes no further than here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup
 from .channel import ChannelStatistics, ReceiveChannel, SendChannel
 from .ends import Closing
 from .ledger import Ledger
+from .repetitions import without
 from .statistics import JointStatistics
 
 __all__ = ["Joint", "Outbox", "Passage", "trajectories_of"]
@@ -38,21 +41,42 @@ def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
 class Passage:
     """What is noted of the records that pass from one stage to the next."""
 
-    __slots__ = ("_admits_to", "_on_sent", "trajectories")
+    __slots__ = ("_admits_to", "_on_sent", "of_fragment", "trajectories")
 
-    def __init__(self, admits_to: Ledger | None = None, on_sent: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        admits_to: Ledger | None = None,
+        on_sent: Callable[[], None] | None = None,
+        *,
+        of_fragment: bool = False,
+    ) -> None:
         self.trajectories = 0
         """How many have passed."""
         self._admits_to = admits_to
         """The ledger, behind a source."""
         self._on_sent = on_sent
         """Called after every record, in a worker: passes on what was observed meanwhile."""
+        self.of_fragment = of_fragment
+        """Whether what passes here is sent on as if by one source: handed over is what leaves that."""
 
-    def admit(self, record: object) -> None:
-        """`record` is about to be sent."""
-        if self._admits_to is not None:
+    def admit(self, record: T) -> T | None:
+        """`record` is about to be sent: what of it may go; None where all of it are copies."""
+        ledger = self._admits_to
+        if ledger is None or not isinstance(record, TrajectoryGroup | TrainBatch):
+            return record
+        if self.of_fragment:
             for group, repetitions in trajectories_of(record):
-                self._admits_to.admit(group, repetitions)
+                ledger.admit(group, repetitions)
+            return record
+        copies = ledger.hand_over(record)
+        if not copies or not isinstance(record, TrajectoryGroup):
+            return record
+        return cast("T | None", without(record, copies))
+
+    def take_back(self, record: object) -> None:
+        """`record` was admitted and could not be sent."""
+        if self._admits_to is not None and isinstance(record, TrajectoryGroup | TrainBatch):
+            self._admits_to.take_back(record)
 
     def count(self, record: object) -> None:
         """`record` has passed."""
@@ -87,15 +111,28 @@ class Outbox(Closing, Generic[T]):
 
     async def send(self, record: T, /) -> None:
         """Hand over `record`; see `SendChannel.send`."""
-        self._passage.admit(record)
-        await self._end.send(record)
-        self._passage.count(record)
+        admitted = self._passage.admit(record)
+        if admitted is None:
+            await anyio.lowlevel.checkpoint()  # one that sends nothing but copies lets others run too
+            return
+        try:
+            await self._end.send(admitted)
+        except BaseException:
+            self._passage.take_back(admitted)
+            raise
+        self._passage.count(admitted)
 
     def send_nowait(self, record: T, /) -> None:
         """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
-        self._passage.admit(record)
-        self._end.send_nowait(record)
-        self._passage.count(record)
+        admitted = self._passage.admit(record)
+        if admitted is None:
+            return
+        try:
+            self._end.send_nowait(admitted)
+        except BaseException:
+            self._passage.take_back(admitted)
+            raise
+        self._passage.count(admitted)
 
     def clone(self) -> Outbox[T]:
         """Another sending end of the same channel; see `SendChannel.clone`."""

@@ -5,37 +5,36 @@
 One ledger a process. The trainer's process holds the books of the run: a worker's ledger keeps its own counters in a
 page of shared memory (`Account`), which the trainer's ledger adds up, also after the worker was killed. A trajectory
 that crosses from a worker is taken over by the trainer's ledger; when it ends there, the worker's ledger is told
-(`settle`), which frees its sampling allowance. Sans-I/O: knows no socket and no process. One event loop uses it.
+(`settle`), which frees its sampling allowance.
+
+A trajectory may be delivered twice. Only one of it is ever in flight: a copy is refused where it enters the books, so
+that it goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop
+uses it.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import msgspec
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from .account import END_STATES, Account, EndState
 from .errors import LedgerImbalance
+from .repetitions import bits, mask_of, noted
 from .waiting import Waiters
 
-__all__ = ["ACCOUNT_BYTES", "Account", "Balance", "EndState", "Ledger", "Origin"]
-
-EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
-"""How a trajectory can end.
-
-trained: the optimizer step that used it is done · filtered: dropped by choice (zero variance, a length limit) ·
-stale: older than the lag bound · rejected: refused as invalid · failed: its environment or reward raised or ran out of
-time · lost: the process that held it died or was told to stop.
-"""
-
-END_STATES: tuple[EndState, ...] = get_args(EndState)
+__all__ = ["Balance", "CheckpointHearer", "EndState", "Ledger", "Origin"]
 
 Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
 """How a trajectory's sampling process is told of its end: (group, repetitions as a bit mask, state, optimizer step)."""
+
+CheckpointHearer: TypeAlias = Callable[[Mapping[GroupId, int]], None]
+"""Takes what a checkpoint holds as trained: `Ledger.committed` as it was when it was written."""
 
 PACE_WINDOW = 8
 """Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
@@ -57,67 +56,6 @@ class Balance(msgspec.Struct, frozen=True):
     def balanced(self) -> bool:
         """Whether admitted = in flight + ended."""
         return self.admitted == self.in_flight + sum(self.ended.values())
-
-
-ACCOUNT_BYTES = 8 * (1 + len(END_STATES))
-
-
-class Account:
-    """A worker's counters in a page of shared memory: one writer, the worker; readable after it was killed.
-
-    Words, each a signed 64-bit integer: admitted, then one for each end state that the worker itself established.
-    """
-
-    __slots__ = ("_words", "name", "reasons", "taken_over")
-
-    def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
-        self._words = memoryview(page)[:ACCOUNT_BYTES].cast("q")
-        self.name = name
-        """Who keeps it, for reasons and messages."""
-        self.taken_over = 0
-        """Trajectories that the reader's ledger has taken over; kept by the reader."""
-        self.reasons: dict[str, dict[str, int]] = {}
-        """Why trajectories ended within the worker, by state, as far as it has told; kept by the reader."""
-
-    @property
-    def admitted(self) -> int:
-        """Trajectories that the worker admitted."""
-        return self._words[0]
-
-    def ended(self, state: EndState) -> int:
-        """Trajectories that ended so within the worker."""
-        return self._words[1 + END_STATES.index(state)]
-
-    @property
-    def in_flight(self) -> int:
-        """Trajectories that are still with the worker, or on their way to the reader.
-
-        The ends are read before the admissions, so that a worker that is counting meanwhile never shows too few.
-        """
-        ended = sum(self.ended(state) for state in END_STATES)
-        return self.admitted - ended - self.taken_over
-
-    def ends(self) -> Iterator[tuple[EndState, str, int]]:
-        """How many ended within the worker, by state and reason: its own words, or its name where it has told none."""
-        for state in END_STATES:
-            told = self.reasons.get(state, {})
-            untold = self.ended(state) - sum(told.values())
-            for reason, count in told.items():
-                yield state, reason, count
-            if untold:
-                yield state, f"in {self.name}", untold
-
-    def admit(self, count: int) -> None:
-        """Count `count` admissions."""
-        self._words[0] += count
-
-    def end(self, state: EndState, count: int) -> None:
-        """Count `count` ends."""
-        self._words[1 + END_STATES.index(state)] += count
-
-    def close(self) -> None:
-        """Let go of the page, so that it can be unmapped."""
-        self._words.release()
 
 
 @dataclass(slots=True)
@@ -151,6 +89,8 @@ class Ledger:
         """The workers' counters, in the trainer's process."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
+        self._begun: dict[GroupId, int] = {}
+        """Those of them that were admitted and have not been handed over yet."""
         self._origins: dict[GroupId, dict[Origin, int]] = {}
         """Who sampled the repetitions in flight of each group, as a bit mask each: several may share a prompt."""
         self._committed: dict[GroupId, int] = {}
@@ -160,6 +100,7 @@ class Ledger:
         self._reasons: Counter[tuple[EndState, str]] = Counter()
         self._pace = _Pace()
         self._room = Waiters()
+        self._hearers: list[CheckpointHearer] = []
         self.step = 0
         """The last optimizer step that was committed, or that this process was told of."""
 
@@ -179,16 +120,48 @@ class Ledger:
         Raises:
             LedgerImbalance: one of them was trained before: ids are never reused within a run.
         """
-        mask = _mask(repetitions)
+        mask = mask_of(repetitions)
         if again := self._committed.get(group, 0) & mask:
             raise LedgerImbalance(
                 f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
             )
-        new = self._enter(group, mask)
-        self._admitted += new
-        if self._account is not None:
-            self._account.admit(new)
-        return new
+        new = mask & ~self._open.get(group, 0)
+        self._enter(group, new)
+        self._admit(new.bit_count())
+        noted(self._begun, group, self._begun.get(group, 0) | new)
+        return new.bit_count()
+
+    def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
+        """In a source's process: `record` is about to be sent. Those of its trajectories are admitted that were not.
+
+        Returns:
+            The repetitions that must not go, as a bit mask. They are copies: of what was handed over before and is in
+            flight, or was trained.
+
+        Raises:
+            LedgerImbalance: a batch holds a copy. It cannot go without it, so nothing is counted.
+        """
+        refused = 0
+        for group, mask, copies in self._entering(record, self._begun):
+            begun = self._begun.get(group, 0)
+            new = mask & ~copies & ~begun
+            self._enter(group, new)
+            self._admit((new | copies).bit_count())
+            self._reject_copies(group, copies)
+            refused |= copies
+            if begun:
+                noted(self._begun, group, begun & ~mask)
+        return refused
+
+    def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
+        """In a source's process: `record` was to be sent and was not. It may be handed over again."""
+        for group, mask in _masks(record):
+            noted(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
+
+    def refuse(self, copies: int, reason: str) -> None:
+        """Count so many copies of what is in these books already, as admitted and rejected. What was first goes on."""
+        self._admit(copies)
+        self._reject(copies, reason)
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         """Count trajectories out.
@@ -197,12 +170,10 @@ class Ledger:
             LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
         """
         leaving = _masks(what)
-        for group, mask in leaving.items():
+        for group, mask in leaving:
             self._expect_in_flight(group, mask, state)
-        for group, mask in leaving.items():
+        for group, mask in leaving:
             self._leave(group, mask, state, reason)
-            if self._account is not None:
-                self._account.end(state, mask.bit_count())
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
@@ -214,7 +185,7 @@ class Ledger:
         trained: dict[GroupId, int] = {}
         first = 0
         for packed in batch.groups:
-            group, mask = packed.id, _mask(repetitions[first : first + packed.sequences])
+            group, mask = packed.id, mask_of(repetitions[first : first + packed.sequences])
             first += packed.sequences
             earlier = trained.get(group, 0)
             if again := (self._committed.get(group, 0) | earlier) & mask:
@@ -225,8 +196,6 @@ class Ledger:
         for group, mask in trained.items():
             self._leave(group, mask, "trained", "")
             self._committed[group] = self._committed.get(group, 0) | mask
-            if self._account is not None:
-                self._account.end("trained", mask.bit_count())
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         """In a worker: the trainer's ledger says how trajectories ended that it had taken over.
@@ -250,23 +219,37 @@ class Ledger:
 
     def take_over(
         self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, account: Account | None = None
-    ) -> None:
+    ) -> int:
         """Take a record into these books that came from another process.
 
         Args:
             record: what came.
             origin: is told when the record's trajectories end here.
             account: the worker's counters, where it keeps any; without one the record is admitted here.
+
+        Returns:
+            The repetitions that must not go on, as a bit mask. They are copies: of what is in flight here, or was
+            trained. Their origin is told at once.
+
+        Raises:
+            LedgerImbalance: a batch holds a copy. It cannot go on without it, so nothing is counted.
         """
-        for group_id, mask in _masks(record if isinstance(record, TrajectoryGroup) else record.ids).items():
-            new = self._enter(group_id, mask)
+        refused = 0
+        for group, mask, copies in self._entering(record, {}):
+            new = mask & ~copies
+            self._enter(group, new)
             if account is None:
-                self._admitted += new
+                self._admitted += mask.bit_count()
             else:
-                account.taken_over += new
-            if origin is not None:
-                origins = self._origins.setdefault(group_id, {})
-                origins[origin] = origins.get(origin, 0) | mask
+                account.taken_over += mask.bit_count()
+            if origin is not None and new:
+                origins = self._origins.setdefault(group, {})
+                origins[origin] = origins.get(origin, 0) | new
+            self._reject_copies(group, copies)
+            refused |= copies
+            if origin is not None and copies:
+                origin(group, copies, "rejected", self.step)
+        return refused
 
     def close_account(self, account: Account, reason: str) -> int:
         """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
@@ -287,8 +270,6 @@ class Ledger:
         for group, mask in list(self._open.items()):
             lost += mask.bit_count()
             self._leave(group, mask, "lost", reason)
-            if self._account is not None:
-                self._account.end("lost", mask.bit_count())
         return lost
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -312,6 +293,10 @@ class Ledger:
         """Continue from a checkpoint: these were trained by a run that this one resumes."""
         self._committed = dict(committed)
         self.step = step
+
+    def known(self, group: GroupId) -> int:
+        """The repetitions of `group` that are in flight in these books or were trained, as a bit mask."""
+        return self._open.get(group, 0) | self._committed.get(group, 0)
 
     def is_open(self, trajectory: TrajectoryId) -> bool:
         """Whether the trajectory is in flight in these books."""
@@ -343,21 +328,64 @@ class Ledger:
             in_flight += entered - sum(count for _, _, count in ends) - account.taken_over
         return Balance(admitted, in_flight, ended, reasons)
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def announce_checkpoint(self, committed: Mapping[GroupId, int]) -> None:
+        """A checkpoint is on the disk that holds `committed` as trained: whoever writes one says so."""
+        for hear in self._hearers:
+            hear(committed)
+
+    @contextmanager
+    def hearing_of_checkpoints(self, hear: CheckpointHearer) -> Iterator[None]:
+        """Within the body, `hear` is told of every checkpoint of the run."""
+        self._hearers.append(hear)
+        try:
+            yield
+        finally:
+            self._hearers.remove(hear)
+
     # -- counting ----------------------------------------------------------------------------------------------------
 
-    def _enter(self, group: GroupId, mask: int) -> int:
-        present = self._open.get(group, 0)
-        self._open[group] = present | mask
-        new = (mask & ~present).bit_count()
-        self._in_flight += new
-        return new
+    def _entering(
+        self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
+    ) -> list[tuple[GroupId, int, int]]:
+        """What is about to enter, by group, and which of it are copies; those that are `begun` are not."""
+        entering = [(group, mask, mask & self.known(group) & ~begun.get(group, 0)) for group, mask in _masks(record)]
+        if isinstance(record, TrainBatch):
+            for group, _, copies in entering:
+                if copies:
+                    raise LedgerImbalance(
+                        f"{_name(group, copies)} is in flight or was trained, and comes again in a batch: expected a "
+                        f"batch of trajectories that come once, for it cannot go on without some"
+                    )
+        return entering
+
+    def _reject_copies(self, group: GroupId, copies: int) -> None:
+        if copies:
+            trained = copies & self._committed.get(group, 0)
+            self._reject(trained.bit_count(), "trained already")
+            self._reject((copies & ~trained).bit_count(), "in flight already")
+
+    def _reject(self, copies: int, reason: str) -> None:
+        self._count("rejected", reason, copies)
+        if self._account is not None:
+            self._account.end("rejected", copies)
+
+    def _admit(self, count: int) -> None:
+        self._admitted += count
+        if self._account is not None:
+            self._account.admit(count)
+
+    def _enter(self, group: GroupId, new: int) -> None:
+        """These are in flight from now on, which were not."""
+        if new:
+            self._open[group] = self._open.get(group, 0) | new
+            self._in_flight += new.bit_count()
 
     def _remove(self, group: GroupId, mask: int) -> None:
-        left = self._open[group] & ~mask
-        if left:
-            self._open[group] = left
-        else:
-            del self._open[group]
+        noted(self._open, group, self._open[group] & ~mask)
+        if group in self._begun:
+            noted(self._begun, group, self._begun[group] & ~mask)
         self._in_flight -= mask.bit_count()
 
     def _expect_in_flight(self, group: GroupId, mask: int, state: EndState) -> None:
@@ -371,9 +399,13 @@ class Ledger:
     def _leave(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
         """These end, which are in flight."""
         if self._admits_on_end:
-            self._admitted += self._enter(group, mask)
+            absent = mask & ~self._open.get(group, 0)
+            self._enter(group, absent)
+            self._admitted += absent.bit_count()
         self._remove(group, mask)
         self._count(state, reason, mask.bit_count())
+        if self._account is not None:
+            self._account.end(state, mask.bit_count())
         origins = self._origins.get(group)
         if origins is not None:
             self._tell(origins, group, mask, state)
@@ -396,23 +428,16 @@ class Ledger:
             self._reasons[state, reason] += count
 
 
-def _masks(what: TrajectoryGroup | Iterable[TrajectoryId]) -> dict[GroupId, int]:
+def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Iterable[tuple[GroupId, int]]:
+    """Repetitions by group, as bit masks."""
     if isinstance(what, TrajectoryGroup):
-        return {what.id: _mask(what.repetition_ids.tolist())}
+        return [(what.id, mask_of(what.repetition_ids.tolist()))]
     masks: dict[GroupId, int] = {}
-    for trajectory in what:
+    for trajectory in what.ids if isinstance(what, TrainBatch) else what:
         group = trajectory.group
         masks[group] = masks.get(group, 0) | 1 << trajectory.repetition_id
-    return masks
-
-
-def _mask(repetitions: Iterable[int]) -> int:
-    mask = 0
-    for repetition in repetitions:
-        mask |= 1 << repetition
-    return mask
+    return masks.items()
 
 
 def _name(group: GroupId, mask: int) -> str:
-    repetitions = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
-    return f"{group.env}/{group.instance_id} repetitions {repetitions}"
+    return f"{group.env}/{group.instance_id} repetitions {list(bits(mask))}"

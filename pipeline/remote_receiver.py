@@ -45,6 +45,7 @@ from .keys import Key
 from .ledger import EndState
 from .memory import CHECKPOINT_EVERY
 from .reception import Enter, Reception, Refusals
+from .repetitions import bits
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
@@ -104,16 +105,15 @@ class Peer:
 
     def ended(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         """Tell the sender how some of its trajectories ended: an `Origin` for the ledger."""
-        repetitions = tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
-        self.endings.append((group, repetitions, state, step))
+        self.endings.append((group, tuple(bits(mask)), state, step))
         self._schedule(self)
 
 
 class PeerListener(Protocol):
     """Who is told what happens to senders, in the order in which it happened; a pipeline, mostly."""
 
-    def received(self, peer: Peer, record: Any) -> None:
-        """`record` is about to be returned by `receive`."""
+    def received(self, peer: Peer, record: Any) -> Any:
+        """`record` came: what of it `receive` is to return; None for nothing."""
         ...
 
     def observed(self, peer: Peer, payload: bytes) -> None:
@@ -433,9 +433,7 @@ class RemoteReceiver(Receiving[R]):
             self._drop(peer, parcel, error)
             return None
         self._count(peer, parcel, 1)
-        if self._listener is not None:
-            self._listener.received(peer, record)
-        return record
+        return record if self._listener is None else self._listener.received(peer, record)
 
     def _count(self, peer: Peer, parcel: Parcel, records: int) -> None:
         """More records of `peer` were handed over; credit goes back where enough has gathered."""

@@ -28,12 +28,13 @@ import anyio
 import msgspec
 
 from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
+from .account import Account
 from .carriers import connect, serve
 from .causes import consists_of, sole_cause
 from .context import Context, Worker, entered
 from .errors import StageFailed
 from .joint import Outbox, Passage
-from .ledger import Account, EndState, Ledger
+from .ledger import EndState, Ledger
 from .remote_sender import RemoteSender
 from .telemetry import Metrics, telling_waits
 from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed

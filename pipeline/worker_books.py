@@ -17,10 +17,12 @@ import msgspec
 
 from ..schemas import GroupId, TrajectoryId
 from ..schemas.errors import UNREADABLE
+from .account import Account
 from .errors import PeerLost, ProtocolMismatch
 from .joint import Passage, trajectories_of
-from .ledger import Account, Ledger
+from .ledger import Ledger
 from .remote_receiver import Peer, PeerListener
+from .repetitions import without
 from .shared_memory import scratch
 from .telemetry import Absorbing, get_logger
 from .worker_messages import News
@@ -93,11 +95,16 @@ class SourceBooks:
         self._ledger.open_account(page.account)
         return fd
 
-    def received(self, peer: Peer, record: Any) -> None:
-        """Trajectories cross into the books of this process; see `PeerListener`."""
+    def received(self, peer: Peer, record: Any) -> Any:
+        """Trajectories cross into the books of this process, except for copies; see `PeerListener`."""
         page = self._pages.get(peer.name)
-        self._ledger.take_over(record, peer.ended, page.account if page else None)
-        self._passage.count(record)
+        if copies := self._ledger.take_over(record, peer.ended, page.account if page else None):
+            record = without(record, copies)
+        if record is not None:
+            if self._passage.of_fragment:
+                self._ledger.take_back(record)  # it is not handed over before it leaves that
+            self._passage.count(record)
+        return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
         """A worker's metrics and reasons join those of the run; see `PeerListener`."""
@@ -183,10 +190,11 @@ class RelayBooks:
             for group, repetitions in trajectories_of(record):
                 hands.take(group, repetitions)
 
-    def received(self, peer: Peer, record: Any) -> None:
+    def received(self, peer: Peer, record: Any) -> Any:
         """A worker is done with `record`; see `PeerListener`."""
         self.returned(peer.name, record)
         self._passage.count(record)
+        return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
         """A worker's metrics and endings join those of the run; see `PeerListener`."""

@@ -2,24 +2,16 @@
 
 A checkpoint is written under a temporary name, brought to the disk file by file, and renamed. A machine that loses its
 power on the way leaves the checkpoints before. Knows nothing about what is in them.
-
-Who has to know what is safe (a Journal) hears of every checkpoint of the run's ledger.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
-from ..pipeline.ledger import Ledger
-from ..schemas import GroupId
-
-__all__ = ["announce_checkpoint", "hearing_of_checkpoints", "latest_checkpoint", "write_checkpoint"]
+__all__ = ["latest_checkpoint", "write_checkpoint"]
 
 PREFIX = "step-"
 UNFINISHED = ".unfinished-"
@@ -50,30 +42,6 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint of the highest step in `folder`, or None where there is none."""
     return max(Path(folder).glob(PREFIX + "*"), key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
-
-
-Hearer: TypeAlias = Callable[[Mapping[GroupId, int]], None]
-"""Takes what a checkpoint holds as trained: `Ledger.committed` as it was when it was written."""
-
-_hearers: WeakKeyDictionary[Ledger, list[Hearer]] = WeakKeyDictionary()
-"""A run is known by its ledger."""
-
-
-def announce_checkpoint(ledger: Ledger, committed: Mapping[GroupId, int]) -> None:
-    """A checkpoint is on the disk that holds `committed` as trained: whoever writes one says so."""
-    for hear in _hearers.get(ledger, []):
-        hear(committed)
-
-
-@contextmanager
-def hearing_of_checkpoints(ledger: Ledger, hear: Hearer) -> Iterator[None]:
-    """Within the body, `hear` is told of every checkpoint of the run that keeps its books in `ledger`."""
-    hearers = _hearers.setdefault(ledger, [])
-    hearers.append(hear)
-    try:
-        yield
-    finally:
-        hearers.remove(hear)
 
 
 def _to_disk(path: Path) -> None:

@@ -8,7 +8,7 @@ trajectory has ended are deleted: trained in a checkpoint that is on the disk, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +17,16 @@ from typing import NoReturn, TypeVar
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from ..pipeline.at_hand import at_hand, send_each
 from ..pipeline.blocking import enter_in_thread
 from ..pipeline.channel import ReceiveChannel, SendChannel
-from ..pipeline.context import Context, current, drop
+from ..pipeline.context import Context, current
 from ..pipeline.journal import JournalFiles, Reading, Volume, open_journal
-from ..pipeline.ledger import EndState, Ledger
+from ..pipeline.ledger import Ledger
+from ..pipeline.repetitions import mask_of, noted, without
 from ..pipeline.telemetry import get_logger
-from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
-from .checkpoint import hearing_of_checkpoints
+from ..schemas import GroupId, TrajectoryGroup
 
 __all__ = ["Journal"]
 
@@ -80,13 +79,11 @@ class Journal:
             opened = open_journal(Path(self.folder), capacity_bytes=self.capacity_bytes, fsync=self.fsync)
             files = await enter_in_thread(stack, opened)
             writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
-            stack.enter_context(hearing_of_checkpoints(context.ledger, writing.kept.forget))
+            stack.enter_context(context.ledger.hearing_of_checkpoints(writing.kept.forget))
             await writing.offer_again(outbox)
             async for records in at_hand(inbox):
-                fresh = writing.fresh(records)
-                del records  # they may lie in a producer's slots
-                await writing.write(fresh)
-                await send_each(outbox, fresh)
+                await writing.write(records)
+                await send_each(outbox, records)
 
 
 class _Kept:
@@ -101,25 +98,13 @@ class _Kept:
         """`records` lie in `volume`."""
         waiting = self._waiting.setdefault(volume, {})
         for record in records:
-            waiting[record.id] = waiting.get(record.id, 0) | _mask(record)
+            waiting[record.id] = waiting.get(record.id, 0) | mask_of(record.repetition_ids.tolist())
 
     def forget(self, committed: Mapping[GroupId, int]) -> None:
         """A checkpoint holds `committed`: these need no journal any more, and neither does what was dropped."""
         for waiting in self._waiting.values():
-            for group, mask in list(waiting.items()):
-                if left := self._left(group, mask & ~committed.get(group, 0)):
-                    waiting[group] = left
-                else:
-                    del waiting[group]
-
-    def _left(self, group: GroupId, mask: int) -> int:
-        """Those that are in flight, or were trained and would have to be again, without the checkpoint after this."""
-        left, ledger = 0, self._ledger
-        for repetition in _bits(mask):
-            trajectory = TrajectoryId(*group, repetition)
-            if ledger.is_open(trajectory) or ledger.is_committed(trajectory):
-                left |= 1 << repetition
-        return left
+            for group, mask in list(waiting.items()):  # what was trained since would have to be again, without it
+                noted(waiting, group, mask & ~committed.get(group, 0) & self._ledger.known(group))
 
     def take_done(self) -> list[Volume]:
         """Volumes that are kept for nothing: the caller deletes them."""
@@ -137,9 +122,7 @@ class _Writing:
         self._files = files
         self._context = context
         self._trained = context.ledger.committed
-        """What the checkpoint holds with which this run began, and what was offered again and is trained by now."""
-        self._offered_again: dict[GroupId, int] = {}
-        """Repetitions in flight that came from the journal, as a bit mask: their source may offer them once more."""
+        """What the checkpoint holds with which this run began."""
         self._thread = anyio.CapacityLimiter(1)
 
     # -- of the runs before ------------------------------------------------------------------------------------------
@@ -150,34 +133,27 @@ class _Writing:
         for volume in list(self._files.volumes):
             reading = await self._in_thread(partial(self._files.read, volume))
             self._tell(volume, reading)
-            records = _those(map(self._again, reading.records))
+            kept = _those(without(record, self._trained.get(record.id, 0)) for record in reading.records)
             del reading
-            self.kept.note(volume, records)
-            offered += sum(map(len, records))
-            await send_each(outbox, records)
+            self.kept.note(volume, kept)
+            again = self._again(kept)
+            del kept
+            offered += sum(map(len, again))
+            await send_each(outbox, again)
         await self._delete()
         if offered:
             log.info("journal_offered_again", trajectories=offered)
         self._context.metrics.total("journal/offered_again", offered)
 
-    def _again(self, record: TrajectoryGroup) -> TrajectoryGroup | None:
-        """What of `record` is to be trained; it enters the books of this run."""
-        known = self._trained.get(record.id, 0) | self._offered_again.get(record.id, 0)
-        again = _without(record, known)
-        if again is not None:
-            self._offered_again[record.id] = self._offered_again.get(record.id, 0) | _mask(again)
-            self._context.ledger.take_over(again, self._ended)
+    def _again(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """What of `records` a source has not offered by now; it enters the books of this run."""
+        again = []
+        for record in records:
+            fresh = without(record, self._context.ledger.known(record.id))
+            if fresh is not None:
+                self._context.ledger.take_over(fresh)
+                again.append(fresh)
         return again
-
-    def _ended(self, group: GroupId, mask: int, state: EndState, _step: int) -> None:
-        """See `Origin`: something ended that came from the journal."""
-        if state == "trained":
-            self._trained[group] = self._trained.get(group, 0) | mask
-        left = self._offered_again.get(group, 0) & ~mask
-        if left:
-            self._offered_again[group] = left
-        else:
-            self._offered_again.pop(group, None)
 
     def _tell(self, volume: Volume, reading: Reading) -> None:
         """What could not be read is lost, and nobody can say whose it was."""
@@ -190,29 +166,12 @@ class _Writing:
 
     # -- of this run -------------------------------------------------------------------------------------------------
 
-    def fresh(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """What of `records` is neither trained nor on its way: a source may offer again what it offered before."""
-        if not self._trained and not self._offered_again:
-            return list(records)
-        return _those(map(self._if_fresh, records))
-
-    def _if_fresh(self, record: TrajectoryGroup) -> TrajectoryGroup | None:
-        mask = _mask(record)
-        on_its_way = self._offered_again.get(record.id, 0) & mask
-        trained = self._trained.get(record.id, 0) & mask & ~on_its_way
-        if trained:
-            drop([TrajectoryId(*record.id, repetition) for repetition in _bits(trained)], "rejected", "trained before")
-        if known := trained | on_its_way:
-            self._context.metrics.total("journal/offered_twice", known.bit_count())
-        return _without(record, known)
-
     async def write(self, records: Sequence[TrajectoryGroup]) -> None:
         """Bring `records` into the journal, when there is room again of what has ended."""
         await self._delete()
-        if records:
-            volume = await self._in_thread(partial(self._files.append, records))
-            self.kept.note(volume, records)
-            self._context.metrics.gauge("journal/bytes", self._files.nbytes)
+        volume = await self._in_thread(partial(self._files.append, records))
+        self.kept.note(volume, records)
+        self._context.metrics.gauge("journal/bytes", self._files.nbytes)
 
     async def _delete(self) -> None:
         if done := self.kept.take_done():
@@ -224,27 +183,3 @@ class _Writing:
 
 def _those(records: Iterable[TrajectoryGroup | None]) -> list[TrajectoryGroup]:
     return [record for record in records if record is not None]
-
-
-def _without(record: TrajectoryGroup, known: int) -> TrajectoryGroup | None:
-    """`record` less the repetitions in `known`; None where nothing is left."""
-    mask = _mask(record)
-    if not mask & known:
-        return record
-    if not mask & ~known:
-        return None
-    return record.select(~np.isin(record.repetition_ids, list(_bits(known))))
-
-
-def _mask(record: TrajectoryGroup) -> int:
-    mask = 0
-    for repetition in record.repetition_ids.tolist():
-        mask |= 1 << repetition
-    return mask
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

@@ -26,7 +26,6 @@ from ..pipeline.context import current
 from ..pipeline.ledger import Ledger
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
-from .checkpoint import announce_checkpoint
 
 __all__ = ["Checkpointed", "Generation", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
 
@@ -218,7 +217,7 @@ class SinkTrainer:
         if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
             committed = ledger.committed
             path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), committed), thread)
-            announce_checkpoint(ledger, committed)
+            ledger.announce_checkpoint(committed)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
 
 

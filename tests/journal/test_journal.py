@@ -31,7 +31,6 @@ from penstock import (
 from penstock.errors import InvalidPipeline, JournalFull, JournalInUse, StageFailed
 from penstock.pipeline.context import entered
 from penstock.pipeline.journal_entry import encode_entry
-from penstock.stages.checkpoint import announce_checkpoint, hearing_of_checkpoints
 from penstock.testing import drive, group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
@@ -120,7 +119,7 @@ class Run:
         self.ledger.commit(TrainBatch.pack(records), self.ledger.step + 1)
 
     def checkpoint(self) -> None:
-        announce_checkpoint(self.ledger, self.ledger.committed)
+        self.ledger.announce_checkpoint(self.ledger.committed)
 
 
 def restored(*records: TrajectoryGroup) -> Ledger:
@@ -184,14 +183,25 @@ async def test_without_a_checkpoint_everything_is_offered_as_often_as_a_run_begi
 # -- sources that offer again ----------------------------------------------------------------------------------------
 
 
-async def test_what_is_on_its_way_already_is_passed_over_when_its_source_offers_it_too(tmp_path: Path) -> None:
+async def test_what_the_journal_and_its_source_both_offer_is_trained_once(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:3])
 
-    out = await drive(Journal(tmp_path), RECORDS[:5])
+    pipeline = source(Samples(5)).then(Journal(tmp_path)).then(each(packed)).sink(SinkTrainer(Counting()))
+    report = await pipeline.run()
+
+    assert report.balance.ended["trained"] == 10
+    assert set(report.balance.reasons["rejected"]) <= {"in flight already", "trained already"}
+    assert report.balance.in_flight == report.balance.ended["lost"] == 0
+
+
+async def test_what_its_source_was_first_to_offer_is_not_offered_again(tmp_path: Path) -> None:
+    await drive(Journal(tmp_path), RECORDS[:3])
+
+    out = await drive(Journal(tmp_path), RECORDS[:5])  # all of it is in the books before the journal is read
 
     assert names(out) == [0, 1, 2, 3, 4]
     assert out.ledger.balance().in_flight == 10
-    assert out.metrics.emit(1)["journal/offered_twice"] == 6
+    assert out.metrics.emit(1)["journal/offered_again"] == 0
 
 
 async def test_what_was_trained_is_rejected_when_its_source_offers_it_again(tmp_path: Path) -> None:
@@ -201,11 +211,11 @@ async def test_what_was_trained_is_rejected_when_its_source_offers_it_again(tmp_
     async with Run(tmp_path, restored(RECORDS[0])) as run:
         run.commit(await run.out.receive())
         for record in RECORDS[:3]:
-            run.ledger.take_over(record)  # as from a worker
-            await run.feed.send(record)
+            if not run.ledger.take_over(record):  # as from a worker
+                await run.feed.send(record)
         assert names(await run.rest()) == [2]
 
-    assert run.ledger.balance().reasons["rejected"] == {"trained before": 4}
+    assert run.ledger.balance().reasons["rejected"] == {"trained already": 4}
     assert run.ledger.balance().balanced
 
 
@@ -215,15 +225,6 @@ async def test_what_was_dropped_since_may_come_again(tmp_path: Path) -> None:
     async with Run(tmp_path) as run:
         run.ledger.end(await run.out.receive(), "filtered", "for a test")
         assert names(await run.passes(RECORDS[0])) == [0]
-
-
-async def test_of_a_group_that_is_on_its_way_in_part_the_rest_is_passed_on(tmp_path: Path) -> None:
-    whole = group(completion_lengths=[3, 4, 5])
-    await drive(Journal(tmp_path), [whole.select(whole.rewards > [1, 0, 1])])
-
-    out = await drive(Journal(tmp_path), [whole])
-
-    assert [record.repetition_ids.tolist() for record in out] == [[1], [0, 2]]
 
 
 # -- room ------------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ async def test_what_was_trained_after_the_checkpoint_that_is_told_of_is_kept(tmp
         run.commit(one)
         held = run.ledger.committed
         run.commit(two)
-        announce_checkpoint(run.ledger, held)
+        run.ledger.announce_checkpoint(held)
         await run.passes(RECORDS[2])
 
     async with Run(tmp_path, restored(RECORDS[0])) as run:
@@ -402,22 +403,10 @@ async def test_a_checkpoint_is_announced_when_it_is_on_the_disk_and_not_before(t
     async with inbox:
         with (
             entered(Context(ledger=ledger)),
-            hearing_of_checkpoints(ledger, announced.append),
+            ledger.hearing_of_checkpoints(announced.append),
             pytest.raises(OSError, match="No space left"),
         ):
             await SinkTrainer(trainer, checkpoints=tmp_path, checkpoint_every=1).run(inbox)
 
     assert trainer.seen == [0, 1]
     assert announced == [{RECORDS[0].id: 0b11}]
-
-
-async def test_a_ledger_is_told_of_its_own_checkpoints_while_somebody_hears() -> None:
-    mine, other = Ledger(), Ledger()
-    heard: list[Mapping[GroupId, int]] = []
-
-    with hearing_of_checkpoints(mine, heard.append):
-        announce_checkpoint(other, {RECORDS[0].id: 1})
-        announce_checkpoint(mine, {RECORDS[1].id: 1})
-    announce_checkpoint(mine, {RECORDS[2].id: 1})
-
-    assert heard == [{RECORDS[1].id: 1}]

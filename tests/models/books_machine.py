@@ -20,8 +20,8 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import PeerLost
+from penstock.pipeline.account import Account, EndState
 from penstock.pipeline.joint import Passage
-from penstock.pipeline.ledger import Account, EndState
 from penstock.pipeline.remote_receiver import Peer
 from penstock.pipeline.worker_books import RelayBooks, SourceBooks
 from penstock.pipeline.worker_messages import Ending, News
@@ -34,8 +34,9 @@ BALANCED = "admitted = ended + in flight, whatever workers do"
 SETTLED = "what a dead worker held is lost when it was reaped and all was received that it had published"
 TOLD = "why a trajectory ended is known as far as its worker has told"
 COUNTED = "what passes is counted once"
+COPIES = "of what two workers send the first goes on, and the other is rejected"
 
-BOOKS_RULES = (BALANCED, SETTLED, TOLD, COUNTED)
+BOOKS_RULES = (BALANCED, SETTLED, TOLD, COUNTED, COPIES)
 
 ENDS = st.sampled_from(["filtered", "failed"])
 
@@ -93,6 +94,9 @@ class _BooksMachine(RuleBasedStateMachine):
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         raise NotImplementedError
 
+    def _is_copy(self, record: TrajectoryGroup) -> bool:  # noqa: ARG002 (middle stages are handed everything once)
+        return False
+
     def _hear(self, process: _Process, news: bytes) -> None:
         raise NotImplementedError
 
@@ -118,8 +122,9 @@ class _BooksMachine(RuleBasedStateMachine):
             self.books.observed(process.peer, what)
             self._hear(process, what)
         else:
-            self.books.received(process.peer, what)
-            self.passed += len(what)
+            passed = self.books.received(process.peer, what)
+            hold(COPIES, passed is (None if self._is_copy(what) else what), f"{what} came as {passed}")
+            self.passed += 0 if passed is None else len(what)
             self._take(process, what)
 
     @rule(pick=PICKS, replaced=st.booleans())
@@ -177,6 +182,8 @@ class _Counts:
     """Why trajectories failed; `told` as far as it was received."""
     told: dict[str, int] = field(default_factory=dict)
     holds: deque[TrajectoryGroup] = field(default_factory=deque)
+    sent: set[str] = field(default_factory=set)
+    """Prompts; an account says nothing of what its worker sends twice, for its ledger sees to that."""
 
 
 class SourceMachine(_BooksMachine):
@@ -187,6 +194,10 @@ class SourceMachine(_BooksMachine):
     def __init__(self) -> None:
         self.counts: dict[str, _Counts] = {}
         self.lost: Counter[str] = Counter()
+        self.arrived: set[str] = set()
+        """Prompts that came."""
+        self.copies = 0
+        """Trajectories that came again."""
         super().__init__()
 
     def _opened(self, process: _Process, page: int) -> None:
@@ -213,7 +224,21 @@ class SourceMachine(_BooksMachine):
             counts.failed += len(record)
             counts.reasons[reason] += len(record)
         else:
+            counts.sent.add(record.instance_id)
             process.wire.append(record)
+
+    @precondition(lambda self: any(counts.sent for counts in self.counts.values()))
+    @rule(pick=PICKS, source=PICKS)
+    def send_what_another_sent(self, pick: int, source: int) -> None:
+        process = any_of(self._alive(), pick)
+        counts = self.counts[process.name]
+        sent = {prompt for each in self.counts.values() for prompt in each.sent} - counts.sent
+        if sent:
+            prompt = any_of(sorted(sent), source)
+            counts.account.admit(1)
+            counts.sampled += 1
+            counts.sent.add(prompt)
+            process.wire.append(group(completion_lengths=[1], instance_id=prompt))
 
     @rule(pick=PICKS)
     def tell(self, pick: int) -> None:
@@ -223,6 +248,11 @@ class SourceMachine(_BooksMachine):
 
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         self.counts[process.name].passed += len(record)
+        self.copies += len(record) if self._is_copy(record) else 0
+        self.arrived.add(record.instance_id)
+
+    def _is_copy(self, record: TrajectoryGroup) -> bool:
+        return record.instance_id in self.arrived
 
     def _hear(self, process: _Process, news: bytes) -> None:
         self.counts[process.name].told = msgspec.msgpack.decode(news, type=News).reasons["failed"]
@@ -234,8 +264,10 @@ class SourceMachine(_BooksMachine):
     def _check(self, admitted: int, in_flight: int, reasons: dict[str, dict[str, int]]) -> None:
         sampled = sum(counts.sampled for counts in self.counts.values())
         failed = sum(counts.failed for counts in self.counts.values())
-        truth = sampled, sampled - failed - self.lost.total()
+        truth = sampled, sampled - failed - self.lost.total() - self.copies
         hold(SETTLED, (admitted, in_flight) == truth, f"{admitted} admitted, {in_flight} in flight: {truth}")
+        rejected = {"in flight already": self.copies} if self.copies else {}
+        hold(COPIES, reasons["rejected"] == rejected, f"{reasons['rejected']}, but {rejected}")
         hold(SETTLED, reasons["lost"] == dict(+self.lost), f"{reasons['lost']}, but {self.lost}")
         told: Counter[str] = Counter()
         for name, counts in self.counts.items():

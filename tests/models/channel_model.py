@@ -19,7 +19,7 @@ from tests.models.explore import Broken, Moments, Step, explore, hold
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
-from penstock.pipeline.ledger import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
 from penstock.pipeline.slots import SlotTable, Span
 from penstock.schemas import GroupId
 from penstock.testing import group

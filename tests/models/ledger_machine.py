@@ -1,7 +1,7 @@
-"""`Ledger` and `Account` against a table of trajectories: where each is, and how it ended.
+"""`Ledger` and `Account` against a list of deliveries: where each is, and how it ended.
 
 Workers sample, fail, send and are killed; the trainer's process receives, ends, commits and tells. A worker hears of
-ends late, and its page outlives it.
+ends late, and its page outlives it. The same trajectory may be sampled by several, and sent twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.ledger import ACCOUNT_BYTES, Account, Balance, EndState
+from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.ledger import Balance
+from penstock.pipeline.repetitions import bits, mask_of
 from penstock.schemas import GroupId
 from penstock.testing import group
 
@@ -31,12 +33,15 @@ PACED = "a worker's allowance is free again when it has heard of an end"
 ONE_END = "a trajectory ends once"
 ONE_COMMIT = "a trajectory is trained at most once"
 NEW = "what is in flight already is not admitted again"
+COPIES = "of what is delivered twice the first goes on, and the other is rejected where it enters"
 
-LEDGER_RULES = (BALANCED, TRUE, OPEN, PACED, ONE_END, ONE_COMMIT, NEW)
+LEDGER_RULES = (BALANCED, TRUE, OPEN, PACED, ONE_END, ONE_COMMIT, NEW, COPIES)
 
 ENDS = st.sampled_from(["filtered", "stale", "rejected", "failed"])
 PLACES = 2
 """Workers at a time."""
+
+BEFORE = GroupId("test", "trained by the run before")
 
 
 @dataclass(eq=False)
@@ -48,7 +53,7 @@ class Worker:
     account: Account
     """The trainer's view of its page."""
     alive: bool = True
-    wire: deque[TrajectoryGroup] = field(default_factory=deque)
+    wire: deque[list[Fate]] = field(default_factory=deque)
     """Groups on their way."""
     unheard: deque[tuple[GroupId, int, EndState, int]] = field(default_factory=deque)
     """Ends on their way back, as they are told."""
@@ -58,8 +63,9 @@ class Worker:
 
 @dataclass(eq=False)
 class Fate:
-    """Where a trajectory is."""
+    """One delivery of a trajectory, and where it is."""
 
+    one: TrajectoryId
     worker: Worker | None
     place: str
     """worker, wire, trainer, or ended."""
@@ -75,8 +81,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.trainer = type(self).ledger()
+        self.trainer.restore({BEFORE: 0b11}, 0)
+        self.trained_before = set(_ids(BEFORE, 0b11))
         self.workers: list[Worker] = []
-        self.fates: dict[TrajectoryId, Fate] = {}
+        self.fates: list[Fate] = []
         self.prompts = 0
         self.started = 0
         for _ in range(PLACES):
@@ -89,13 +97,26 @@ class LedgerMachine(RuleBasedStateMachine):
         self.workers.append(worker)
         self.started += 1
 
-    def _at(self, place: str, worker: Worker | None = None) -> list[TrajectoryId]:
-        return [one for one, fate in self.fates.items() if fate.place == place and worker in {None, fate.worker}]
+    def _at(self, place: str, worker: Worker | None = None) -> list[Fate]:
+        return [fate for fate in self.fates if fate.place == place and worker in {None, fate.worker}]
 
-    def _ended(self, one: TrajectoryId, state: EndState, reason: str) -> None:
-        fate = self.fates[one]
-        hold(ONE_END, fate.place != "ended", one)
+    def _new_prompt(self) -> GroupId:
+        self.prompts += 1
+        return GroupId("test", str(self.prompts))
+
+    def _end(self, fate: Fate, state: EndState, reason: str) -> None:
+        hold(ONE_END, fate.place != "ended", fate.one)
+        here = fate.place == "trainer" or (fate.place == "wire" and state == "rejected")
+        if here and fate.worker is not None:
+            told = [end for end in fate.worker.unheard if end[0] == fate.one.group and end[2] == state]
+            hold(PACED, any(mask >> fate.one.repetition_id & 1 for _, mask, _, _ in told), f"{fate.one} is not told")
         fate.place, fate.state, fate.reason = "ended", state, reason
+
+    def _why_a_copy(self, one: TrajectoryId) -> str:
+        """Why the trainer's books refuse it now; empty if they do not."""
+        if one in self.trained_before or any(fate.one == one and fate.state == "trained" for fate in self.fates):
+            return "trained already"
+        return "in flight already" if any(fate.one == one for fate in self._at("trainer")) else ""
 
     # -- in a worker -------------------------------------------------------------------------------------------------
 
@@ -104,15 +125,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, size=st.integers(1, 3))
     def admit(self, pick: int, size: int) -> None:
-        worker = any_of(self._alive(), pick)
-        name = GroupId("test", str(self.prompts))
-        self.prompts += 1
+        worker, name = any_of(self._alive(), pick), self._new_prompt()
         hold(NEW, worker.ledger.admit(name, range(size)) == size, name)
-        self._entered(worker, [TrajectoryId(*name, repetition) for repetition in range(size)])
+        self._entered(worker, _ids(name, (1 << size) - 1))
 
     def _entered(self, worker: Worker, ids: list[TrajectoryId]) -> None:
         worker.allowance.update(ids)
-        self.fates |= {one: Fate(worker, "worker") for one in ids}
+        self.fates += [Fate(one, worker, "worker") for one in ids]
 
     @precondition(lambda self: any(worker.allowance for worker in self._alive()))
     @rule(pick=PICKS)
@@ -120,30 +139,56 @@ class LedgerMachine(RuleBasedStateMachine):
         worker, one = any_of([(worker, one) for worker in self._alive() for one in sorted(worker.allowance)], pick)
         hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == 0, one)
 
+    @rule(pick=PICKS)
+    def admit_what_another_sampled(self, pick: int) -> None:
+        """Or what it sampled itself and knows to have ended."""
+        worker, one = any_of(self._alive(), pick), any_of(self._ever(), pick)
+        if one not in worker.allowance:
+            hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == 1, one)
+            self._entered(worker, [one])
+
+    def _ever(self) -> list[TrajectoryId]:
+        return sorted({fate.one for fate in self.fates} | self.trained_before)
+
     @precondition(lambda self: self._at("worker"))
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["timeout", "too long"]))
     def end_in_the_worker(self, pick: int, state: EndState, reason: str) -> None:
-        one = any_of(self._at("worker"), pick)
-        worker = self.fates[one].worker
-        assert worker is not None
-        worker.ledger.end([one], state, reason)
-        worker.allowance.remove(one)
-        self._ended(one, state, f"in {worker.name}")
+        fate = any_of(self._at("worker"), pick)
+        assert fate.worker is not None
+        fate.worker.ledger.end([fate.one], state, reason)
+        fate.worker.allowance.remove(fate.one)
+        self._end(fate, state, f"in {fate.worker.name}")
 
     @precondition(lambda self: self._at("worker"))
-    @rule(pick=PICKS)
-    def send(self, pick: int) -> None:
-        """What a worker still has of a prompt leaves as one group."""
-        one = any_of(self._at("worker"), pick)
-        worker = self.fates[one].worker
+    @rule(pick=PICKS, fails_first=st.booleans())
+    def send(self, pick: int, *, fails_first: bool) -> None:
+        """What a worker still has of a prompt leaves as one group, at the first attempt or at the second."""
+        fate = any_of(self._at("worker"), pick)
+        worker = fate.worker
         assert worker is not None
-        together = [each for each in self._at("worker", worker) if each.group == one.group]
-        repetitions = [each.repetition_id for each in together]
-        worker.wire.append(
-            group(completion_lengths=[1] * len(together), instance_id=one.instance_id, repetition_ids=repetitions)
-        )
+        together = [each for each in self._at("worker", worker) if each.one.group == fate.one.group]
+        record = _record(together)
+        hold(COPIES, not worker.ledger.hand_over(record), record)
+        if fails_first:
+            worker.ledger.take_back(record)
+            hold(COPIES, not worker.ledger.hand_over(record), record)
+        worker.wire.append(together)
         for each in together:
-            self.fates[each].place = "wire"
+            each.place = "wire"
+
+    @precondition(lambda self: any(self._sent(worker) for worker in self._alive()))
+    @rule(pick=PICKS)
+    def send_again(self, pick: int) -> None:
+        worker, one = any_of([(worker, one) for worker in self._alive() for one in self._sent(worker)], pick)
+        again = Fate(one, worker, "worker")
+        refused = worker.ledger.hand_over(_record([again]))
+        hold(COPIES, refused == mask_of([one.repetition_id]), one)
+        self.fates.append(again)
+        self._end(again, "rejected", f"in {worker.name}")
+
+    def _sent(self, worker: Worker) -> list[TrajectoryId]:
+        """What it sent, and does not know to have ended."""
+        return sorted(worker.allowance - {fate.one for fate in self._at("worker", worker)})
 
     @precondition(lambda self: any(worker.unheard for worker in self._alive()))
     @rule(pick=PICKS)
@@ -151,7 +196,7 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = any_of([worker for worker in self._alive() if worker.unheard], pick)
         name, mask, state, step = worker.unheard.popleft()
         worker.ledger.settle(name, mask, state, step)
-        worker.allowance -= {TrajectoryId(*name, bit) for bit in range(mask.bit_length()) if mask >> bit & 1}
+        worker.allowance.difference_update(_ids(name, mask))
 
     @rule(pick=PICKS)
     def hear_of_a_predecessors(self, pick: int) -> None:
@@ -165,50 +210,79 @@ class LedgerMachine(RuleBasedStateMachine):
         self._receive(any_of([worker for worker in self.workers if worker.wire], pick))
 
     def _receive(self, worker: Worker) -> None:
-        record = worker.wire.popleft()
-        self.trainer.take_over(record, lambda *ended: worker.unheard.append(ended), worker.account)
-        for one in record.ids:
-            self.fates[one].place = "trainer"
+        fates = worker.wire.popleft()
+        refused = self.trainer.take_over(_record(fates), lambda *ended: worker.unheard.append(ended), worker.account)
+        self._arrived(fates, refused)
 
-    @rule(size=st.integers(1, 3))
-    def receive_from_a_stranger(self, size: int) -> None:
-        record = group(completion_lengths=[1] * size, instance_id=str(self.prompts))
-        self.prompts += 1
-        self.trainer.take_over(record)
-        self.fates |= {one: Fate(None, "trainer") for one in record.ids}
+    def _arrived(self, fates: list[Fate], refused: int) -> None:
+        why = {fate.one.repetition_id: reason for fate in fates if (reason := self._why_a_copy(fate.one))}
+        hold(COPIES, sorted(why) == list(bits(refused)), f"{why}, {refused:b} refused")
+        for fate in fates:
+            if fate.one.repetition_id in why:
+                self._end(fate, "rejected", why[fate.one.repetition_id])
+            else:
+                fate.place = "trainer"
+
+    @rule(size=st.integers(1, 3), sampled_here=st.booleans())
+    def receive_from_a_stranger(self, size: int, *, sampled_here: bool) -> None:
+        """Or from a source in the trainer's process."""
+        self._arrive_without_account(_ids(self._new_prompt(), (1 << size) - 1), sampled_here=sampled_here)
+
+    @rule(pick=PICKS, sampled_here=st.booleans())
+    def receive_what_was_before(self, pick: int, *, sampled_here: bool) -> None:
+        self._arrive_without_account([any_of(self._ever(), pick)], sampled_here=sampled_here)
+
+    def _arrive_without_account(self, ids: list[TrajectoryId], *, sampled_here: bool) -> None:
+        fates = [Fate(one, None, "wire") for one in ids]
+        take = self.trainer.hand_over if sampled_here else self.trainer.take_over
+        refused = take(_record(fates))
+        self._arrived(fates, refused)
+        self.fates += fates
 
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["old", ""]), whole=st.booleans())
     def end(self, pick: int, state: EndState, reason: str, *, whole: bool) -> None:
         """One trajectory, or all that are here of its prompt."""
-        one = any_of(self._at("trainer"), pick)
-        ids = [each for each in self._at("trainer") if each.group == one.group] if whole else [one]
-        self.trainer.end(ids, state, reason)
-        for each in ids:
-            self._ended(each, state, reason)
+        fate = any_of(self._at("trainer"), pick)
+        together = [each for each in self._at("trainer") if each.one.group == fate.one.group] if whole else [fate]
+        self.trainer.end([each.one for each in together], state, reason)
+        for each in together:
+            self._end(each, state, reason)
 
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS, prompts=st.integers(1, 3))
     def commit(self, pick: int, prompts: int) -> None:
-        names = sorted({one.group for one in self._at("trainer")})
+        names = sorted({fate.one.group for fate in self._at("trainer")})
         chosen = {any_of(names, pick + offset) for offset in range(prompts)}
-        ids = [one for one in self._at("trainer") if one.group in chosen]
-        self.trainer.commit(_batch(ids), self.trainer.step + 1)
-        for one in ids:
-            self._ended(one, "trained", "")
+        fates = [fate for fate in self._at("trainer") if fate.one.group in chosen]
+        self.trainer.commit(_batch([fate.one for fate in fates]), self.trainer.step + 1)
+        for fate in fates:
+            self._end(fate, "trained", "")
 
-    @precondition(lambda self: self._at("ended"))
+    def _here(self) -> list[TrajectoryId]:
+        return [fate.one for fate in self._at("trainer")]
+
+    @precondition(lambda self: bool(set(self._ever()) - set(self._here())))
     @rule(pick=PICKS)
     def end_again(self, pick: int) -> None:
-        one = any_of(self._at("ended"), pick)
-        self._refused(ONE_END, self.trainer.end, [*self._at("trainer"), one], "filtered")
-        self._refused(ONE_COMMIT, self.trainer.commit, _batch([*self._at("trainer"), one]), self.trainer.step + 1)
+        """Or what is still with a worker."""
+        one = any_of(sorted(set(self._ever()) - set(self._here())), pick)
+        self._refused(ONE_END, self.trainer.end, [*self._here(), one], "filtered")
+        self._refused(ONE_COMMIT, self.trainer.commit, _batch([*self._here(), one]), self.trainer.step + 1)
 
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS)
     def commit_twice_in_one_batch(self, pick: int) -> None:
-        one = any_of(self._at("trainer"), pick)
+        one = any_of(self._here(), pick)
         self._refused(ONE_COMMIT, self.trainer.commit, _batch([one], [one]), self.trainer.step + 1)
+
+    @precondition(lambda self: self._at("trainer"))
+    @rule(pick=PICKS)
+    def receive_a_batch_with_a_copy(self, pick: int) -> None:
+        """It cannot go on without it."""
+        batch = _batch([any_of(self._here(), pick)], [TrajectoryId("test", "never", 0)])
+        self._refused(COPIES, self.trainer.take_over, batch)
+        self._refused(COPIES, self.trainer.hand_over, batch)
 
     @rule(pick=PICKS)
     def end_what_never_was(self, pick: int) -> None:
@@ -216,10 +290,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self._refused(ONE_END, self.trainer.end, [never], "stale")
         self._refused(ONE_END, any_of(self._alive(), pick).ledger.end, [never], "stale")
 
-    @precondition(lambda self: any(fate.state == "trained" for fate in self.fates.values()))
     @rule(pick=PICKS)
     def admit_what_was_trained(self, pick: int) -> None:
-        one = any_of([one for one, fate in self.fates.items() if fate.state == "trained"], pick)
+        trained = {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
+        one = any_of(sorted(trained), pick)
         self._refused(ONE_COMMIT, self.trainer.admit, one.group, [one.repetition_id])
 
     def _refused(self, name: str, step: Callable[..., Any], *arguments: Any) -> None:
@@ -238,8 +312,8 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = any_of(self._alive(), pick)
         worker.alive = False
         while len(worker.wire) > arrived:  # never published
-            for one in worker.wire.pop().ids:
-                self.fates[one].place = "worker"
+            for fate in worker.wire.pop():
+                fate.place = "worker"
         if not again:
             self._settle(worker)
         self._start()
@@ -258,19 +332,19 @@ class LedgerMachine(RuleBasedStateMachine):
         lost = self.trainer.close_account(worker.account, f"{worker.name} was killed")
         hold(TRUE, lost == len(held), f"{lost} lost, {held} held")
         hold(ONE_END, self.trainer.close_account(worker.account, "again") == 0, worker.name)
-        for one in held:
-            self._ended(one, "lost", f"{worker.name} was killed")
+        for fate in held:
+            self._end(fate, "lost", f"{worker.name} was killed")
         self.workers.remove(worker)
 
     def teardown(self) -> None:
         """The run ends: what is in flight is lost, and no page is open any more."""
         if is_broken():
             return
-        in_flight = [one for one, fate in self.fates.items() if fate.place != "ended"]
+        in_flight = [fate for fate in self.fates if fate.place != "ended"]
         lost = self.trainer.lose("the run ended")
         hold(TRUE, lost == len(in_flight), f"{lost} lost, {in_flight} in flight")
-        for one in in_flight:
-            self._ended(one, "lost", "the run ended")
+        for fate in in_flight:
+            self._end(fate, "lost", "the run ended")
         self.the_trainers_books_are_true()
 
     # -- what must hold ----------------------------------------------------------------------------------------------
@@ -283,7 +357,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_trainers_books_are_true(self) -> None:
         balance = self._balanced()
-        ended = Counter((fate.state, fate.reason) for fate in self.fates.values() if fate.state)
+        ended = Counter((fate.state, fate.reason) for fate in self.fates if fate.state)
         told = {(state, why): count for state, all_of in balance.reasons.items() for why, count in all_of.items()}
         hold(TRUE, told == ended, f"{told}, but {ended}")
         hold(TRUE, {state: sum(all_of.values()) for state, all_of in balance.reasons.items()} == balance.ended, balance)
@@ -291,16 +365,31 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_trainer_knows_what_is_where(self) -> None:
-        for one, fate in self.fates.items():
-            hold(OPEN, self.trainer.is_open(one) == (fate.place == "trainer"), one)
-            hold(OPEN, self.trainer.is_committed(one) == (fate.state == "trained"), one)
-        hold(OPEN, self.trainer.in_flight == len(self._at("trainer")), self.trainer)
+        here = Counter(self._here())
+        trained = {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
+        for one in self._ever():
+            hold(OPEN, self.trainer.is_open(one) == here[one], one)
+            hold(OPEN, self.trainer.is_committed(one) == (one in trained), one)
+            known = self.trainer.known(one.group) >> one.repetition_id & 1
+            hold(OPEN, known == (one in here or one in trained), one)
+        hold(OPEN, self.trainer.in_flight == here.total(), self.trainer)
 
     @invariant()
     def workers_know_their_allowance(self) -> None:
         for worker in self._alive():
             hold(BALANCED, worker.ledger.balance().balanced, worker.ledger)
             hold(PACED, worker.ledger.in_flight == len(worker.allowance), f"{worker.ledger!r}, {worker.allowance}")
+
+
+def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
+    return [TrajectoryId(*name, repetition) for repetition in bits(mask)]
+
+
+def _record(fates: list[Fate]) -> TrajectoryGroup:
+    """The group that these leave as."""
+    repetitions = [fate.one.repetition_id for fate in fates]
+    name = fates[0].one.instance_id
+    return group(completion_lengths=[1] * len(fates), instance_id=name, repetition_ids=repetitions)
 
 
 def _batch(*parts: list[TrajectoryId]) -> TrainBatch:

@@ -26,7 +26,8 @@ from tests.models.waiting_machine import WaitingMachine
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import IllegalTransition, LedgerImbalance
-from penstock.pipeline.ledger import Account, EndState, Origin
+from penstock.pipeline.account import Account, EndState
+from penstock.pipeline.ledger import Origin
 from penstock.pipeline.memory import MemoryReceiver, MemorySender, _Queue
 from penstock.pipeline.slots import SlotTable, Span
 from penstock.pipeline.waiting import Waiters
@@ -295,10 +296,59 @@ class EndsCountTwice(Ledger):
 class TakesOverWithoutSaying(Ledger):
     """What was taken over from a worker counts as in flight in both places."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> None:
-        super().take_over(record, origin, account)
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        refused = super().take_over(record, origin, account)
         if account is not None:
             account.taken_over -= len(record)
+        return refused
+
+
+class TakesCopies(Ledger):
+    """What is in flight already is taken over once more."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        super().take_over(record, origin, account)
+        return 0
+
+
+class SendsCopies(Ledger):
+    """What was handed over already goes once more."""
+
+    def hand_over(self, record: Any) -> int:
+        super().hand_over(record)
+        return 0
+
+
+class CopiesAreTheWorkers(Ledger):
+    """A copy is refused, and left in the account of the worker that it came from."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        refused = super().take_over(record, origin, account)
+        if account is not None:
+            account.taken_over -= refused.bit_count()
+        return refused
+
+
+class NobodyHearsOfCopies(Ledger):
+    """A worker is not told that a copy was refused."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        entered = False
+
+        def told_later(*ended: Any) -> None:
+            if entered and origin is not None:
+                origin(*ended)
+
+        refused = super().take_over(record, told_later, account)
+        entered = True
+        return refused
+
+
+class FailedSendsCount(Ledger):
+    """What could not be sent was sent."""
+
+    def take_back(self, record: Any) -> None:
+        """Not at all."""
 
 
 class AdmitsAgain(Ledger):
@@ -476,9 +526,17 @@ class ForgetsReasons(SourceBooks):
 class CountsTwice(SourceBooks):
     """A record that is received passes twice."""
 
-    def received(self, peer: Any, record: Any) -> None:
-        super().received(peer, record)
+    def received(self, peer: Any, record: Any) -> Any:
         self._passage.count(record)
+        return super().received(peer, record)
+
+
+class PassesCopiesOn(SourceBooks):
+    """What the ledger refuses goes on."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        super().received(peer, record)
+        return record
 
 
 # -- faults of the memory channel --------------------------------------------------------------------------------------
@@ -605,6 +663,11 @@ MUTANTS = [
     Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
     Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),
     Mutant(AdmitsAgain, machine(LedgerMachine, ledger=AdmitsAgain), ledger_machine.NEW),
+    Mutant(TakesCopies, machine(LedgerMachine, ledger=TakesCopies), ledger_machine.COPIES),
+    Mutant(SendsCopies, machine(LedgerMachine, ledger=SendsCopies), ledger_machine.COPIES),
+    Mutant(FailedSendsCount, machine(LedgerMachine, ledger=FailedSendsCount), ledger_machine.COPIES),
+    Mutant(CopiesAreTheWorkers, machine(LedgerMachine, ledger=CopiesAreTheWorkers), ledger_machine.BALANCED),
+    Mutant(NobodyHearsOfCopies, machine(LedgerMachine, ledger=NobodyHearsOfCopies), ledger_machine.PACED),
     Mutant(WorkersAreNotHeard, machine(LedgerMachine, ledger=WorkersAreNotHeard), ledger_machine.TRUE),
     Mutant(
         TheDeadAreForgotten,
@@ -672,6 +735,7 @@ MUTANTS = [
     ),
     Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), books_machine.TOLD),
     Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), books_machine.COUNTED),
+    Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), books_machine.COPIES),
     Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), books_machine.BALANCED),
     Mutant(DoesNotWaitForTheReaper, machine(RelayMachine, books_type=DoesNotWaitForTheReaper), books_machine.SETTLED),
     Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), books_machine.SETTLED),

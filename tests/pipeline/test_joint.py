@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from penstock import GroupId, Ledger, TrainBatch, memory_channel
+from penstock import GroupId, Ledger, TrainBatch, TrajectoryGroup, memory_channel
 from penstock.errors import ChannelFull
 from penstock.pipeline.joint import Outbox, Passage, trajectories_of
 from penstock.testing import group
@@ -30,6 +30,43 @@ async def test_behind_a_source_records_are_admitted_and_counted() -> None:
         await outbox.send("neither")
 
     assert ledger.in_flight == passage.trajectories == 4
+
+
+async def test_what_a_source_sends_twice_goes_once() -> None:
+    ledger = Ledger()
+    passage = Passage(ledger)
+    sender, receiver = memory_channel[TrajectoryGroup](8)
+
+    async with Outbox(sender, passage) as outbox, receiver:
+        await outbox.send(group(repetition_ids=[0, 1]))
+        outbox.send_nowait(group(repetition_ids=[1, 0]))
+        await outbox.send(group(repetition_ids=[1, 2]))
+        await outbox.send(group(repetition_ids=[1, 2]))
+
+        came = [receiver.receive_nowait().repetition_ids.tolist() for _ in range(2)]
+        assert receiver.statistics().items == 0
+
+    assert came == [[0, 1], [2]]
+    assert ledger.in_flight == passage.trajectories == 3
+    assert ledger.balance().reasons["rejected"] == {"in flight already": 5}
+
+
+async def test_a_source_may_send_again_what_was_not_sent() -> None:
+    ledger, record = Ledger(), group(instance_id="a")
+    sender, receiver = memory_channel[TrajectoryGroup](1)
+
+    async with Outbox(sender, Passage(ledger)) as outbox, receiver:
+        await outbox.send(group(instance_id="before"))
+        with pytest.raises(ChannelFull):
+            outbox.send_nowait(record)
+        with anyio.move_on_after(0):
+            await outbox.send(record)
+        receiver.receive_nowait()
+        await outbox.send(record)
+
+        assert receiver.receive_nowait() is record
+
+    assert ledger.balance().admitted == ledger.in_flight == 4
 
 
 async def test_what_found_no_room_is_not_counted() -> None:

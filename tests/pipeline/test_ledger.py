@@ -1,8 +1,11 @@
+from collections.abc import Mapping
+
 import anyio
 import pytest
 
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.ledger import ACCOUNT_BYTES, Account, EndState, Ledger
+from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.ledger import Ledger
 from penstock.schemas import GroupId, TrainBatch
 from penstock.testing import group
 
@@ -96,6 +99,101 @@ def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it
         after.admit(A, [0])
 
 
+# -- what is delivered twice -----------------------------------------------------------------------------------------
+
+
+def test_of_two_deliveries_the_first_goes_on_and_the_copy_is_rejected_in_flight_already() -> None:
+    ledger = Ledger()
+    assert ledger.take_over(group(instance_id="a", repetition_ids=[0, 1])) == 0
+
+    assert ledger.take_over(group(instance_id="a", repetition_ids=[1, 2])) == 0b010
+
+    balance = ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (4, 3)
+    assert balance.reasons["rejected"] == {"in flight already": 1}
+
+
+def test_what_the_run_before_trained_is_rejected_trained_already() -> None:
+    ledger = Ledger()
+    ledger.restore({A: 0b01}, step=5)
+
+    assert ledger.take_over(group(instance_id="a")) == ledger.hand_over(group(instance_id="a", repetition_ids=[0, 2]))
+
+    assert ledger.balance().reasons["rejected"] == {"trained already": 2}
+    assert ledger.in_flight == 2
+
+
+def test_what_ended_otherwise_may_come_again_and_is_judged_anew() -> None:
+    ledger = ledger_with(A)
+    ledger.end(group(instance_id="a"), "stale", "old")
+
+    assert ledger.take_over(group(instance_id="a")) == 0
+
+    assert ledger.balance().admitted == 4
+    assert ledger.in_flight == 2
+
+
+def test_what_was_begun_is_handed_over_once_unless_the_send_failed() -> None:
+    ledger, record = ledger_with(A), group(instance_id="a")
+
+    assert ledger.hand_over(record) == 0
+    ledger.take_back(record)
+    assert ledger.hand_over(record) == 0
+    assert ledger.hand_over(record) == 0b11
+
+    balance = ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (4, 2)
+    assert balance.reasons["rejected"] == {"in flight already": 2}
+
+
+def test_a_send_that_failed_when_its_trajectories_had_ended_leaves_nothing_behind() -> None:
+    ledger, record = Ledger(), group(instance_id="a")
+    ledger.hand_over(record)
+    ledger.end(record, "failed", "late")
+
+    ledger.take_back(record)
+
+    assert ledger.in_flight == 0
+    assert not ledger._begun
+
+
+@pytest.mark.parametrize("enter", ["hand_over", "take_over"])
+def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it(enter: str) -> None:
+    ledger = Ledger()
+    ledger.hand_over(group(instance_id="a"))
+    before = ledger.balance()
+
+    with pytest.raises(
+        LedgerImbalance, match=r"test/a repetitions \[0, 1\] is in flight or was trained, and comes again"
+    ):
+        getattr(ledger, enter)(TrainBatch.pack([group(instance_id="b"), group(instance_id="a")]))
+
+    assert ledger.balance() == before
+
+
+def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
+    ledger = ledger_with(A)
+
+    ledger.refuse(2, "duplicate")
+
+    assert ledger.balance().reasons["rejected"] == {"duplicate": 2}
+    assert ledger.balance().balanced
+    assert ledger.in_flight == 2
+
+
+# -- who listens -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_tells_of_checkpoints_while_somebody_hears() -> None:
+    ledger, heard = Ledger(), list[Mapping[GroupId, int]]()
+
+    with ledger.hearing_of_checkpoints(heard.append):
+        ledger.announce_checkpoint({A: 1})
+    ledger.announce_checkpoint({B: 1})
+
+    assert heard == [{A: 1}]
+
+
 async def test_room_comes_when_trajectories_end() -> None:
     ledger = ledger_with(A, B)
     order: list[str] = []
@@ -184,6 +282,24 @@ class TestTwoProcesses:
         assert (self.worker.in_flight, other.in_flight) == (0, 2)
         self.trainer.end(second, "stale", "old")
         assert (self.worker.in_flight, other.in_flight) == (0, 0)
+
+    def test_a_copy_leaves_the_account_of_its_worker_which_is_told_at_once(self) -> None:
+        self.trainer.hand_over(group(instance_id="a"))
+        self.worker.admit(A, range(3))
+
+        self.trainer.take_over(group(instance_id="a"), self.worker.settle, self.account)
+
+        assert self.worker.in_flight == 1
+        assert self.balanced() == {"admitted": 5, "in_flight": 3, "rejected": 2}
+        assert self.trainer.close_account(self.account, "killed") == 1
+        assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
+
+    def test_what_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
+        record = group(instance_id="a")
+        assert (self.worker.hand_over(record), self.worker.hand_over(record)) == (0, 0b11)
+        self.hand_over("a")
+
+        assert self.balanced() == {"admitted": 4, "in_flight": 2, "rejected": 2}
 
     def test_what_ends_in_the_worker_counts_in_the_trainers_books(self) -> None:
         self.worker.admit(A, range(2))

@@ -12,8 +12,8 @@ import pytest
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
+from penstock.pipeline.account import Account
 from penstock.pipeline.joint import Passage
-from penstock.pipeline.ledger import Account
 from penstock.pipeline.remote_receiver import Peer
 from penstock.pipeline.telemetry import Observations
 from penstock.pipeline.worker_books import Books, RelayBooks, SourceBooks
@@ -75,6 +75,19 @@ def test_what_arrives_is_in_these_books_and_counted_once(source: Source) -> None
     source.sends(group())
 
     assert source.ledger.balance().in_flight == source.ledger.in_flight == source.passage.trajectories == 2
+
+
+def test_of_what_arrives_twice_only_the_rest_goes_on(source: Source) -> None:
+    source.sends(group(repetition_ids=[0, 1]))
+    source.account.admit(4)
+
+    rest = source.books.received(peer(), group(repetition_ids=[1, 2]))
+    nothing = source.books.received(peer(), group(repetition_ids=[0, 2]))
+
+    assert rest.repetition_ids.tolist() == [2]
+    assert nothing is None
+    assert source.passage.trajectories == source.ledger.balance().in_flight == 3
+    assert source.ledger.balance().reasons["rejected"] == {"in flight already": 3}
 
 
 @pytest.mark.parametrize("drained_first", [True, False])

@@ -90,6 +90,15 @@ async def test_what_workers_sample_is_received_once_and_the_books_balance() -> N
     assert [worker.state for worker in report.statistics.stages[0].workers] == ["finished", "finished"]
 
 
+async def test_what_workers_send_twice_and_what_two_of_them_send_is_trained_once() -> None:
+    report = await source(stages.SampleTwice(10), on=processes(2)).then(Pack()).sink(Train()).run()
+
+    assert report.ended_by == "end of stream"
+    assert report.balance.ended["trained"] == 20
+    assert report.balance.ended["rejected"] == 60
+    assert report.balance.admitted == 80
+
+
 async def test_a_worker_hears_how_its_trajectories_ended() -> None:
     report = await source(stages.SamplePaced(5), on=processes(1)).then(Pack()).sink(Train()).run()
 

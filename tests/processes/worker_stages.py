@@ -27,6 +27,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class SampleTwice:
+    """Sends `count` groups of two trajectories, every one of them twice and in each worker."""
+
+    count: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number in range(self.count):
+            record = group(instance_id=str(number), seed=number)
+            await outbox.send(record)
+            await outbox.send(record)
+
+
+@dataclass(frozen=True)
 class SampleAndDie(Sample):
     """The first worker admits one group more than it sends, and dies, unless it was restarted `lives` times."""
 
