@@ -18,6 +18,7 @@ __all__ = [
     "JournalInUse",
     "LedgerImbalance",
     "MissingExtra",
+    "NoDevice",
     "NobodyListens",
     "OutOfSharedMemory",
     "PeerClosed",
@@ -25,9 +26,12 @@ __all__ = [
     "PenstockError",
     "ProtocolMismatch",
     "RecordTooLarge",
+    "ServerFailed",
     "StageFailed",
     "StaleDescriptor",
+    "StaleHandle",
     "TooManySenders",
+    "WeightsDamaged",
     "WeightsMismatch",
     "WorkerFailed",
 ]
@@ -89,6 +93,10 @@ class EngineRefused(PenstockError):
     """An engine was asked for what it cannot do, or not now; the message says why."""
 
 
+class ServerFailed(PenstockError):
+    """A server from outside could not be started, was not ready in time, or ended; the message ends with its log."""
+
+
 class JournalFull(PenstockError, OSError):
     """A journal may hold no more bytes, or its disk has no room for them; the message says what to do."""
 
@@ -103,6 +111,18 @@ class LedgerImbalance(PenstockError):
 
 class WeightsMismatch(PenstockError):
     """Published weights do not fit the model; the message lists every tensor with expected and found."""
+
+
+class WeightsDamaged(PenstockError, OSError):
+    """Weights in files are torn, absent or altered; the message says which file, and how."""
+
+
+class StaleHandle(PenstockError):
+    """A handle leads to weights of a publisher that died, or to those of another one."""
+
+
+class NoDevice(PenstockError):
+    """Weights are to be published on a device that this process cannot use."""
 
 
 class MissingExtra(PenstockError, ImportError):

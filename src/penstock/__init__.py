@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .pipeline.keys import Key
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
+    from .pipeline.outside_server import OutsideServer, answers, listens
     from .pipeline.placement import here, processes
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.statistics import PipelineStatistics, Report
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.journal import Journal
-    from .stages.losses import AdvantageWeighted, PPOClip
+    from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
     from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
     from .stages.reward_bridge import RewardBridge
     from .stages.reward_functions import Answer, RewardFunction
@@ -38,27 +39,33 @@ if TYPE_CHECKING:
     from .stages.torch_policy import TorchPolicy
     from .stages.torch_trainer import TorchTrainer
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "AdvantageNormalizer",
     "AdvantageWeighted",
     "Answer",
     "Balance",
     "Batcher",
+    "CISPO",
     "ChannelStatistics",
     "Completion",
     "Context",
     "Engine",
+    "Entropy",
     "EnvironmentFailed",
     "Flow",
+    "GSPO",
     "GroupId",
+    "ImportanceWeight",
     "Journal",
     "JsonlSink",
+    "KL",
     "Key",
     "Ledger",
     "Metrics",
     "NoOpEngine",
     "NoOpPolicy",
     "OutsideEnvironment",
+    "OutsideServer",
     "PPOClip",
     "Packer",
     "Pipeline",
@@ -90,12 +97,14 @@ __all__ = [
     "WeightSubscriber",
     "WeightedTrainer",
     "Worker",
+    "answers",
     "connect",
     "current",
     "drop",
     "each",
     "get_logger",
     "here",
+    "listens",
     "memory_channel",
     "processes",
     "serve",
@@ -111,6 +120,7 @@ _HOMES = {
     "pipeline.keys": ("Key",),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
+    "pipeline.outside_server": ("OutsideServer", "answers", "listens"),
     "pipeline.placement": ("here", "processes"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.statistics": ("PipelineStatistics", "Report"),
@@ -122,7 +132,7 @@ _HOMES = {
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.journal": ("Journal",),
-    "stages.losses": ("AdvantageWeighted", "PPOClip"),
+    "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),
     "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
     "stages.reward_bridge": ("RewardBridge",),
     "stages.reward_functions": ("Answer", "RewardFunction"),

@@ -1,0 +1,294 @@
+"""Servers from outside: real processes, with families of their own, ended by real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import pytest
+
+from penstock import (
+    OutsideServer,
+    ReceiveChannel,
+    SendChannel,
+    TrajectoryGroup,
+    answers,
+    listens,
+    processes,
+    source,
+)
+from penstock.errors import ServerFailed
+from penstock.pipeline.outside_server import RunningServer
+from penstock.testing import group
+
+SCRIPT = Path(__file__).with_name("outside.py")
+ENDS_S = 10.0
+"""How long a process that was killed may take to be gone, on a busy machine."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets while the test runs."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def command(port: int, *traits: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(SCRIPT), str(port), *traits]
+
+
+def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 10, stop_within_s: float = 10) -> OutsideServer:
+    return OutsideServer(
+        command=command(port, *traits),
+        ready=answers(f"http://127.0.0.1:{port}/health"),
+        name="server",
+        logs=logs,
+        ready_within_s=ready_within_s,
+        stop_within_s=stop_within_s,
+    )
+
+
+async def ask(port: int, path: str) -> bytes:
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        return await stream.receive()
+
+
+def pids_in(text: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
+
+
+@contextmanager
+def watched(pids: list[int]) -> Iterator[list[int]]:
+    """Descriptors of processes: while one is open, it cannot come to mean another process."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def child(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
+    """A process of the test's own, and the first line it prints."""
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as popen:
+        assert popen.stdout
+        try:
+            yield popen, popen.stdout.readline()
+        finally:
+            popen.kill()
+
+
+async def ended(descriptors: list[int]) -> None:
+    with anyio.fail_after(ENDS_S):
+        for descriptor in descriptors:
+            await anyio.wait_readable(descriptor)
+
+
+def is_alive(descriptor: int) -> bool:
+    try:
+        signal.pidfd_send_signal(descriptor, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def running(server: OutsideServer) -> AsyncIterator[tuple[RunningServer, list[int]]]:
+    """The server runs within the body, which is given descriptors of all its processes."""
+    async with server.open() as opened:
+        with watched(pids_in(opened.log.read_text())) as descriptors:
+            yield opened, descriptors
+
+
+# -- ready ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_body_begins_when_the_probe_succeeds_and_not_before(port: int, tmp_path: Path) -> None:
+    async with recipe(port, tmp_path, "late").open() as server:
+        assert (await ask(port, "/")).startswith(b"HTTP/1.1 200")
+        assert pids_in(server.log.read_text()) == [server.pid]
+
+
+async def test_a_port_that_accepts_will_do_as_a_sign_of_life(port: int, tmp_path: Path) -> None:
+    server = OutsideServer(command=command(port), ready=listens(port), logs=tmp_path)
+
+    async with server.open() as opened:
+        assert await ask(port, "/")
+
+    assert opened.log == tmp_path / f"{Path(sys.executable).name}.log"
+
+
+async def test_a_server_that_is_not_ready_in_time_is_ended_and_the_last_answer_told(port: int, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"server \(pid \d+\) was not ready within 0.1 s: .*[Rr]efused"):
+        async with recipe(port, tmp_path, "deaf", ready_within_s=0.1).open():
+            pytest.fail("it never was ready")
+
+
+async def test_a_server_that_ends_before_it_is_ready_is_not_waited_for(port: int, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"(?s)server \(pid \d+\) exited with status 3\n.*no such model$"):
+        async with recipe(port, tmp_path, "doomed", ready_within_s=60).open():
+            pytest.fail("it never was ready")
+
+
+async def test_a_program_that_does_not_exist_is_told_as_such(port: int, tmp_path: Path) -> None:
+    server = OutsideServer(command=["/nowhere/vllm", "serve"], ready=listens(port), logs=tmp_path)
+
+    with pytest.raises(ServerFailed, match=r"vllm \(pid 0\) could not be started: No such file or directory"):
+        async with server.open():
+            pytest.fail("it never was ready")
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_is_asked_to_end_and_has_time_to(port: int, tmp_path: Path) -> None:
+    async with running(recipe(port, tmp_path)) as (server, descriptors):
+        assert is_alive(*descriptors)
+
+    assert server.log.read_text().splitlines()[-1] == "goodbye"
+    assert server.how == "exited with status 0"
+
+
+async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tmp_path: Path) -> None:
+    async with recipe(port, tmp_path, "stubborn", "family", stop_within_s=0.05).open() as server:
+        stack = ExitStack()
+        family = stack.enter_context(watched(pids_in(server.log.read_text())))
+        alive = [is_alive(each) for each in family]
+
+    with stack:
+        assert (alive, [is_alive(each) for each in family]) == ([True] * 4, [False] * 4)
+    assert server.how == "was killed by SIGKILL"
+
+
+async def test_what_runs_the_same_program_at_the_same_port_is_none_of_our_business(port: int, tmp_path: Path) -> None:
+    with child(command(port)) as (stranger, _):
+        async with recipe(port, tmp_path, "stubborn", stop_within_s=0.05).open():
+            pass
+        assert stranger.poll() is None
+
+
+async def test_a_server_that_dies_ends_the_body_and_shows_its_log(port: int, tmp_path: Path) -> None:
+    async def use() -> None:
+        async with recipe(port, tmp_path).open():
+            await ask(port, "/die")
+            await anyio.sleep_forever()
+
+    with pytest.raises(ServerFailed, match=r"(?s)exited with status 4\n.*as you wish$"):
+        await use()
+
+
+async def test_what_the_body_raises_because_the_server_died_is_told_as_the_servers_death(
+    port: int, tmp_path: Path
+) -> None:
+    async def use() -> None:
+        async with recipe(port, tmp_path).open() as server:
+            with anyio.CancelScope(shield=True):
+                await ask(port, "/die")
+                await server.ended.wait()
+                raise ConnectionError("nobody answers")
+
+    with pytest.raises(ServerFailed, match="exited with status 4") as failed:
+        await use()
+
+    assert isinstance(failed.value.__cause__, ConnectionError)
+
+
+async def test_what_the_body_raises_for_reasons_of_its_own_is_raised_as_it_is(port: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        async with running(recipe(port, tmp_path)) as (server, _):
+            raise ValueError("mine")
+
+    assert server.how == "exited with status 0"
+
+
+async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -> None:
+    with anyio.CancelScope() as scope:
+        async with recipe(port, tmp_path).open() as server:
+            scope.cancel()
+            await anyio.sleep_forever()
+
+    assert server.how == "exited with status 0"
+
+
+# -- who dies ------------------------------------------------------------------------------------------------------
+
+USER = """
+import sys, anyio
+from penstock import OutsideServer, listens
+
+async def main(port, logs):
+    server = OutsideServer(command=sys.argv[3:], ready=listens(port), name="server", logs=logs, stop_within_s=0.05)
+    async with server.open():
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main, int(sys.argv[1]), sys.argv[2])
+"""
+
+
+async def test_killing_whoever_started_it_ends_the_whole_family(port: int, tmp_path: Path) -> None:
+    arguments = [str(port), str(tmp_path), *command(port, "stubborn", "family")]
+    with child([sys.executable, "-c", USER, *arguments]) as (user, said):
+        assert said == b"ready\n"
+        with watched(pids_in((tmp_path / "server.log").read_text())) as family:
+            user.kill()
+            await ended(family)
+            assert len(family) == 4
+
+
+async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path: Path) -> None:
+    async def use() -> None:
+        async with running(recipe(port, tmp_path)) as (server, descriptors):
+            os.kill(server._popen.pid, signal.SIGKILL)
+            with anyio.CancelScope(shield=True):
+                await ended(descriptors)
+            await anyio.sleep_forever()
+
+    with pytest.raises(ServerFailed, match="lost its keeper"):
+        await use()
+
+
+@dataclass(frozen=True)
+class AskingSource:
+    """Has a server of its own, and sends a group for what that answers."""
+
+    server: OutsideServer
+    port: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        async with self.server.open():
+            answer = await ask(self.port, "/")
+            await outbox.send(group(instance_id=answer.split()[1].decode()))
+
+
+@dataclass
+class Noting:
+    """Notes the names of what it receives."""
+
+    names: list[str] = field(default_factory=list)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for each in inbox:
+            self.names.append(each.instance_id)
+
+
+async def test_a_server_is_part_of_a_stage_wherever_that_runs(port: int, tmp_path: Path) -> None:
+    sink = Noting()
+
+    await source(AskingSource(recipe(port, tmp_path), port), on=processes(1)).sink(sink).run()
+
+    assert sink.names == ["200"]
+    assert (tmp_path / "server.log").read_text().endswith("goodbye\n")
