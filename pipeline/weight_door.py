@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from .door import Door
 from .errors import NobodyListens
-from .socket_directory import socket_directory
+from .socket_directory import socket_directory, sweep
 
 __all__ = ["knock", "opened_door"]
 
@@ -48,4 +49,5 @@ async def knock(url: str) -> Door:
     try:
         return Door(await anyio.connect_unix(Path(url.removeprefix(SCHEME)) / DOOR))
     except OSError as error:
+        await anyio.to_thread.run_sync(sweep)
         raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error

@@ -11,10 +11,11 @@ as the publisher knows of it. Nothing on the socket is unpickled.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from functools import partial
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import anyio
@@ -25,6 +26,7 @@ from ..schemas import ProtocolMismatch
 from ..schemas.control import (
     PROTOCOL_VERSION,
     Final,
+    Holding,
     Message,
     NewVersion,
     Pause,
@@ -39,7 +41,8 @@ from .door import Door, serve_door
 from .telemetry import get_logger
 from .waiting import Waiters
 from .weight_door import opened_door
-from .weights import NO_VERSION, Tensor, WeightWriter, specs_of
+from .weight_specs import Fused, Tensor, specs_of
+from .weights import NO_VERSION, WeightWriter
 
 __all__ = ["WeightPublisher"]
 
@@ -54,6 +57,9 @@ PARTING_S = 1.0
 PAUSE_S = 60.0
 """How long subscribers have to stop sampling: longer than a long completion takes."""
 
+PATIENCE_S = 60.0
+"""How long a buffer that is sampled from is not written to: as long as a pause is waited for, for the same reason."""
+
 
 @dataclass(slots=True, eq=False)
 class _Listener:
@@ -66,6 +72,8 @@ class _Listener:
     """Number of the pause it was told of; 0 once it was told to resume."""
     confirmed: int
     """Number of the last pause in which it stopped."""
+    holding: int = 0
+    """The publication whose buffer it samples from; 0 for none."""
     told_final: bool = False
     bell: Waiters = field(default_factory=Waiters)
     """Wakes the task that tells it news."""
@@ -74,21 +82,36 @@ class _Listener:
 class WeightPublisher:
     """Publishes versions of one set of tensors to any number of subscribers on this host.
 
-    A subscriber that is slow, stuck or dead never holds up `publish`.
+    A subscriber that copies never holds up `publish`. One whose model is views is given time to end the batch that it
+    samples; one that is dead is not waited for, and what one samples that is stuck is void.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        fused: Iterable[Fused] = (),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        device: str = "cpu",
+        patience_s: float = PATIENCE_S,
+        name: str | None = None,
+    ) -> None:
         """Prepare for tensors like these; they are not published yet.
 
         Args:
             tensors: names, dtypes and shapes of all that will be published: a `state_dict`. Tied tensors are published
-                under each of their names.
+                under each of their names, and lie there once.
+            fused: tensors that the samplers' models have in one piece.
+            cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. Nothing else is ever cast.
+            device: where the versions lie: "cpu", or "cuda:0" for samplers on that device.
+            patience_s: how long `publish` waits for a sampler to leave the buffer that is to be written next.
             name: who this is, for messages.
 
         Raises:
             TypeError: a value is no tensor, or has a dtype that does not travel.
         """
-        self._specs = specs_of(tensors)
+        self._make = partial(WeightWriter, specs_of(tensors), fused=tuple(fused), cast=dict(cast), device=device)
+        self._patience_s = patience_s
         self.name = name or f"publisher in process {os.getpid()}"
         self._url = ""
         self._writer: WeightWriter | None = None
@@ -114,9 +137,11 @@ class WeightPublisher:
 
         Raises:
             OutOfSharedMemory: the machine has no room for the weights, twice.
+            WeightsMismatch: `fused` does not fit the tensors.
+            NoDevice: this process cannot use `device`.
         """
         async with AsyncExitStack() as stack:
-            self._writer = await anyio.to_thread.run_sync(WeightWriter, self._specs)
+            self._writer = await anyio.to_thread.run_sync(self._make)
             stack.callback(self._close)
             self._url, door = await enter_in_thread(stack, opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
@@ -150,6 +175,8 @@ class WeightPublisher:
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make `tensors` the newest weights. Copies in a worker thread; cancelled, it has published all or nothing.
 
+        Waits, up to `patience_s`, for models that are views of the version before the last to be pointed to the last.
+
         Args:
             tensors: the same names, dtypes and shapes as at construction; not changed by anyone until this returns.
             version: the optimizer step that made them; above every version before.
@@ -161,10 +188,24 @@ class WeightPublisher:
         """
         async with self._publishing:
             writer = self._opened()
+            await anyio.to_thread.run_sync(writer.check, tensors, version)
+            await self._left(writer.sequence - 1)
             try:
                 await anyio.to_thread.run_sync(writer.write, tensors, version)
             finally:
                 self._ring()
+
+    async def _left(self, sequence: int) -> None:
+        """Return when nobody samples from publication `sequence`, or was given the time to end it."""
+        with anyio.move_on_after(self._patience_s):
+            while self._holders_of(sequence):
+                await self._changed.wait()
+        for listener in self._holders_of(sequence):
+            log.warning("sampler_overtaken", url=self._url, subscriber=listener.name, patience_s=self._patience_s)
+            listener.holding = 0
+
+    def _holders_of(self, sequence: int) -> list[_Listener]:
+        return [listener for listener in self._listeners if 0 < listener.holding <= sequence]
 
     @asynccontextmanager
     async def paused(self, timeout_s: float = PAUSE_S) -> AsyncIterator[None]:
@@ -239,7 +280,15 @@ class WeightPublisher:
         writer = self._opened()
         listener = _Listener(name, door, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
         self._listeners.add(listener)
-        weights = Weights(PROTOCOL_VERSION, self.name, writer.nbytes, writer.manifest_bytes, self._pause)
+        weights = Weights(
+            PROTOCOL_VERSION,
+            self.name,
+            writer.generation,
+            writer.nbytes,
+            writer.manifest_bytes,
+            self._pause,
+            writer.handle,
+        )
         try:
             await door.say(weights, writer.fd)
         except BaseException:
@@ -257,13 +306,15 @@ class WeightPublisher:
             self._forget(listener)
 
     async def _hear(self, listener: _Listener) -> None:
-        """Note what a subscriber confirms, until it leaves."""
+        """Note what a subscriber confirms and holds, until it leaves."""
         try:
             while True:
                 said = await listener.door.hear()
                 if isinstance(said, Paused):
                     listener.confirmed = said.number
-                    self._changed.wake_all()
+                elif isinstance(said, Holding):
+                    listener.holding = said.sequence
+                self._changed.wake_all()
         except anyio.EndOfStream:
             pass
         except ProtocolMismatch as error:

@@ -1,38 +1,60 @@
 """The samplers' end of the way that weights take: a model is brought to the newest version that was published.
 
 A subscriber knocks at the publisher's door, is handed its segment of shared memory, which it reads without asking
-anyone, and stays connected to hear of versions, of pauses, and of the publisher's death.
+anyone, and stays connected to hear of versions, of pauses, and of the publisher's death. The publisher is told which
+buffer a model is views of while it samples, and nothing else.
 
     async with WeightSubscriber(url) as subscriber:  # publisher.url
-        subscriber.attach(model.state_dict())
+        subscriber.attach(model)
         await subscriber.newer()
-        await anyio.to_thread.run_sync(subscriber.refresh)
+        async with subscriber.sampling():
+            await anyio.to_thread.run_sync(subscriber.refresh)
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import anyio.to_thread
 
 from ..schemas import ProtocolMismatch
-from ..schemas.control import PROTOCOL_VERSION, Final, Message, Pause, Paused, Refused, Resume, Subscribe, Weights
+from ..schemas.control import (
+    PROTOCOL_VERSION,
+    Final,
+    Holding,
+    Message,
+    Pause,
+    Paused,
+    Refused,
+    Resume,
+    Subscribe,
+    Weights,
+)
 from .door import Door
 from .errors import PeerClosed, PeerLost
+from .socket_directory import sweep
 from .waiting import Waiters
+from .weight_copies import Copies
 from .weight_door import knock
-from .weights import NO_VERSION, Tensor, WeightReader, check_weights, specs_of
+from .weight_specs import Fused, Tensor
+from .weights import NO_VERSION, WeightReader
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .weight_views import MountedViews
 
 __all__ = ["WeightSubscriber"]
 
 
 class WeightSubscriber:
-    """The weights of a publisher in another process (or in this one), copied into a model when there are newer ones."""
+    """The weights of a publisher in another process (or in this one), and a model that is brought to the newest."""
 
     def __init__(self, url: str, *, name: str | None = None) -> None:
         """Prepare to subscribe at `url`; `name` says who this is, for messages."""
@@ -41,10 +63,13 @@ class WeightSubscriber:
         self._stack = AsyncExitStack()
         self._reader: WeightReader | None = None
         self._publisher = url
-        self._model: Mapping[str, Tensor] = {}
-        self._memory: Any = None
-        """One version, private: the model is touched only with a version that was read whole."""
+        self._target: Copies | MountedViews | None = None
+        """What is brought to the newest version."""
         self._version = NO_VERSION
+        self._held = 0
+        """The publication that the model is views of; 0 where it is views of none."""
+        self._told_held = 0
+        """What the publisher was told of it."""
         self._failure: PeerLost | None = None
         self._final = False
         self._pause = 0
@@ -55,7 +80,8 @@ class WeightSubscriber:
         self._news = Waiters()
         """Wakes those who wait for a version or for the end of a pause."""
         self._answer = Waiters()
-        """Wakes the task that confirms pauses."""
+        """Wakes the task that tells the publisher what it has to know."""
+        self._loop: asyncio.AbstractEventLoop
 
     def __repr__(self) -> str:
         state = "lost" if self._failure else "final" if self._final else "paused" if self._pause else "open"
@@ -69,6 +95,7 @@ class WeightSubscriber:
             ProtocolMismatch: it refused, with its reason.
             PeerLost: it died or closed meanwhile.
         """
+        self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             door = await stack.enter_async_context(await knock(self.url))
             try:
@@ -78,7 +105,7 @@ class WeightSubscriber:
                 raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(self._listen, door)
-            tasks.start_soon(self._confirm, door)
+            tasks.start_soon(self._tell, door)
             stack.callback(tasks.cancel_scope.cancel)
             self._stack = stack.pop_all()
         return self
@@ -99,7 +126,9 @@ class WeightSubscriber:
         with ExitStack() as stack:
             stack.callback(os.close, fd)
             self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
-            return await anyio.to_thread.run_sync(WeightReader, fd, said.nbytes, said.manifest_bytes)
+            return await anyio.to_thread.run_sync(
+                WeightReader, fd, said.nbytes, said.manifest_bytes, said.generation, said.device
+            )
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -113,38 +142,66 @@ class WeightSubscriber:
         """The version that the attached tensors hold; −1 before the first `refresh`."""
         return self._version
 
-    def attach(self, tensors: Mapping[str, Tensor]) -> None:
-        """Say which tensors `refresh` fills, in place: a model's `state_dict`, or numpy arrays by name.
+    @property
+    def device(self) -> str:
+        """Where the published versions lie: a model there, or on the meta device, can be views of them."""
+        return self._opened().memory.device
+
+    def attach(self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = ()) -> None:
+        """Say what `refresh` brings to the newest version.
+
+        Args:
+            model: a module, whose parameters and persistent buffers become views of what is published: no second copy,
+                nothing may write to them, no gradient. It may have been built on the meta device. Or tensors by name
+                (a `state_dict`, numpy arrays), which are filled in place.
+            fused: published tensors that the model has in several pieces.
 
         Raises:
-            WeightsMismatch: what is published differs in a name, dtype or shape; lists every difference.
+            WeightsMismatch: what is published differs in a name, dtype or shape, lies on another device, or ties what
+                the model does not; or a model of the meta device cannot be completed. Lists every difference; nothing
+                was changed.
             TypeError: a value is no tensor.
         """
-        reader = self._opened()
-        check_weights(specs_of(tensors), reader.specs, f"weights of {self._publisher} do not fit the model")
-        self._model, self._memory, self._version = dict(tensors), reader.private_copy(), NO_VERSION
+        reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
+        if isinstance(model, Mapping):
+            self._target = Copies(reader, model, fused, whose)
+        else:
+            from .weight_views import MountedViews  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
+
+            self._target = MountedViews(reader, model, fused, whose)
+        self._version, self._held = NO_VERSION, 0
 
     def refresh(self) -> int:
-        """Bring the attached tensors to the newest version, if they are older; return the version they hold.
+        """Bring what is attached to the newest version, if it is older; return the version it holds.
 
-        Blocks while it copies: call it in a worker thread, where nobody samples from the model meanwhile. The tensors
-        never hold a mixture. A publisher that overtakes the copy again and again leaves them as they were.
+        May block: call it in a worker thread, where nobody samples from the model meanwhile. The tensors never hold a
+        mixture. A publisher that overtakes a copy again and again leaves them as they were.
 
         Raises:
             PeerLost: the publisher died, and the tensors hold its last version.
             RuntimeError: nothing is attached.
         """
         reader = self._opened()
-        if self._memory is None:
-            raise RuntimeError("expected tensors to refresh, got none: call attach(model.state_dict()) first")
+        if self._target is None:
+            raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
         if reader.latest > self._version:
-            version = reader.read_into(self._memory)
-            if version != NO_VERSION:
-                reader.load(self._memory, self._model)
-                self._version = version
+            brought = self._target.bring()
+            if brought is not None:
+                self._version = brought.version
+                self._held = brought.sequence if self._target.holds else 0
+                self._loop.call_soon_threadsafe(self._answer.wake_all)
         elif self._failure is not None:
             raise self._failure
         return self._version
+
+    @property
+    def intact(self) -> bool:
+        """Whether what the model computed since `refresh` was computed with one version. A look into memory.
+
+        False where the model is views, and the publisher lost patience and wrote over what it is views of: throw away
+        what was sampled, and refresh.
+        """
+        return not self._held or self._opened().intact(self._held)
 
     async def newer(self, than: int | None = None) -> int:
         """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
@@ -210,24 +267,32 @@ class WeightSubscriber:
         except ProtocolMismatch as error:
             self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
         self._news.wake_all()
+        if self._failure is not None:
+            await anyio.to_thread.run_sync(sweep)
 
     def _note(self, said: Message) -> None:
         if isinstance(said, Pause):
             self._pause = said.number
-            self._answer.wake_all()
         elif isinstance(said, Resume | Final):
             self._pause = 0
             self._final = isinstance(said, Final)
+        self._answer.wake_all()
         self._news.wake_all()
 
-    async def _confirm(self, door: Door) -> None:
-        """Tell the publisher, for each pause, when sampling has stopped."""
-        try:
+    async def _tell(self, door: Door) -> None:
+        """Tell the publisher which buffer it must not write to, and for each pause, when sampling has stopped."""
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is gone: `_listen` notices
             while True:
-                if self._active or self._pause in {0, self._confirmed}:
+                if (held := self._holding()) != self._told_held:
+                    self._told_held = held
+                    await door.say(Holding(held))
+                elif self._active or self._pause in {0, self._confirmed}:
                     await self._answer.wait()
                 else:
                     self._confirmed = self._pause
                     await door.say(Paused(self._confirmed))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the publisher is gone: `_listen` notices
+
+    def _holding(self) -> int:
+        """The publication that must stay as it is. Whoever does not sample lets go of it when there is a newer one."""
+        newest = self._opened().newest()
+        return self._held if self._active or (newest and newest.sequence == self._held) else 0

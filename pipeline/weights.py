@@ -1,150 +1,74 @@
-"""Weights in shared memory: which tensors there are, and two buffers between which a reader never sees a mixture.
+"""Weights in shared memory: two buffers, between which a reader never sees a mixture.
 
-The publisher writes one buffer while readers read the other. A reader copies, then looks whether the publisher began
-to write over what it copied; if so, it copies anew. No lock, so there is nothing that a killed process could hold.
-Knows bytes, dtypes by name and numpy; a torch tensor is looked at by functions that import torch when they meet one.
+The publisher writes one buffer while the other is read. Whoever copies, copies and then looks whether the publisher
+began to write over it; if so, it copies anew. Whoever samples from the buffer itself looks before each token. No lock,
+so there is nothing that a killed process could hold.
 
-Layout: one page of signed 64-bit words, the list of tensors as msgpack, the two buffers; each begins on a page.
+Layout: one page of signed 64-bit words, the list of tensors as msgpack, the two buffers; each begins on a page. The
+buffers may lie on a device instead, behind a page of their own.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
+import secrets
 import threading
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from ..schemas import Array, ProtocolMismatch
+from ..schemas import ProtocolMismatch
+from ..schemas.control import DeviceHandle
 from ..schemas.errors import UNREADABLE
-from .errors import WeightsMismatch
+from .device_memory import DeviceMemory
+from .errors import StaleHandle
 from .shared_memory import allocate, may_shrink
+from .weight_memory import HostMemory, VersionMemory
+from .weight_specs import ITEM_BYTES, Fused, Part, Tensor, TensorSpec, fitted, packed, specs_of
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["NO_VERSION", "Tensor", "TensorSpec", "WeightReader", "WeightWriter", "check_weights", "specs_of"]
-
-Tensor: TypeAlias = "Array | torch.Tensor"
-"""Weights are given as numpy arrays or as torch tensors, on any device."""
+__all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 
 NO_VERSION = -1
 """The version of weights that were never published."""
 
-ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-"""The dtypes that travel, by the name that numpy and torch give them."""
-
 ALIGNMENT = 64
 """Bytes: every tensor begins on a cache line."""
 
-CHUNK_BYTES = 4 * 2**20
-"""What a reader copies before it looks whether the publisher has overtaken it."""
-
-ATTEMPTS = 32
-"""How often a reader starts over. It starts over at the moment a new version is complete and then has as long as the
-publisher needs for the next two, so the second attempt succeeds unless the machine stalls the reader."""
-
-SEQUENCE, LATEST, BEGUN, VERSION = 0, 1, 2, 4
+SEQUENCE, LATEST, BEGUN, VERSION, GENERATION = 0, 1, 2, 4, 6
 """Words of the first page: publications so far; the newest version; for each of the two buffers, the publication that
-was last begun in it, and its version."""
+was last begun in it, and its version; which publisher's segment it is. A device's page has only the last."""
 
 
-class TensorSpec(NamedTuple):
-    """What a tensor is, as told to another process."""
+class Publication(NamedTuple):
+    """A version that was published."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the tensor occupies."""
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
-def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """What `tensors` (a `state_dict`, say) are. Tied tensors are listed under each of their names.
-
-    >>> specs_of({"bias": np.zeros(3, np.float32)})
-    (TensorSpec(name='bias', dtype='float32', shape=(3,)),)
-
-    Raises:
-        TypeError: a value is no tensor, or has a dtype that does not travel.
-    """
-    return tuple(_spec_of(name, tensor) for name, tensor in tensors.items())
-
-
-def _spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise TypeError(f"{name}: expected a tensor of {', '.join(ITEM_BYTES)}, got {type(tensor).__name__} {dtype}")
-    return TensorSpec(name, dtype, tuple(tensor.shape))
-
-
-def check_weights(expected: Iterable[TensorSpec], found: Iterable[TensorSpec], whose: str) -> None:
-    """Hold the tensors that were found to those that were expected: names, dtypes, shapes. Nothing is ever cast.
-
-    Raises:
-        WeightsMismatch: listing every tensor that is missing, extra or different, with expected and found.
-    """
-    wanted, given = ({spec.name: spec for spec in specs} for specs in (expected, found))
-    lines = [
-        f"{name}: expected {wanted.get(name, 'no such tensor')}, found {given.get(name, 'none')}"
-        for name in dict.fromkeys([*wanted, *given])
-        if wanted.get(name) != given.get(name)
-    ]
-    if lines:
-        raise WeightsMismatch(f"{whose}: {len(lines)} tensors differ\n  " + "\n  ".join(lines))
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies within a buffer."""
-
-    spec: TensorSpec
-    offset: int
+    sequence: int
+    """Which publication it was, counted from 1; it lies in buffer `sequence % 2`."""
+    version: int
 
 
 class _Plan:
-    """How a segment is cut: where the two buffers lie in it, and where the tensors lie in a buffer."""
+    """How memory is cut: where the two buffers lie in it, and where the tensors lie in a buffer."""
 
-    def __init__(self, specs: Iterable[TensorSpec], manifest_bytes: int) -> None:
-        self.places: list[_Place] = []
-        offset = 0
+    def __init__(self, specs: Iterable[TensorSpec], first: int) -> None:
+        self.offsets: dict[str, int] = {}
+        end = 0
         for spec in specs:
-            self.places.append(_Place(spec, offset))
-            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-        self.first = _end_of_manifest(manifest_bytes)
+            self.offsets[spec.name] = self.offsets[spec.tied] if spec.tied else end
+            end += 0 if spec.tied else -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        self.first = first
         """Where the first buffer begins."""
-        self.buffer_bytes = _pages(max(offset, 1))
+        self.buffer_bytes = _pages(max(end, 1))
         self.nbytes = self.first + 2 * self.buffer_bytes
-        """Bytes of the segment: the weights twice, and a little."""
+        """Bytes of the memory: the weights twice, and a little."""
 
-    def cut(self, memory: memoryview) -> tuple[memoryview, list[NDArray[np.uint8]]]:
-        """The words and the two buffers of a segment that is mapped as `memory`."""
-        whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        buffers = [whole[self.first + at * self.buffer_bytes :][: self.buffer_bytes] for at in (0, 1)]
-        return memory[: mmap.PAGESIZE].cast("q"), buffers
+    def start(self, sequence: int, part: Part | None = None) -> int:
+        """Where the buffer of publication `sequence` begins, or a tensor in it."""
+        inside = 0 if part is None else self.offsets[part.whole] + part.offset
+        return self.first + sequence % 2 * self.buffer_bytes + inside
 
 
 def _end_of_manifest(manifest_bytes: int) -> int:
@@ -170,50 +94,89 @@ class _Fence:
 class WeightWriter:
     """The publisher's side. Blocks while it allocates and while it writes: use it in a worker thread."""
 
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        fused: Iterable[Fused] = (),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        device: str = "cpu",
+    ) -> None:
         """Allocate both buffers.
 
         Raises:
             OutOfSharedMemory: the machine has no room for them.
+            WeightsMismatch: `fused` names tensors that are absent or do not go together.
+            NoDevice: there is no such device.
         """
-        self.specs = tuple(specs)
+        self._given = tuple(specs)
+        cast_specs = [spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs]
+        self.specs, self._parts = packed(cast_specs, fused, "weights to publish")
+        """What is published."""
+        self.generation = secrets.randbits(63)
         manifest = msgspec.msgpack.encode(self.specs)
         self.manifest_bytes = len(manifest)
-        self._plan = _Plan(self.specs, len(manifest))
-        self.nbytes = self._plan.nbytes
+        first = _end_of_manifest(len(manifest))
+        self.nbytes = _Plan(self.specs, first).nbytes if device == "cpu" else first
         """Bytes of the segment."""
         purpose = f"{len(self.specs)} tensors, twice"
         self.fd = allocate(self.nbytes, purpose, "free memory, or publish a smaller model")
         """To be handed to readers; open until `close`."""
         memory = memoryview(mmap.mmap(self.fd, self.nbytes))
         memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
-        self._words, self._buffers = self._plan.cut(memory)
-        self._words[LATEST] = NO_VERSION
+        self._words = memory[: mmap.PAGESIZE].cast("q")
+        self._words[LATEST], self._words[GENERATION] = NO_VERSION, self.generation
+        self.handle: DeviceHandle | None = None
+        """Where the buffers are, if not in the segment."""
+        self._memory: VersionMemory = HostMemory(memory)
+        self._plan = _Plan(self.specs, first if device == "cpu" else mmap.PAGESIZE)
+        if device != "cpu":
+            self._move_to(device)
         self._fence = _Fence()
+
+    def _move_to(self, device: str) -> None:
+        try:
+            memory = DeviceMemory.allocate(device, self._plan.nbytes)
+        except BaseException:
+            self.close()
+            raise
+        memory.mark(self.generation)
+        self._memory, self.handle = memory, memory.handle
 
     @property
     def latest(self) -> int:
         """The newest version that was published; −1 before the first."""
         return self._words[LATEST]
 
-    def write(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy `tensors` into the buffer that nobody was pointed to, and point everyone to it.
+    @property
+    def sequence(self) -> int:
+        """Publications so far."""
+        return self._words[SEQUENCE]
 
-        Interrupted at any instruction, it leaves what was published before.
+    def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Refuse what cannot be written.
 
         Raises:
             WeightsMismatch: the tensors are not those that the segment was made for.
             ValueError: `version` is not newer than the last.
         """
-        check_weights(self.specs, specs_of(tensors), "weights to publish")
+        fitted(self._given, specs_of(tensors), (), "weights to publish")
         if version <= self.latest:
             raise ValueError(f"expected a version above {self.latest}, got {version}")
-        sequence = self._words[SEQUENCE] + 1
+
+    def write(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy `tensors`, which were checked, into the buffer that nobody was pointed to, and point everyone to it.
+
+        Interrupted at any instruction, it leaves what was published before.
+        """
+        sequence = self.sequence + 1
         at = sequence % 2
         self._words[BEGUN + at] = sequence
         self._fence()
-        for spec, offset in self._plan.places:
-            self._buffers[at][offset : offset + spec.nbytes] = _bytes_of(tensors[spec.name])
+        for part in self._parts:
+            if not part.spec.tied:
+                self._memory.store(self._plan.start(sequence, part), tensors[part.spec.name], part.spec)
+        self._memory.flush()
         self._words[VERSION + at] = version
         self._fence()
         self._words[SEQUENCE] = sequence
@@ -225,70 +188,81 @@ class WeightWriter:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.close()
 
 
 class WeightReader:
     """A subscriber's side: a read-only mapping of a segment that was handed over. Blocks while it maps and reads."""
 
-    def __init__(self, fd: int, nbytes: int, manifest_bytes: int) -> None:
+    def __init__(
+        self, fd: int, nbytes: int, manifest_bytes: int, generation: int, handle: DeviceHandle | None = None
+    ) -> None:
         """Map the segment; `fd` stays the caller's.
 
         Raises:
             ProtocolMismatch: it is no segment of weights of that size, or could shrink under the reader.
+            StaleHandle: it is a segment of another publisher, or `handle` leads to memory of another.
         """
         size, loose = os.fstat(fd).st_size, may_shrink(fd)
         if size != nbytes or loose:
             can = "can" if loose else "cannot"
             raise ProtocolMismatch(f"expected {nbytes} bytes of weights that cannot shrink, got {size} that {can}")
-        if _end_of_manifest(manifest_bytes) > size:
+        first = _end_of_manifest(manifest_bytes)
+        if first > size:
             raise ProtocolMismatch(f"expected a list of tensors within {size} bytes, got one of {manifest_bytes}")
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        self._words = memory[: mmap.PAGESIZE].cast("q")
+        _check_generation(self._words[GENERATION], generation)
         self.specs = _decode_specs(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
         """What is published, in the publisher's order."""
-        self._plan = plan = _Plan(self.specs, manifest_bytes)
-        if plan.nbytes != nbytes:
-            raise ProtocolMismatch(f"expected two buffers of {plan.buffer_bytes} bytes from {plan.first}, got {nbytes}")
-        self._words, self._buffers = plan.cut(memory)
         self._fence = _Fence()
+        self._plan = _Plan(self.specs, first if handle is None else mmap.PAGESIZE)
+        have = nbytes if handle is None else handle.nbytes
+        self.memory = HostMemory(memory) if handle is None else _opened(handle, generation)
+        """Where the versions lie."""
+        if self._plan.nbytes != have:
+            raise ProtocolMismatch(
+                f"expected two buffers of {self._plan.buffer_bytes} bytes from {self._plan.first}, got {have}"
+            )
 
     @property
     def latest(self) -> int:
         """The newest version that was published; −1 before the first. A look into memory, no system call."""
         return self._words[LATEST]
 
-    def private_copy(self) -> NDArray[np.uint8]:
-        """Memory for one version, for `read_into`."""
-        return np.zeros(self._plan.buffer_bytes, np.uint8)
+    def newest(self) -> Publication | None:
+        """The newest version and where it lies; None before the first. A look into memory."""
+        sequence = self._words[SEQUENCE]
+        if sequence == 0:
+            return None
+        self._fence()
+        return Publication(sequence, self._words[VERSION + sequence % 2])
 
-    def read_into(self, memory: NDArray[np.uint8]) -> int:
-        """Copy the newest version, whole, and return it; −1 if there is none yet or the publisher never let it finish.
+    def intact(self, sequence: int) -> bool:
+        """Whether nothing was written over publication `sequence` so far: what was read of it until now is right."""
+        self._fence()
+        return self._words[BEGUN + sequence % 2] == sequence
 
-        In the latter case `memory` holds no version.
-        """
-        for _ in range(ATTEMPTS):
-            sequence = self._words[SEQUENCE]
-            if sequence == 0:
-                break
-            self._fence()
-            version = self._words[VERSION + sequence % 2]
-            if self._copied(memory, sequence):
-                return version
-        return NO_VERSION
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one version."""
+        return self._plan.buffer_bytes
 
-    def _copied(self, memory: NDArray[np.uint8], sequence: int) -> bool:
-        at = sequence % 2
-        for start in range(0, self._plan.buffer_bytes, CHUNK_BYTES):
-            memory[start : start + CHUNK_BYTES] = self._buffers[at][start : start + CHUNK_BYTES]
-            self._fence()
-            if self._words[BEGUN + at] != sequence:
-                return False
-        return True
+    def start(self, sequence: int, part: Part | None = None) -> int:
+        """Where publication `sequence` begins in `memory`, or a tensor of it."""
+        return self._plan.start(sequence, part)
 
-    def load(self, memory: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors that lie in `memory` into `tensors`, in place; their specs were checked before."""
-        for spec, offset in self._plan.places:
-            if spec.nbytes:
-                _fill(tensors[spec.name], memory[offset : offset + spec.nbytes], spec)
+
+def _opened(handle: DeviceHandle, generation: int) -> DeviceMemory:
+    memory = DeviceMemory.open(handle)
+    _check_generation(memory.marked(), generation)
+    return memory
+
+
+def _check_generation(found: int, expected: int) -> None:
+    if found != expected:
+        raise StaleHandle(f"expected weights of publisher {expected:x}, got those of {found:x}: subscribe anew")
 
 
 _spec_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
@@ -298,37 +272,12 @@ def _decode_specs(encoded: memoryview) -> tuple[TensorSpec, ...]:
     try:
         specs: tuple[TensorSpec, ...] = _spec_decoder.decode(encoded)
     except UNREADABLE as error:
-        raise ProtocolMismatch(f"expected a list of (name, dtype, shape), got {error}") from None
+        raise ProtocolMismatch(f"expected a list of (name, dtype, shape, tied), got {error}") from None
+    known: dict[str, TensorSpec] = {}
     for spec in specs:
         if spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:
             raise ProtocolMismatch(f"{spec.name}: expected a dtype among {sorted(ITEM_BYTES)}, got {spec}")
+        if spec.tied and str(known.get(spec.tied)) != str(spec):
+            raise ProtocolMismatch(f"{spec.name}: expected to be one with a tensor like it before it, got {spec.tied}")
+        known[spec.name] = spec
     return specs
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The tensor's elements in C order as bytes; a view where it is contiguous and in this machine's memory."""
-    if isinstance(tensor, np.ndarray):
-        flat: Array = np.ascontiguousarray(tensor).reshape(-1)
-        return flat.view(np.uint8)
-    return _torch_bytes(tensor)
-
-
-def _torch_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    import torch  # noqa: PLC0415 (only whoever holds a torch tensor pays for torch)
-
-    return np.asarray(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy(), np.uint8)
-
-
-def _fill(tensor: Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    if isinstance(tensor, np.ndarray):
-        tensor[...] = elements.view(tensor.dtype).reshape(tensor.shape)
-    else:
-        _torch_fill(tensor, elements, spec)
-
-
-def _torch_fill(tensor: torch.Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    import torch  # noqa: PLC0415 (only whoever holds a torch tensor pays for torch)
-
-    dtype: Any = getattr(torch, spec.dtype)
-    with torch.no_grad():
-        tensor.copy_(torch.frombuffer(elements, dtype=dtype).reshape(spec.shape))

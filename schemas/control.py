@@ -16,11 +16,13 @@ from .ids import GroupId
 __all__ = [
     "PROTOCOL_VERSION",
     "Closed",
+    "DeviceHandle",
     "Ended",
     "Farewell",
     "Final",
     "Goodbye",
     "Hello",
+    "Holding",
     "Message",
     "NewVersion",
     "Observed",
@@ -158,18 +160,32 @@ class Subscribe(_Message, frozen=True):
     pid: int
 
 
+class DeviceHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Memory of a device that another process may open while its owner lives."""
+
+    device: str
+    """The device's UUID: its number may differ from process to process."""
+    nbytes: int
+    handle: bytes
+    """What the driver gave out for it (CUipcMemHandle)."""
+
+
 class Weights(_Message, frozen=True):
     """The publisher hands over its segment; the file descriptor travels with this message."""
 
     version: int
     name: str
     """Who the publisher is, for messages."""
+    generation: int
+    """Drawn when the segment was made: a segment that says another was made by another publisher."""
     nbytes: int
     """Bytes of the whole segment."""
     manifest_bytes: int
     """Bytes of the list of tensors, which lies in the segment."""
     pause: int
     """Number of the pause that is on; 0 where sampling may go on."""
+    device: DeviceHandle | None = None
+    """Where the buffers lie, if not in the segment."""
 
 
 class NewVersion(_Message, frozen=True):
@@ -188,6 +204,12 @@ class Paused(_Message, frozen=True):
     """Sampling has stopped, as pause `number` asked."""
 
     number: int
+
+
+class Holding(_Message, frozen=True):
+    """The subscriber's model is views of publication `sequence`, and samples from it; 0 where it does not."""
+
+    sequence: int
 
 
 class Resume(_Message, frozen=True):
@@ -216,6 +238,7 @@ Message = (
     | NewVersion
     | Pause
     | Paused
+    | Holding
     | Resume
     | Final
 )

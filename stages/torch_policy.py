@@ -1,12 +1,9 @@
-"""Sampling a torch model: many requests as one batch, a cache of keys and values, log-probabilities on the way.
+"""Sampling a torch model: the engine that runs in this process, and the recipe for it.
 
 Requests that several rollouts make in the same tick are answered by one batch; those that arrive while it runs make
-the next one. A batch runs in a worker thread, with the weights it began with: new ones are taken up between batches,
-which is also where a pause begins. Equal prompts, as those of a group, are read once. Knows the model only by
-`CausalModel`, and no environment.
-
-Axes: B rows of a batch, b rows still being sampled, P tokens of the longest prompt, M of the largest allowance,
-V vocabulary.
+the next one. A batch runs in a worker thread, with the weights it began with; or, with updates in flight, every token
+with the newest there are. Where the model can see the publisher's memory, its tensors are views of it: there is no
+second copy. Knows the model only by `CausalModel`, and no environment.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -28,18 +25,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..pipeline.context import Worker, current
-from ..pipeline.errors import EngineRefused
+from ..pipeline.errors import EngineRefused, PeerLost
 from ..pipeline.weight_subscriber import WeightSubscriber
 from ..pipeline.weights import NO_VERSION
 from ..schemas import StopReason
-from .causal_model import CausalModel, KVCache, causal_attend, positions_of
+from .causal_model import CausalModel
 from .gate import Gate
 from .policies import Completion, Engine
+from .torch_sampling import Batch, Request, Sampled
 
-__all__ = ["Request", "Sampled", "TorchEngine", "TorchPolicy", "generate"]
+__all__ = ["TorchEngine", "TorchPolicy", "Updates"]
 
-FINISHED_SHARE = 0.25
-"""Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
+Updates: TypeAlias = Literal["between_batches", "in_flight"]
+"""When other weights are taken up: a batch is sampled with one version as a whole, or every token with the newest."""
+
+ATTEMPTS = 3
+"""How often a batch is begun: more than once only where the publisher lost patience with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,27 @@ class TorchPolicy:
     """Makes sampling repeatable where the order of requests is; every worker draws a stream of its own."""
     max_rows: int = 256
     """Rows of one batch at most: bounds the memory of the cache."""
+    updates: Updates = "between_batches"
+    """`in_flight`: a completion goes on with newer weights as soon as there are some, on the keys and values that the
+    older ones computed, and `policy_versions` says which sampled each token; a pause does not wait for its end."""
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
         """Make the model and answer requests until the body ends."""
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(False)
-        device = next(model.parameters()).device
-        generator = torch.Generator(device).manual_seed(_seed(self.seed, worker))
         stack = AsyncExitStack()
         try:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
-            engine = TorchEngine(model, tasks, self.eos_id, generator, self.max_rows)
+            engine = TorchEngine(
+                model,
+                tasks,
+                self.eos_id,
+                _seed(self.seed, worker),
+                self.max_rows,
+                in_flight=self.updates == "in_flight",
+            )
             stack.callback(engine.close)
             if self.weights is not None:
                 await engine.follow(self.weights)
@@ -83,159 +92,6 @@ def _seed(seed: int, worker: Worker) -> int:
     """A seed of its own for every worker, also after a restart."""
     state = np.random.SeedSequence([seed, worker.index, worker.incarnation]).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
-
-
-class Request(NamedTuple):
-    """One row to sample."""
-
-    prompt: NDArray[np.int32]
-    """Token ids, at least one."""
-    max_tokens: int
-    temperature: float = 1.0
-    greedy: bool = False
-
-
-class Sampled(NamedTuple):
-    """What was sampled for a batch of requests; B rows, M the largest allowance."""
-
-    tokens: NDArray[np.int32]
-    """[B, M]; row b counts up to lengths[b]."""
-    logprobs: NDArray[np.float32]
-    """[B, M] under the tempered distribution, or the model's own where greedy."""
-    lengths: NDArray[np.int64]
-    """[B] tokens of each completion, its end-of-sequence token included."""
-    ended: NDArray[np.bool_]
-    """[B] whether the last token is the end-of-sequence token."""
-
-
-@torch.inference_mode()
-def generate(
-    model: CausalModel,
-    requests: Sequence[Request],
-    *,
-    eos_id: int,
-    generator: torch.Generator,
-    before_token: Callable[[], None] = lambda: None,
-) -> Sampled:
-    """Sample one completion a request, all of them together.
-
-    Args:
-        model: on any device, in evaluation mode.
-        requests: at least one.
-        eos_id: the token that ends a completion.
-        generator: on the model's device.
-        before_token: called before each token; what it raises ends the batch.
-    """
-    rows = _Rows.of(requests, generator.device)
-    logits = rows.read_prompts(model, [request.prompt for request in requests])
-    tokens = torch.full((len(requests), rows.allowance), eos_id, device=generator.device)
-    logprobs = torch.zeros(tokens.shape, device=generator.device)
-    for t in range(rows.allowance):
-        before_token()
-        chosen, logprob = rows.draw(logits, generator)
-        tokens[rows.live, t] = chosen
-        logprobs[rows.live, t] = logprob
-        chosen = rows.drop_finished(chosen, (chosen == eos_id) | (rows.limits == t + 1))
-        if not len(chosen):
-            break
-        logits = rows.step(model, chosen)
-    limits = np.array([request.max_tokens for request in requests])
-    return _cut(tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy(), limits, eos_id)
-
-
-def _cut(tokens: NDArray[np.int32], logprobs: NDArray[np.float32], limits: NDArray[np.int64], eos_id: int) -> Sampled:
-    """Each row ends with its first end-of-sequence token, or at its limit."""
-    ends = tokens == eos_id
-    first = np.where(ends.any(axis=1), ends.argmax(axis=1), tokens.shape[1])
-    return Sampled(tokens, logprobs, np.minimum(first + 1, limits), first < limits)
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The rows still being sampled, and those that finished and were not dropped yet."""
-
-    allowance: int
-    """M: tokens that any row may get at most."""
-    live: Tensor
-    """[b] int64, which request each row answers."""
-    limits: Tensor
-    """[b] int64 tokens that each row may get."""
-    inverse_temperature: Tensor
-    """[b, 1]."""
-    noise: Tensor
-    """[b, 1] 1 where a row is drawn, 0 where it is greedy."""
-    finished: Tensor
-    """[b] bool."""
-    visible: Tensor = field(init=False)
-    """[b, P + M] bool: keys a row may see, its padding on the left left out."""
-    position: Tensor = field(init=False)
-    """[b, 1] int64 position of the next token."""
-    cache: KVCache = field(init=False)
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], device: torch.device) -> _Rows:
-        greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
-        temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
-        return cls(
-            allowance=max(request.max_tokens for request in requests),
-            live=torch.arange(len(requests), device=device),
-            limits=torch.tensor([request.max_tokens for request in requests], device=device),
-            inverse_temperature=torch.where(greedy, 1.0, 1.0 / temperature),
-            noise=(~greedy).float(),
-            finished=torch.zeros(len(requests), dtype=torch.bool, device=device),
-        )
-
-    def read_prompts(self, model: CausalModel, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Read each different prompt once, then give every row its copy. Returns logits [b, V]."""
-        tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(prompts))
-        self.cache = model.new_cache(len(tokens), mask.shape[1] + self.allowance)
-        logits = model(tokens, positions=positions_of(mask), attend=causal_attend(mask), cache=self.cache)[:, -1]
-        self.cache.keep(owner)
-        self.position = mask.sum(dim=1, keepdim=True)[owner]
-        self.visible = torch.nn.functional.pad(mask[owner], (0, self.allowance), value=True)
-        return logits[owner]
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One token a row and its log-probability, [b] each, by the Gumbel trick."""
-        logprobs = torch.log_softmax(logits.float() * self.inverse_temperature, dim=-1)
-        gumbel = -torch.empty_like(logprobs).exponential_(generator=generator).log_()
-        chosen = (logprobs + gumbel * self.noise).argmax(dim=-1, keepdim=True)
-        return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
-
-    def drop_finished(self, chosen: Tensor, ended: Tensor) -> Tensor:
-        """Note which rows `ended` [b]; once enough have, go on without them. Returns `chosen` of the rows that stay."""
-        self.finished |= ended
-        count = int(self.finished.sum())
-        if count == len(self.finished):
-            return chosen[:0]
-        if count <= FINISHED_SHARE * len(self.finished):
-            return chosen
-        stay = (~self.finished).nonzero()[:, 0]
-        self.cache.keep(stay)
-        for name in ("live", "limits", "inverse_temperature", "noise", "finished", "visible", "position"):
-            setattr(self, name, getattr(self, name)[stay])
-        return chosen[stay]
-
-    def step(self, model: CausalModel, chosen: Tensor) -> Tensor:
-        """Feed one token a row. Returns logits [b, V]."""
-        attend = self.visible[:, None, : self.cache.length + 1]
-        logits = model(chosen[:, None], positions=self.position, attend=attend, cache=self.cache)[:, 0]
-        self.position = self.position + 1
-        return logits
-
-
-def _left_padded(
-    prompts: Sequence[NDArray[np.int32]],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """The different prompts as tokens and mask [U, P], padded on the left, and which of them each prompt is [B]."""
-    first: dict[bytes, int] = {}
-    owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
-    unique = [np.frombuffer(key, np.int32) for key in first]
-    lengths = np.array([len(prompt) for prompt in unique])
-    mask = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
-    tokens = np.zeros(mask.shape, np.int64)
-    tokens[mask] = np.concatenate(unique)
-    return tokens, mask, np.array(owner)
 
 
 @dataclass(slots=True)
@@ -264,8 +120,10 @@ class TorchEngine:
         model: CausalModel,
         tasks: TaskGroup,
         eos_id: int,
-        generator: torch.Generator,
+        seed: int,
         max_rows: int,
+        *,
+        in_flight: bool = False,
     ) -> None:
         self._model = model
         self._tasks = tasks
@@ -274,8 +132,11 @@ class TorchEngine:
         self._follows = False
         """Whether every batch takes up newer weights by itself; else `update_weights` does."""
         self._eos_id = eos_id
-        self._generator = generator
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        """Made with the first batch, on the model's device: one that was built on the meta device has none before."""
         self._max_rows = max_rows
+        self._in_flight = in_flight
         self._pending: deque[tuple[_Call, int]] = deque()
         """Rows nobody samples yet, in the order they were asked for."""
         self._asked = anyio.Event()
@@ -358,17 +219,29 @@ class TorchEngine:
                 call.fail(error)
             return
         self._observe(sampled)
-        for (call, row), completion in zip(batch, _completions(sampled, self._version), strict=True):
+        for (call, row), completion in zip(batch, _completions(sampled), strict=True):
             call.answer(row, completion)
 
     async def _sampled(self, requests: list[Request]) -> Sampled:
         """One batch: waits for the first version of the weights, and while the publisher or the engine pauses."""
         if self._weights is not None and self._weights.version == NO_VERSION:
             await self._weights.newer()
-        async with self._allowed():
-            if self._weights is not None and self._follows:
-                await self._refresh(self._weights, least=0)
-            return await anyio.to_thread.run_sync(self._generate, requests)
+        for _ in range(ATTEMPTS):
+            with suppress(_Overtaken):
+                return await self._sampled_once(requests)
+        raise PeerLost(
+            f"expected to sample {len(requests)} rows before their weights are written over, began {ATTEMPTS} times in "
+            f"vain: raise WeightPublisher's patience_s, lower max_rows, or sample with updates='in_flight'"
+        )
+
+    async def _sampled_once(self, requests: list[Request]) -> Sampled:
+        sampled: Sampled | None = None
+        batch: Batch | None = None
+        while sampled is None:
+            async with self._allowed():
+                batch = batch or Batch(self._model, requests, eos_id=self._eos_id, generator=self._numbers())
+                sampled = await anyio.to_thread.run_sync(self._advance, batch)
+        return sampled
 
     @asynccontextmanager
     async def _allowed(self) -> AsyncGenerator[None]:
@@ -381,14 +254,35 @@ class TorchEngine:
                         yield
                     return
 
-    def _generate(self, requests: list[Request]) -> Sampled:
-        return generate(
-            self._model,
-            requests,
-            eos_id=self._eos_id,
-            generator=self._generator,
-            before_token=self._check_open,
-        )
+    def _numbers(self) -> torch.Generator:
+        if self._generator is None:
+            device = next(self._model.parameters()).device
+            if device.type == "meta" and self._weights is not None:
+                device = torch.device(self._weights.device)
+            self._generator = torch.Generator(device).manual_seed(self._seed)
+        return self._generator
+
+    def _advance(self, batch: Batch) -> Sampled | None:
+        """Sample token after token. None where somebody waits for the batch, and it can go on with other weights."""
+        self._take_up()
+        while True:
+            self._check_open()
+            sampled = batch.step(self._version)
+            if self._weights is not None and not self._weights.intact:
+                raise _Overtaken
+            if sampled is not None:
+                return sampled
+            if self._in_flight:
+                if self._gate.shut_for or (self._weights is not None and self._weights.paused):
+                    return None
+                self._take_up()
+
+    def _take_up(self) -> None:
+        """Bring a model that follows its publisher to the newest version; there is one."""
+        while self._follows and self._weights is not None:
+            self._version = self._weights.refresh()
+            if self._version != NO_VERSION:
+                return
 
     def _check_open(self) -> None:
         if self._closed:
@@ -408,8 +302,8 @@ class TorchEngine:
             NobodyListens: there is no publisher at `url`.
             WeightsMismatch: its weights do not fit the model.
         """
-        await self._subscribe(url)
         self._follows = True
+        await self._subscribe(url)
 
     async def update_weights(self, url: str, version: int) -> None:
         """Sample from now on with the weights at `url`, a WeightPublisher's, of `version` or newer; see `Engine`.
@@ -441,14 +335,24 @@ class TorchEngine:
 
     async def _subscribe(self, url: str) -> WeightSubscriber:
         """The subscription is held by a task of its own, so that any task may ask for it."""
-        self._weights = await self._tasks.start(self._hold, url)
-        return self._weights
+        weights: WeightSubscriber = await self._tasks.start(self._hold, url)
+        self._weights = weights
+        return weights
 
     async def _hold(self, url: str, *, task_status: TaskStatus[WeightSubscriber]) -> None:
         async with WeightSubscriber(url) as subscriber:
-            subscriber.attach(self._model.state_dict())
+            await anyio.to_thread.run_sync(self._attach, subscriber)
             task_status.started(subscriber)
             await anyio.sleep_forever()
+
+    def _attach(self, subscriber: WeightSubscriber) -> None:
+        """As views where the model can see the versions and follows them; else copies, which nobody writes over."""
+        model = self._model
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        if self._follows and isinstance(model, torch.nn.Module) and devices <= {subscriber.device, "meta"}:
+            subscriber.attach(model)
+        else:
+            subscriber.attach(model.state_dict())
 
     async def pause(self) -> None:
         """Sample nothing more until `resume`; returns when the batch that runs is done."""
@@ -498,11 +402,16 @@ def _storages(model: CausalModel) -> list[torch.UntypedStorage]:
     return [storage for storage in storages.values() if storage.resizable()]
 
 
-def _completions(sampled: Sampled, version: int) -> Iterator[Completion]:
-    for tokens, logprobs, length, ended in zip(*sampled, strict=True):
+class _Overtaken(Exception):
+    """The publisher wrote over the weights that a batch was being sampled with: what was sampled is void."""
+
+
+def _completions(sampled: Sampled) -> Iterator[Completion]:
+    *rows, versions = sampled
+    for tokens, logprobs, length, ended in zip(*rows, strict=True):
         yield Completion(
             tokens=tokens[:length],
             logprobs=logprobs[:length],
             stop_reason=StopReason.STOP if ended else StopReason.LENGTH,
-            policy_versions=np.full(length, version, np.int64),
+            policy_versions=versions[:length],
         )

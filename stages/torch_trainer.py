@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..pipeline.weights import check_weights, specs_of
+from ..pipeline.weight_specs import check_weights, specs_of
 from ..schemas import Array, GroupId, TrainBatch
 from .causal_model import CausalModel, packed_attend
 from .checkpoint import write_checkpoint

@@ -26,7 +26,7 @@ FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
 
 TORCH_AT_MODULE_LEVEL = {
     f"stages/{name}.py"
-    for name in ("torch_policy", "torch_trainer", "causal_model", "micro_batches", "step_clock")
+    for name in ("torch_policy", "torch_sampling", "torch_trainer", "causal_model", "micro_batches", "step_clock")
 } | {path.relative_to(ROOT).as_posix() for path in (ROOT / "stages/losses").glob("*.py")}
 TORCH_AT_MODULE_LEVEL |= {"pipeline/weight_views.py", "pipeline/meta_model.py"}
 """Files that are nothing without tensors. Everything else imports torch in the function that needs it, if at all."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import OutOfSharedMemory, ProtocolMismatch, WeightsMismatch
+from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, WeightsMismatch
 from penstock.pipeline import weights as module
-from penstock.pipeline.weights import (
-    NO_VERSION,
-    Tensor,
-    TensorSpec,
-    WeightReader,
-    WeightWriter,
-    check_weights,
-    specs_of,
-)
+from penstock.pipeline.weight_copies import Copies
+from penstock.pipeline.weight_memory import HostMemory
+from penstock.pipeline.weight_specs import Tensor, TensorSpec, check_weights, specs_of
+from penstock.pipeline.weights import NO_VERSION, WeightReader, WeightWriter
 
 
 def arrays(value: float = 1.0) -> dict[str, Tensor]:
@@ -34,17 +28,14 @@ def arrays(value: float = 1.0) -> dict[str, Tensor]:
 def opened(tensors: dict[str, Tensor]) -> Iterator[tuple[WeightWriter, WeightReader]]:
     writer = WeightWriter(specs_of(tensors))
     try:
-        yield writer, WeightReader(writer.fd, writer.nbytes, writer.manifest_bytes)
+        yield writer, WeightReader(writer.fd, writer.nbytes, writer.manifest_bytes, writer.generation)
     finally:
         writer.close()
 
 
 def read(reader: WeightReader, into: dict[str, Tensor]) -> int:
-    memory = reader.private_copy()
-    version = reader.read_into(memory)
-    if version != NO_VERSION:
-        reader.load(memory, into)
-    return version
+    brought = Copies(reader, into, (), "weights").bring()
+    return NO_VERSION if brought is None else brought.version
 
 
 def test_a_reader_gets_the_newest_version() -> None:
@@ -177,7 +168,7 @@ def test_other_tensors_than_at_construction_are_refused_and_change_nothing() -> 
     with opened(arrays()) as (writer, reader):
         writer.write(arrays(1), 1)
         with pytest.raises(WeightsMismatch, match=r"bias: expected float64 \[2\], found none"):
-            writer.write({"weight": arrays()["weight"]}, 2)
+            writer.check({"weight": arrays()["weight"]}, 2)
         assert read(reader, target) == 1
 
 
@@ -187,21 +178,21 @@ def test_versions_only_grow(version: int) -> None:
         writer.write(arrays(), 2)
 
         with pytest.raises(ValueError, match=f"expected a version above 2, got {version}"):
-            writer.write(arrays(), version)
+            writer.check(arrays(), version)
 
 
 def test_a_write_that_fails_half_way_leaves_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
     target = arrays(0)
 
-    def broken(tensor: Tensor) -> Any:
+    def broken(memory: HostMemory, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         if tensor.shape == (2,):
             raise RuntimeError("the device is gone")
-        return original(tensor)
+        original(memory, start, tensor, spec)
 
-    original = module._bytes_of
+    original = HostMemory.store
     with opened(arrays()) as (writer, reader):
         writer.write(arrays(1), 1)
-        monkeypatch.setattr(module, "_bytes_of", broken)
+        monkeypatch.setattr(HostMemory, "store", broken)
         with pytest.raises(RuntimeError, match="the device is gone"):
             writer.write(arrays(2), 2)
         monkeypatch.undo()
@@ -274,7 +265,7 @@ def test_the_reader_keeps_the_memory_when_the_writer_is_gone() -> None:
 
 def test_a_reader_cannot_write() -> None:
     with opened(arrays()) as (_, reader), pytest.raises(ValueError, match="read-only"):
-        reader._buffers[0][0] = 1
+        reader.memory.bytes[0] = 1  # type: ignore[union-attr]
 
 
 def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
@@ -283,7 +274,7 @@ def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
 
     try:
         with pytest.raises(ProtocolMismatch, match="that cannot shrink"):
-            WeightReader(fd, 4096 * 4, 10)
+            WeightReader(fd, 4096 * 4, 10, 1)
     finally:
         os.close(fd)
 
@@ -293,21 +284,33 @@ def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
     [
         (4096, 5, "expected 4096 bytes of weights"),
         (None, 10**9, "expected a list of tensors within"),
-        (None, 3, r"expected a list of \(name, dtype, shape\)"),
+        (None, 3, r"expected a list of \(name, dtype, shape, tied\)"),
     ],
 )
 def test_a_declaration_that_does_not_fit_the_segment_is_refused(
     nbytes: int | None, manifest_bytes: int, message: str
 ) -> None:
     with opened(arrays()) as (writer, _), pytest.raises(ProtocolMismatch, match=message):
-        WeightReader(writer.fd, nbytes or writer.nbytes, manifest_bytes)
+        WeightReader(writer.fd, nbytes or writer.nbytes, manifest_bytes, writer.generation)
 
 
-@pytest.mark.parametrize("spec", [TensorSpec("x", "object", (1,)), TensorSpec("x", "float32", (-4,))])
+def test_a_segment_of_another_publisher_is_stale() -> None:
+    with opened(arrays()) as (writer, _), pytest.raises(StaleHandle, match="expected weights of publisher 1, got"):
+        WeightReader(writer.fd, writer.nbytes, writer.manifest_bytes, generation=1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("x", "object", (1,)),
+        TensorSpec("x", "float32", (-4,)),
+        TensorSpec("x", "float32", (4,), tied="nobody"),
+    ],
+)
 def test_a_list_with_tensors_that_cannot_be_is_refused(spec: TensorSpec) -> None:
     encoded = msgspec.msgpack.encode([spec])
 
-    with pytest.raises(ProtocolMismatch, match=re.escape(f"got {spec}")):
+    with pytest.raises(ProtocolMismatch, match=r"x: expected (a dtype among|to be one with a tensor like it)"):
         module._decode_specs(memoryview(encoded))
 
 

@@ -25,8 +25,8 @@ from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatc
 from penstock.pipeline import weight_publisher as module
 from penstock.pipeline.door import Door
 from penstock.pipeline.weight_publisher import WeightPublisher
+from penstock.pipeline.weight_specs import Tensor
 from penstock.pipeline.weight_subscriber import WeightSubscriber
-from penstock.pipeline.weights import Tensor
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ async def test_a_model_that_does_not_fit_is_refused_with_every_difference() -> N
 
 async def test_refreshing_nothing_says_what_to_attach() -> None:
     async with pair() as (_, subscriber):
-        with pytest.raises(RuntimeError, match=r"call attach\(model\.state_dict\(\)\) first"):
+        with pytest.raises(RuntimeError, match=r"call attach\(model\) first"):
             subscriber.refresh()
 
 

@@ -188,8 +188,8 @@ async def test_an_engine_that_sleeps_gives_memory_back_and_wakes_with_the_newest
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
-        async with TorchPolicy(make_model, EOS, weights=publisher.url).open(Worker()) as engine:
-            await one(engine)
+        async with TorchPolicy(make_model, EOS).open(Worker()) as engine:
+            await engine.update_weights(publisher.url, 1)
             awake = held()
             await engine.sleep()
             await engine.sleep()

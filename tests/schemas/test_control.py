@@ -22,10 +22,11 @@ MESSAGES: list[c.Message] = [
     c.Farewell(),
     c.Closed(),
     c.Subscribe(c.PROTOCOL_VERSION, "worker 0", 123),
-    c.Weights(c.PROTOCOL_VERSION, "trainer", 2**40, 512, 0),
+    c.Weights(c.PROTOCOL_VERSION, "trainer", 2**62, 2**40, 512, 0, c.DeviceHandle("uuid", 2**40, bytes(64))),
     c.NewVersion(4),
     c.Pause(1),
     c.Paused(1),
+    c.Holding(3),
     c.Resume(),
     c.Final(),
 ]

@@ -17,7 +17,8 @@ from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
 from penstock.stages.causal_model import KVCache, causal_attend
 from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_policy import Request, TorchEngine, TorchPolicy, generate
+from penstock.stages.torch_policy import TorchEngine, TorchPolicy
+from penstock.stages.torch_sampling import Request, generate
 
 EOS = 3
 
@@ -154,7 +155,7 @@ async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_com
 
     model = Waiting()
     async with anyio.create_task_group() as tasks:
-        engine = TorchEngine(model, tasks, 99, seeded(), max_rows=8)
+        engine = TorchEngine(model, tasks, 99, 0, max_rows=8)
         tasks.start_soon(engine.serve)
         tasks.start_soon(ask, engine)
         while not begun.is_set():
@@ -230,7 +231,7 @@ async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
         told.set()
 
     async with anyio.create_task_group() as tasks:
-        engine = TorchEngine(TinyModel(), tasks, EOS, seeded(), max_rows=8)
+        engine = TorchEngine(TinyModel(), tasks, EOS, 0, max_rows=8)
         tasks.start_soon(ask, engine)
         await asked.wait()
         engine.close()
