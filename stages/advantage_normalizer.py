@@ -1,7 +1,7 @@
-"""AdvantageNormalizer: rewards to advantages, one a sequence, spread over the tokens that train.
+"""AdvantageNormalizer: rewards to advantages, spread over the tokens that train.
 
 Advantages that came with the data are used as they are: not recomputed, not clipped, and their rewards enter no
-statistic. The mathematics stands in `advantages`; this stage gathers, fills in and counts.
+statistic. How they are made stands in `estimator`; this stage gathers, fills in and counts.
 """
 
 from __future__ import annotations
@@ -18,44 +18,72 @@ from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
 from ..schemas import TrajectoryGroup
-from .advantages import BY_GROUP, Groups, Mode, RunningStatistics, whitened
+from .advantages import Mode, RunningStatistics
+from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .handful import Handful
+from .presets import OURS, PRESETS, Library, Preset
 
 __all__ = ["AdvantageNormalizer"]
+
+GATHERING: tuple[Mode, ...] = ("batch", "reinforce++", "reinforce++-baseline")
+"""Modes that compare across groups."""
 
 
 @dataclass(slots=True)
 class AdvantageNormalizer:
     """Fill the `advantages` of groups that have none.
 
-    >>> AdvantageNormalizer("grpo", clip=3.0)
-    AdvantageNormalizer(mode='grpo', clip=3.0, batch_groups=None)
+    >>> AdvantageNormalizer("grpo", clip=(-3, 3)).clip
+    (-3, 3)
 
     Args:
-        mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo` (against the group), `batch` (against the
-            `batch_groups` groups that came together) or `global` (against everything seen in the run).
+        mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo`, `opo` (against the group), `batch`, `reinforce++`,
+            `reinforce++-baseline` (against the `batch_groups` groups that came together), `global` (against everything
+            seen in the run), or `gae` (against what a critic expected, the column `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
-        batch_groups: how many groups mode `batch` gathers; the last batch of a stream holds what is left.
+        batch_groups: how many groups are gathered; the last batch of a stream holds what is left. With `gae` they are
+            whitened together; without it, or left out, each group is sent on as it comes.
+        rewards: `sequence` for the column `rewards`, `token` for `token_rewards`, `both` for their sum.
+        gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
+        gae_lambda: λ of `gae`.
+        preset: compute what this library does, wherever it differs from us.
 
     Raises:
-        ValueError: an unknown mode, bounds in the wrong order, or `batch_groups` missing or without use.
+        ValueError: a mode or a preset that there is not, bounds in the wrong order, a discount outside [0, 1], or an
+            argument missing or without use.
     """
 
     mode: Mode
     clip: float | tuple[float, float] | None = None
     batch_groups: int | None = None
+    rewards: RewardLevel = "sequence"
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    preset: Library | None = None
     _seen: RunningStatistics = field(default_factory=RunningStatistics, init=False, repr=False, compare=False)
     """What mode `global` has seen; saved and restored."""
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        _check_choice("mode", self.mode, get_args(Mode))
+        _check_choice("rewards", self.rewards, get_args(RewardLevel))
+        if self.preset is not None:
+            _check_choice("preset", self.preset, get_args(Library))
+            _check_choice(f"mode with preset {self.preset!r}", self.mode, self._preset.modes)
         low, high = self._bounds
         if math.isnan(low) or math.isnan(high) or not low <= 0 <= high or low == high:
             raise ValueError(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
-        if (self.mode == "batch") != (self.batch_groups is not None):
-            raise ValueError(f"batch_groups: expected with mode 'batch' and only there, got {self}")
-        if self.batch_groups is not None and self.batch_groups < 1:
+        self._check_batch_groups()
+        _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
+        _check_discount("gae_lambda", self.gae_lambda, ("gae",), self.mode)
+
+    def _check_batch_groups(self) -> None:
+        if self.batch_groups is None:
+            if self.mode in GATHERING or (self.mode == "gae" and self._preset.gae_is_whitened):
+                modes = ", ".join([*GATHERING, "gae of most presets"])
+                raise ValueError(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
+        elif self.mode not in (*GATHERING, "gae"):
+            raise ValueError(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
+        elif self.batch_groups < 1:
             raise ValueError(f"batch_groups: expected at least 1, got {self.batch_groups}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
@@ -103,30 +131,29 @@ class AdvantageNormalizer:
     def _filled(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """The same groups, in order, all with advantages."""
         bare = [group for group in groups if group.advantages is None]
-        if given := sum(len(group) for group in groups if group.advantages is not None):
-            current().metrics.total("advantages/given", given)
+        if len(bare) < len(groups):
+            given = Handful([group for group in groups if group.advantages is not None])
+            given.column("advantages", given.loss_mask)
+            current().metrics.total("advantages/given", len(given.lengths))
         filled = iter(self._normalized(Handful(bare)) if bare else ())
         return [next(filled) if group.advantages is None else group for group in groups]
 
     def _normalized(self, handful: Handful) -> list[TrajectoryGroup]:
-        rewards, live = handful.rewards(), handful.live()
-        groups = Groups(rewards, live, handful.sizes)
-        raw = self._advantages(rewards, live, groups)
-        advantages = np.clip(raw, *self._bounds)
-        self._observe(groups, live, raw != advantages)
+        estimate = self._estimator.estimate(handful, self._seen)
+        advantages = np.clip(estimate.advantages, *self._bounds)
+        self._observe(estimate, estimate.advantages != advantages)
+        if self.mode in BY_TOKEN:
+            return handful.with_token_advantages(advantages)
         return handful.with_advantages(advantages)
 
-    def _advantages(self, rewards: NDArray[np.float64], live: NDArray[np.bool_], groups: Groups) -> NDArray[np.float64]:
-        match self.mode:
-            case "none":
-                return np.where(live, rewards, 0.0)
-            case "batch":
-                return whitened(rewards, live)
-            case "global":
-                self._seen.update(rewards[live])
-                return self._seen.whitened(rewards, live)
-            case mode:
-                return BY_GROUP[mode](groups)
+    @property
+    def _estimator(self) -> Estimator:
+        whitens = self.batch_groups is not None
+        return Estimator(self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, self._preset)
+
+    @property
+    def _preset(self) -> Preset:
+        return OURS if self.preset is None else PRESETS[self.preset]
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -134,9 +161,21 @@ class AdvantageNormalizer:
             return -math.inf, math.inf
         return self.clip if isinstance(self.clip, tuple) else (-self.clip, self.clip)
 
-    def _observe(self, groups: Groups, live: NDArray[np.bool_], clipped: NDArray[np.bool_]) -> None:
-        metrics = current().metrics
-        metrics.mean("reward_std", groups.deviations)
-        metrics.mean("frac_reward_zero_std", groups.deviations == 0)
+    def _observe(self, estimate: Estimate, clipped: NDArray[np.bool_]) -> None:
+        metrics, deviations = current().metrics, estimate.groups.deviations
+        metrics.mean("reward_std", deviations)
+        metrics.mean("frac_reward_zero_std", deviations == 0)
         if self.clip is not None:
-            metrics.mean("advantages/clip_fraction", clipped, weight=live)
+            metrics.mean("advantages/clip_fraction", clipped, weight=estimate.trains)
+
+
+def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {given!r}")
+
+
+def _check_discount(name: str, discount: float, modes: Sequence[str], mode: str) -> None:
+    if not 0 <= discount <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {discount}")
+    if discount != 1 and mode not in modes:
+        raise ValueError(f"{name}: expected 1 but with {' and '.join(modes)}, got {discount} with {mode}")

@@ -2,22 +2,27 @@
 
 Axes: B sequences, G groups lying one after another, `sizes` [G] sequences each. A sequence is live when it has a token
 that trains; what is masked entirely has advantage 0 and enters no statistic. With R the reward of a sequence, μ and σ
-(ddof = 1) mean and deviation over the live sequences of its group, n of them:
+(ddof = 1) mean and deviation over the live sequences of its group, n of them, of l tokens each that train:
 
-    none     R                         REINFORCE without a baseline
-    grpo     (R − μ) / (σ + 1e-6)      DeepSeekMath, arXiv:2402.03300
-    dr_grpo  R − μ                     "Understanding R1-Zero-Like Training", arXiv:2503.20783
-    rloo     n / (n − 1) · (R − μ)     the mean of the others as baseline, arXiv:2402.14740
-    batch    as grpo, μ and σ over all groups at hand
-    global   as grpo, μ and σ over everything seen so far
+    none                  R                         REINFORCE without a baseline
+    grpo                  (R − μ) / (σ + 1e-6)      DeepSeekMath, arXiv:2402.03300
+    dr_grpo               R − μ                     "Understanding R1-Zero-Like Training", arXiv:2503.20783
+    rloo                  n / (n − 1) · (R − μ)     the mean of the others as baseline, arXiv:2402.14740
+    opo                   R − Σ l·R / Σ l           the baseline of least variance, arXiv:2505.23585
+    batch                 as grpo, μ and σ over all groups at hand
+    global                as grpo, μ and σ over everything seen so far
+    reinforce++           returns (see `returns`), whitened over all tokens at hand that train, arXiv:2501.03262
+    reinforce++-baseline  dr_grpo, whitened over all tokens at hand that train
+    gae                   see `returns`; whitened over all tokens at hand, or not
 
 We differ from the libraries where they are wrong: a population of one, and one whose rewards differ by no more than
-float32 noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere.
+float32 noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere. What they do
+stands in `presets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,28 +30,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "BY_GROUP",
     "EPSILON",
-    "GroupMode",
+    "NOISE",
     "Groups",
     "Mode",
     "RunningStatistics",
     "dr_grpo",
     "grpo",
+    "opo",
     "rloo",
     "whitened",
 ]
 
-GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo"]
-"""How advantages are made that compare a completion with the others of its prompt."""
-
-Mode: TypeAlias = Literal["none", "batch", "global", "grpo", "dr_grpo", "rloo"]
+Mode: TypeAlias = Literal[
+    "none",
+    "batch",
+    "global",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "gae",
+]
 """How advantages are made."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Rewards: TypeAlias = NDArray[np.float32] | Floats
 Flags: TypeAlias = NDArray[np.bool_]
-Sizes: TypeAlias = NDArray[np.int64]
+Counts: TypeAlias = NDArray[np.int64]
 
 EPSILON = 1e-6
 """Added to σ before dividing, as verl and SkyRL do."""
@@ -57,11 +70,17 @@ and a sum of parts that should be the same comes out an ulp or two apart."""
 
 
 class Groups:
-    """Rewards beside those of their group, with exact zeros where nothing can be told apart."""
+    """Rewards beside those of their group, with exact zeros where nothing can be told apart.
+
+    Rewards that are sums say in `magnitudes` [B] how much was added up, for noise is a share of that: 0.1 + 0.2 − 0.3
+    differs from 0 by an ulp of 0.3.
+    """
 
     __slots__ = ("centred", "counts", "deviations", "owners")
 
-    def __init__(self, rewards: Rewards, live: Flags, sizes: Sizes) -> None:
+    def __init__(
+        self, rewards: Rewards, live: Flags, sizes: Counts, *, magnitudes: Floats | None = None, noise: float = NOISE
+    ) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
         number = len(sizes)
         self.owners = np.arange(number).repeat(sizes)
@@ -70,7 +89,8 @@ class Groups:
         """[G] live sequences."""
         means = np.bincount(self.owners, values, number) / np.maximum(self.counts, 1)
         centred = np.where(live, values - means[self.owners], 0.0)
-        differ = self._largest(centred) > NOISE * self._largest(values)
+        largest = self._largest(values if magnitudes is None else np.where(live, magnitudes, 0.0))
+        differ = self._largest(centred) > noise * largest
         self.centred = np.where(differ[self.owners], centred, 0.0)
         """[B] R − μ; 0 where masked, alone, or equal to all others."""
         squares = np.bincount(self.owners, self.centred**2, number)
@@ -83,9 +103,9 @@ class Groups:
         return largest
 
 
-def grpo(groups: Groups) -> Floats:
+def grpo(groups: Groups, epsilon: float = EPSILON) -> Floats:
     """[B] (R − μ) / (σ + ε) within each group."""
-    return groups.centred / (groups.deviations + EPSILON)[groups.owners]
+    return groups.centred / (groups.deviations + epsilon)[groups.owners]
 
 
 def dr_grpo(groups: Groups) -> Floats:
@@ -98,13 +118,31 @@ def rloo(groups: Groups) -> Floats:
     return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
 
 
-def whitened(rewards: Rewards, live: Flags) -> Floats:
-    """[B] (R − μ) / (σ + ε) with μ and σ over all live sequences."""
-    return grpo(Groups(rewards, live, np.array([len(rewards)])))
+def opo(groups: Groups, lengths: Counts) -> Floats:
+    """[B] R − the mean of the group in which each sequence counts by its `lengths` [B], the tokens that train."""
+    number = len(groups.counts)
+    weighted = np.bincount(groups.owners, groups.centred * lengths, number)
+    baselines = weighted / np.maximum(np.bincount(groups.owners, lengths, number), 1)
+    return np.where(lengths > 0, groups.centred - baselines[groups.owners], 0.0)
 
 
-BY_GROUP: dict[GroupMode, Callable[[Groups], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""The functions that compare within groups, by mode."""
+def whitened(
+    values: Floats, weights: Counts | Flags, least: float, *, epsilon: float = EPSILON, epsilon_of_variance: float = 0.0
+) -> Floats:
+    """[M] (x − m) / (√(σ² + ε') + ε) with m and σ over all values [M], of which each counts `weights` [M] times.
+
+    Exactly 0 where the weight is 0, and everywhere if no value is further than `least` from the mean.
+    """
+    number = int(weights.sum())
+    if number < 2:  # noqa: PLR2004 (of one alone nothing can be told)
+        return np.zeros(len(values))
+    kept = np.where(weights > 0, values, 0.0)
+    mean = (kept * weights).sum() / number
+    centred: Floats = np.where(weights > 0, kept - mean, 0.0)
+    if np.abs(centred).max() <= least:
+        return np.zeros(len(values))
+    variance = float((centred**2 * weights).sum()) / (number - 1)
+    return centred / (math.sqrt(variance + epsilon_of_variance) + epsilon)
 
 
 @dataclass(slots=True)
@@ -117,9 +155,11 @@ class RunningStatistics:
     """Σ (x − mean)²."""
     lowest: float = 0.0
     highest: float = 0.0
+    largest: float = 0.0
+    """Of what was added up to any of it: noise is a share of that."""
 
-    def update(self, values: Rewards) -> None:
-        """Take in `values` [n]."""
+    def update(self, values: Rewards, magnitudes: Rewards) -> None:
+        """Take in `values` [n], and how much was added up for each."""
         if not len(values):
             return
         new = values.astype(np.float64)
@@ -130,13 +170,13 @@ class RunningStatistics:
         self.mean += apart * len(new) / total
         self.lowest = min(float(new.min()), self.lowest if self.count else np.inf)
         self.highest = max(float(new.max()), self.highest if self.count else -np.inf)
+        self.largest = max(self.largest, float(magnitudes.max()))
         self.count = total
 
     @property
     def deviation(self) -> float:
         """σ with ddof = 1; exactly 0 where everything seen was the same, or fewer than two were seen."""
-        noise = NOISE * max(abs(self.lowest), abs(self.highest))
-        if max(self.highest - self.mean, self.mean - self.lowest) <= noise:
+        if max(self.highest - self.mean, self.mean - self.lowest) <= NOISE * self.largest:
             return 0.0
         return float(np.sqrt(self.squares / (self.count - 1)))
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schemas import TrajectoryGroup
+from ..schemas import InvalidRecord, TrajectoryGroup
 from ..schemas.columns import as_column, check_axes, count_between, freeze
 from ..schemas.group import GROUP_RULES, PART_PREFIX
 
@@ -29,13 +29,13 @@ FIRST = np.zeros(1, np.int64)
 class Handful:
     """One group or more."""
 
-    __slots__ = ("_groups", "_lengths", "_loss_mask", "_spans", "sizes")
+    __slots__ = ("_groups", "_spans", "lengths", "loss_mask", "sizes")
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._groups = groups
-        self._lengths = np.concatenate([group.lengths() for group in groups])
+        self.lengths = np.concatenate([group.lengths() for group in groups])
         """[B] tokens of each sequence."""
-        self._loss_mask = np.concatenate([group.loss_mask for group in groups])
+        self.loss_mask = np.concatenate([group.loss_mask for group in groups])
         """[N]."""
         sizes = [len(group) for group in groups]
         self.sizes = np.array(sizes, np.int64)
@@ -44,24 +44,51 @@ class Handful:
         """Where the sequences of each group lie among all."""
 
     def rewards(self) -> Floats:
-        """[B]."""
-        return np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
+        """[B].
+
+        Raises:
+            InvalidRecord: one is not finite; the message names whose.
+        """
+        rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
+        self._check_finite("rewards", rewards, np.ones_like(self.lengths))
+        return rewards
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
         parts = [group.reward_parts.get(name, otherwise[span]) for group, span in self._each(self._spans)]
         return np.concatenate(parts, dtype=np.float64)
 
+    def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
+        """[N] the column over tokens of that name; 0 where it is not `used` [N], whatever stands there.
+
+        Raises:
+            InvalidRecord: a group has none, or a value that is used is not finite; the message names whose.
+        """
+        columns = []
+        for group in self._groups:
+            column = getattr(group, name)
+            if column is None:
+                raise InvalidRecord(f"{group.env}/{group.instance_id}: {name}: expected a column, got none")
+            columns.append(column)
+        values = np.where(used, np.concatenate(columns, dtype=np.float64), 0.0)
+        self._check_finite(name, values, self.lengths)
+        return values
+
+    def sums(self, values: Floats) -> Floats:
+        """[B] the sum of `values` [N] over each sequence."""
+        count = len(self.lengths)
+        return np.asarray(np.bincount(np.arange(count).repeat(self.lengths), values, count), np.float64)
+
     def completion_lengths(self) -> NDArray[np.int64]:
         """[B] tokens that train."""
-        return count_between(self._loss_mask, np.concatenate([FIRST, self._lengths.cumsum()]))
+        return count_between(self.loss_mask, np.concatenate([FIRST, self.lengths.cumsum()]))
 
     def live(self) -> NDArray[np.bool_]:
         """[B] which sequences have a token that trains."""
-        filled = self._lengths > 0
+        filled = self.lengths > 0
         live = np.zeros(len(filled), np.bool_)
-        starts = self._lengths.cumsum() - self._lengths
-        live[filled] = np.logical_or.reduceat(self._loss_mask, starts[filled])
+        starts = self.lengths.cumsum() - self.lengths
+        live[filled] = np.logical_or.reduceat(self.loss_mask, starts[filled])
         return live
 
     def with_rewards(self, rewards: Floats, parts: Mapping[str, Floats]) -> list[TrajectoryGroup]:
@@ -94,11 +121,34 @@ class Handful:
         """
         checked = as_column("advantages", advantages, np.float32)
         _check_finite({"advantages": checked}, checked)
-        column = checked.repeat(self._lengths)
-        column[~self._loss_mask] = 0
+        return self._with_advantages(checked.repeat(self.lengths))
+
+    def with_token_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
+        """The same groups with `advantages` [N] on the tokens that train, 0 elsewhere; memory as in `with_advantages`.
+
+        Raises:
+            InvalidRecord: one is not finite.
+        """
+        checked = as_column("advantages", advantages, np.float32)
+        _check_finite({"advantages": checked}, checked)
+        return self._with_advantages(checked)
+
+    def _with_advantages(self, column: NDArray[np.float32]) -> list[TrajectoryGroup]:
+        column[~self.loss_mask] = 0
         freeze([column])
         spans = _spans(len(group.tokens) for group in self._groups)
         return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
+
+    def _check_finite(self, name: str, values: Floats, counts: NDArray[np.int64]) -> None:
+        """Hold `values`, of which each sequence has `counts` [B], to being finite."""
+        finite = np.isfinite(values)
+        if not finite.all():
+            first = finite.argmin()
+            ids = [trajectory_id for group in self._groups for trajectory_id in group.ids]
+            env, instance_id, repetition_id = ids[np.searchsorted(counts.cumsum(), first, "right")]
+            raise InvalidRecord(
+                f"{env}/{instance_id}, repetition {repetition_id}: {name}: expected finite values, got {values[first]}"
+            )
 
     def _each(self, spans: Sequence[slice]) -> Iterable[tuple[TrajectoryGroup, slice]]:
         return zip(self._groups, spans, strict=True)

@@ -6,10 +6,13 @@ import pickle
 from typing import Any, get_args
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from tests.stages.holding import lets_go_of_what_it_sent
+from tests.stages.turns import of_turns
 
+from penstock.errors import InvalidRecord
 from penstock.pipeline.context import Context, entered
 from penstock.pipeline.memory import memory_channel
 from penstock.schemas import TrajectoryGroup
@@ -18,14 +21,26 @@ from penstock.stages.advantages import Mode
 from penstock.testing import drive, group
 
 MODES: list[Mode] = list(get_args(Mode))
+GATHERING = ("batch", "reinforce++", "reinforce++-baseline")
+BY_GROUP: list[Mode] = ["grpo", "dr_grpo", "rloo", "opo"]
 
 
 def normalizer(mode: Mode, **more: Any) -> AdvantageNormalizer:
-    return AdvantageNormalizer(mode, **({"batch_groups": 2} if mode == "batch" else {}), **more)
+    return AdvantageNormalizer(mode, batch_groups=2 if mode in GATHERING else None, **more)
+
+
+def expecting(of: TrajectoryGroup, value: float = 0.0) -> TrajectoryGroup:
+    """The same group with a critic that expected `value` everywhere."""
+    return msgspec.structs.replace(of, values=np.full(len(of.tokens), value, np.float32))
 
 
 def of_rewards(*rewards: float, instance_id: str = "0") -> TrajectoryGroup:
-    return group(rewards=rewards, completion_lengths=[2] * len(rewards), instance_id=instance_id)
+    return expecting(group(rewards=rewards, completion_lengths=[2] * len(rewards), instance_id=instance_id))
+
+
+def per_token(filled: TrajectoryGroup) -> list[float]:
+    assert filled.advantages is not None
+    return [float(x) for x in filled.advantages]
 
 
 def per_sequence(filled: TrajectoryGroup) -> list[float]:
@@ -36,7 +51,7 @@ def per_sequence(filled: TrajectoryGroup) -> list[float]:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_advantages_stand_on_the_tokens_that_train_and_nowhere_else(mode: Mode) -> None:
-    given = [group(completion_lengths=[1, 3], rewards=[1, 0], instance_id=str(i)) for i in range(2)]
+    given = [expecting(group(completion_lengths=[1, 3], rewards=[1, 0], instance_id=str(i))) for i in range(2)]
 
     out = await drive(normalizer(mode), given)
 
@@ -67,7 +82,7 @@ async def test_none_takes_the_reward_itself() -> None:
     assert per_sequence(out) == [3, -1]
 
 
-@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("mode", BY_GROUP)
 async def test_modes_that_compare_within_a_group_give_exact_zeros_where_nothing_differs(mode: Mode) -> None:
     out = await drive(normalizer(mode), [of_rewards(*[1 / 3] * 7), of_rewards(5, instance_id="1")])
 
@@ -153,8 +168,8 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_masked_sequences_change_nothing_for_the_others(mode: Mode) -> None:
-    masked = group(rewards=[0, 1, 1e6], loss_mask=[0, 1, 0, 1, 0, 0], completion_lengths=[1, 1, 1], prompt_length=1)
-    without = group(rewards=[0, 1], completion_lengths=[1, 1], prompt_length=1)
+    masked = expecting(of_turns(".x", ".x", "..", rewards=[0, 1, 1e6]), 0.25)
+    without = expecting(of_turns(".x", ".x", rewards=[0, 1]), 0.25)
 
     (out,) = await drive(normalizer(mode), [masked])
     (expected,) = await drive(normalizer(mode), [without])
@@ -174,11 +189,32 @@ async def test_advantages_that_came_with_the_data_are_used_as_they_are(mode: Mod
     assert out.metrics.emit(0)["advantages/given"] == 2
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "batch"])
+async def test_advantages_that_came_are_refused_where_they_are_no_numbers_and_train() -> None:
+    good = of_turns(".x", ".x").with_advantages([0, 1, 0, -1])
+    beside = msgspec.structs.replace(good, advantages=np.array([np.nan, 1, 0, -1], np.float32))
+    bad = msgspec.structs.replace(good, advantages=np.array([0, 1, 0, -np.inf], np.float32))
+
+    (out,) = await drive(normalizer("grpo"), [beside])
+    assert out is beside
+    with pytest.raises(InvalidRecord, match="test/0, repetition 1: advantages: expected finite values, got -inf"):
+        await drive(normalizer("grpo"), [bad])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_a_reward_that_is_no_number_is_refused_with_the_id_of_its_trajectory(mode: Mode, reward: float) -> None:
+    rewards = np.array([0, reward], np.float32)
+    bad = [msgspec.structs.replace(of_rewards(0, 1, instance_id=str(i)), rewards=rewards) for i in (17, 18)]
+
+    with pytest.raises(InvalidRecord, match=f"test/17, repetition 1: rewards: expected finite values, got {reward}"):
+        await drive(normalizer(mode), bad)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in GATHERING])
 async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone(mode: Mode) -> None:
     lengths = [[1, 3], [], [2, 5, 1, 1], [4]]
     given = [
-        group(completion_lengths=of, rewards=[0.1 * (i + j) for j in range(len(of))], instance_id=str(i))
+        expecting(group(completion_lengths=of, rewards=[0.1 * (i + j) for j in range(len(of))], instance_id=str(i)))
         for i, of in enumerate([*lengths, *lengths])
     ]
     given[1] = given[1].with_advantages([])
@@ -209,6 +245,15 @@ async def test_advantages_are_clipped_symmetrically_or_to_a_pair() -> None:
     assert per_sequence(pair) == [-1, 1.5]
 
 
+async def test_advantages_of_tokens_are_clipped_and_counted_one_by_one() -> None:
+    given = of_turns(".xxx", ".x", "..", rewards=[4, -4, 99], values=[0, 3.5, 1, 0, 0, -3.5, 0, 0])
+
+    out = await drive(AdvantageNormalizer("gae", clip=(-0.25, 3)), [given])
+
+    assert per_token(out[0]) == [0, 0.5, 3, 3, 0, -0.25, 0, 0]  # without bounds the last two would be 4 and −0.5
+    assert out.metrics.emit(0)["advantages/clip_fraction"] == 2 / 4
+
+
 async def test_metrics_tell_what_became_of_the_rewards() -> None:
     given = [
         group(rewards=[0, 3], completion_lengths=[1, 3]),
@@ -224,7 +269,7 @@ async def test_metrics_tell_what_became_of_the_rewards() -> None:
 
 
 async def test_an_empty_group_passes() -> None:
-    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[], loss_mask=[], rewards=[])
+    empty = expecting(of_turns())
 
     for mode in MODES:
         (out,) = await drive(normalizer(mode), [empty])
@@ -235,14 +280,27 @@ async def test_an_empty_group_passes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "grop"}, "mode: expected one of none, batch, global, grpo, dr_grpo, rloo, got 'grop'"),
+        ({"mode": "grop"}, r"mode: expected one of none, batch, .*reinforce\+\+-baseline, gae, got 'grop'"),
         ({"mode": "grpo", "clip": 0}, "clip: expected a positive number"),
         ({"mode": "grpo", "clip": -1}, "clip: expected a positive number"),
         ({"mode": "grpo", "clip": (1, 2)}, "clip: expected a positive number, or a pair with 0 between"),
         ({"mode": "grpo", "clip": float("nan")}, "clip: expected a positive number"),
-        ({"mode": "batch"}, "batch_groups: expected with mode 'batch' and only there"),
-        ({"mode": "grpo", "batch_groups": 2}, "batch_groups: expected with mode 'batch' and only there"),
+        ({"mode": "batch"}, "batch_groups: expected a number with batch, reinforce"),
+        ({"mode": "reinforce++"}, r"batch_groups: expected a number with .* got none with reinforce\+\+"),
+        ({"mode": "gae", "preset": "verl"}, "batch_groups: expected a number with .*, got none with gae"),
+        ({"mode": "grpo", "batch_groups": 2}, "batch_groups: expected none with grpo, got 2"),
         ({"mode": "batch", "batch_groups": 0}, "batch_groups: expected at least 1, got 0"),
+        ({"mode": "grpo", "rewards": "tokens"}, "rewards: expected one of sequence, token, both, got 'tokens'"),
+        ({"mode": "grpo", "preset": "vrel"}, "preset: expected one of verl, skyrl, trl, roll, got 'vrel'"),
+        ({"mode": "opo", "preset": "trl"}, "mode with preset 'trl': expected one of grpo, dr_grpo, rloo, batch, got"),
+        ({"mode": "gae", "gamma": 1.01}, "gamma: expected a number from 0 to 1, got 1.01"),
+        ({"mode": "gae", "gamma": float("nan")}, "gamma: expected a number from 0 to 1, got nan"),
+        ({"mode": "grpo", "gamma": 0.9}, r"gamma: expected 1 but with reinforce\+\+ and gae, got 0.9 with grpo"),
+        ({"mode": "gae", "gae_lambda": -0.1}, "gae_lambda: expected a number from 0 to 1, got -0.1"),
+        (
+            {"mode": "reinforce++", "batch_groups": 2, "gae_lambda": 0.9},
+            r"gae_lambda: expected 1 but with gae, got 0.9 with reinforce\+\+",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pytest
@@ -11,33 +12,46 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.stages.advantages import (
-    BY_GROUP,
-    EPSILON,
-    GroupMode,
-    Groups,
-    RunningStatistics,
-    dr_grpo,
-    grpo,
-    rloo,
-    whitened,
-)
+from penstock.stages.advantages import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+
+GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]
 
 patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
-by_group = pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
+by_group = pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo", "opo"])
 
 
-def of_groups(mode: GroupMode, *groups: Sequence[float], live: Sequence[bool] | None = None) -> list[float]:
+def lengths_of(count: int) -> list[int]:
+    """Tokens that train: some, that differ."""
+    return [1 + 3 * i % 7 for i in range(count)]
+
+
+def of_groups(
+    mode: GroupMode,
+    *groups: Sequence[float],
+    live: Sequence[bool] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> list[float]:
     rewards = np.array(list(itertools.chain(*groups)), np.float32)
     alive = np.ones(len(rewards), np.bool_) if live is None else np.array(live)
-    sizes = np.array([len(group) for group in groups], np.int64)
-    advantages: list[float] = BY_GROUP[mode](Groups(rewards, alive, sizes)).tolist()
-    return advantages
+    of_each = np.array(
+        [n for group in groups for n in lengths_of(len(group))] if lengths is None else lengths, np.int64
+    )
+    compared = Groups(rewards, alive, np.array([len(group) for group in groups], np.int64))
+    if mode == "opo":
+        advantages = opo(compared, of_each * alive)
+    else:
+        advantages = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[mode](compared)
+    listed: list[float] = advantages.tolist()
+    return listed
 
 
 def exact(mode: GroupMode, rewards: Sequence[float]) -> list[float]:
     """The definition, in exact rational arithmetic up to the one square root."""
     values = [Fraction(float(np.float32(reward))) for reward in rewards]
+    if mode == "opo":
+        lengths = lengths_of(len(values))
+        baseline = sum((n * value for n, value in zip(lengths, values, strict=True)), Fraction()) / sum(lengths)
+        return [float(value - baseline) for value in values]
     mean = sum(values, Fraction()) / len(values)
     centred = [value - mean for value in values]
     if mode == "dr_grpo":
@@ -59,6 +73,10 @@ def test_dr_grpo_only_centres() -> None:
 
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
     assert of_groups("rloo", [0, 1, 2, 3]) == pytest.approx([-2, 1 - 5 / 3, 2 - 4 / 3, 2])
+
+
+def test_opo_compares_with_the_mean_by_length() -> None:
+    assert of_groups("opo", [0, 4, 2], lengths=[1, 1, 2]) == [-2, 2, 0]
 
 
 @by_group
@@ -95,9 +113,19 @@ def test_a_small_difference_beside_a_large_mean_is_no_noise(mode: GroupMode) -> 
 
 @by_group
 def test_masked_sequences_are_zero_and_change_nothing_for_the_others(mode: GroupMode) -> None:
-    three = of_groups(mode, [0, 1, 1])
+    three = of_groups(mode, [0, 1, 1], lengths=[5, 2, 3])
 
-    assert of_groups(mode, [0, 1, 99, 1], live=[True, True, False, True]) == [*three[:2], 0, three[2]]
+    four = of_groups(mode, [0, 1, 99, 1], live=[True, True, False, True], lengths=[5, 2, 0, 3])
+
+    assert four == [*three[:2], 0, three[2]]
+
+
+@by_group
+@pytest.mark.parametrize("masked", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_masked_reaches_no_statistic_whatever_it_is(mode: GroupMode, masked: float) -> None:
+    with_masked = of_groups(mode, [0, masked, 1], live=[True, False, True], lengths=[2, 0, 3])
+
+    assert with_masked == of_groups(mode, [0, 7, 1], live=[True, False, True], lengths=[2, 0, 3])
 
 
 @by_group
@@ -126,7 +154,11 @@ def test_they_agree_with_exact_rational_arithmetic(mode: GroupMode, rewards: lis
 @patiently
 @given(rewards)
 def test_they_sum_to_zero_within_a_group(mode: GroupMode, rewards: list[float]) -> None:
-    assert math.fsum(of_groups(mode, rewards)) == pytest.approx(0, abs=1e-9)
+    weights = lengths_of(len(rewards)) if mode == "opo" else [1] * len(rewards)
+
+    summed = math.fsum(n * a for n, a in zip(weights, of_groups(mode, rewards), strict=True))
+
+    assert summed == pytest.approx(0, abs=1e-9)
 
 
 @by_group
@@ -143,7 +175,7 @@ def test_a_shift_of_all_rewards_changes_nothing(mode: GroupMode, rewards: list[f
 def test_a_scale_of_all_rewards_scales_or_cancels(rewards: list[float], scale: float) -> None:
     scaled = [reward * scale for reward in rewards]
 
-    for mode in ("dr_grpo", "rloo"):
+    for mode in ("dr_grpo", "rloo", "opo"):
         assert of_groups(mode, scaled) == pytest.approx([a * scale for a in of_groups(mode, rewards)], rel=1e-12)
     assert of_groups("grpo", scaled) == pytest.approx(of_groups("grpo", rewards), rel=1e-4)  # but for ε
 
@@ -153,8 +185,10 @@ def test_a_scale_of_all_rewards_scales_or_cancels(rewards: list[float], scale: f
 @given(rewards, st.randoms(use_true_random=False))
 def test_order_within_a_group_does_not_matter(mode: GroupMode, rewards: list[float], random: object) -> None:
     order = sorted(range(len(rewards)), key=lambda _: random.random())  # type: ignore[attr-defined]
+    lengths = lengths_of(len(rewards))
 
-    straight, mixed = of_groups(mode, rewards), of_groups(mode, [rewards[i] for i in order])
+    straight = of_groups(mode, rewards)
+    mixed = of_groups(mode, [rewards[i] for i in order], lengths=[lengths[i] for i in order])
 
     assert mixed == pytest.approx([straight[i] for i in order], rel=1e-9, abs=1e-12)
 
@@ -174,16 +208,89 @@ def test_deviations_are_zero_exactly_where_nothing_can_be_told_apart() -> None:
     assert Groups(rewards, np.ones(10, np.bool_), np.array([7, 2, 1])).deviations.tolist() == [0, math.sqrt(2), 0]
 
 
+def test_noise_is_a_share_of_what_was_added_up() -> None:
+    """0.1 + 0.2 − 0.3 is 0, and so is the sum of what float32 makes of them."""
+    sums = np.array([np.array([0.1, 0.2, -0.3], np.float32).sum(dtype=np.float64), 0.0])
+
+    groups = Groups(sums, np.ones(2, np.bool_), np.array([2]), magnitudes=np.array([0.6, 0.6]))
+
+    assert sums[0] != 0
+    assert groups.centred.tolist() == [0, 0]
+    assert groups.deviations.tolist() == [0]
+
+
+# -- what an audit of another framework found ------------------------------------------------------------------------
+
+
+def atropos(rewards: Sequence[float], least: float = 1e-8) -> NDArray[np.float64]:
+    """What its trainer does with the rewards of a group; of a group of one it takes the reward itself."""
+    values = np.array(rewards, np.float32).astype(np.float64)
+    return (values - values.mean()) / max(values.std(), least) if len(values) > 1 else values
+
+
+ULP_APART = [0.7] * 7 + [float(np.nextafter(np.float32(0.7), np.float32(1)))]
+
+
+def test_float_noise_is_not_blown_up_to_the_size_of_an_advantage() -> None:
+    assert np.abs(atropos(ULP_APART)).max() == pytest.approx(math.sqrt(7))  # as far as a z-score of eight can go
+
+    assert of_groups("grpo", ULP_APART) == [0] * 8
+
+
+def test_a_group_of_one_does_not_train_on_its_raw_reward() -> None:
+    assert atropos([-3.5]) == [-3.5]
+
+    assert of_groups("grpo", [-3.5]) == [0]
+
+
+def test_nor_is_what_differs_beside_a_large_mean_taken_for_noise() -> None:
+    """The repair that was proposed there: a least deviation of 1e-4 of the mean."""
+    rewards = [10_000.0, 10_000.5] * 2
+    repaired = atropos(rewards, least=1e-4 * 10_000)
+
+    assert repaired.tolist() == [-0.25, 0.25] * 2
+    assert of_groups("grpo", rewards) == pytest.approx(exact("grpo", rewards))
+    assert of_groups("grpo", rewards)[1] == pytest.approx(math.sqrt(3 / 4), abs=1e-4)
+
+
+# -- whitening -------------------------------------------------------------------------------------------------------
+
+
+def white(values: Sequence[float], weights: Sequence[int], least: float = 0.0) -> list[float]:
+    listed: list[float] = whitened(np.array(values, np.float64), np.array(weights, np.int64), least).tolist()
+    return listed
+
+
+def exactly_white(values: Sequence[float], weights: Sequence[int]) -> list[float]:
+    population = [Fraction(x) for x, n in zip(values, weights, strict=True) for _ in range(n)]
+    mean = sum(population, Fraction()) / len(population)
+    deviation = math.sqrt(sum(((x - mean) ** 2 for x in population), Fraction()) / (len(population) - 1))
+    return [float(Fraction(x) - mean) / (deviation + EPSILON) * (n > 0) for x, n in zip(values, weights, strict=True)]
+
+
 def test_whitening_takes_everything_as_one_population() -> None:
-    rewards = np.array([0, 1, 2, 50], np.float32)
-
-    white = whitened(rewards, np.array([True, True, True, False]))
-
-    assert white.tolist() == pytest.approx([-1, 0, 1, 0], abs=1e-5)
+    assert white([0, 1, 2, 50], [1, 1, 1, 0]) == pytest.approx([-1, 0, 1, 0], abs=1e-5)
 
 
-def test_the_functions_are_the_ones_that_the_modes_name() -> None:
-    assert [BY_GROUP["grpo"], BY_GROUP["dr_grpo"], BY_GROUP["rloo"]] == [grpo, dr_grpo, rloo]
+@patiently
+@given(st.lists(st.tuples(st.integers(-20, 20).map(lambda i: i / 4), st.integers(0, 3)), min_size=1, max_size=12))
+def test_whitening_agrees_with_exact_rational_arithmetic(pairs: list[tuple[float, int]]) -> None:
+    values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]
+
+    expected = exactly_white(values, weights) if sum(weights) > 1 else [0.0] * len(values)
+
+    assert white(values, weights) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("weights", [[0, 0, 0], [0, 1, 0], [1, 1, 0], [3, 2, 1]])
+def test_whitening_gives_exactly_zero_where_nothing_can_be_told_apart(weights: list[int]) -> None:
+    assert white([1 / 3, 1 / 3, 1 / 3], weights) == [0, 0, 0]
+    assert white([1.0, 1 + 1e-8, 1.0], weights, least=1e-7) == [0, 0, 0]
+
+
+def test_whitening_does_not_see_what_weighs_nothing() -> None:
+    for masked in (1e300, math.nan, math.inf):
+        assert white([1, masked, 3], [1, 0, 1]) == white([1, 0, 3], [1, 0, 1])
 
 
 # -- running statistics ----------------------------------------------------------------------------------------------
@@ -202,7 +309,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
     running = RunningStatistics()
 
     for chunk in chunks:
-        running.update(array(chunk))
+        running.update(array(chunk), np.abs(array(chunk)))
 
     everything = [x for chunk in chunks for x in chunk]
     assert running.count == len(everything)
@@ -215,7 +322,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
 def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
     for _ in range(10):
-        running.update(array([1 / 3] * 3))
+        running.update(array([1 / 3] * 3), array([1 / 3] * 3))
 
     assert running.deviation == 0
     assert running.whitened(array([1 / 3, 5]), np.array([True, True])).tolist() == [0, 0]
@@ -223,7 +330,15 @@ def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
 
 def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
-    running.update(array([]))
+    running.update(array([]), array([]))
 
     assert running == RunningStatistics()
     assert running.whitened(array([5]), np.array([True])).tolist() == [0]
+
+
+def test_noise_of_what_was_added_up_is_none_in_the_run_either() -> None:
+    running = RunningStatistics()
+
+    running.update(array([0, 1e-8]), array([0.6, 0.6]))
+
+    assert running.whitened(array([0, 1e-8]), np.array([True, True])).tolist() == [0, 0]

@@ -50,6 +50,26 @@ def test_advantages_are_spread_over_the_tokens_that_train_of_their_own_sequence(
     assert not first.advantages.flags.writeable
 
 
+def test_advantages_of_tokens_are_taken_where_they_train() -> None:
+    handful = Handful([of_masks([True, True], [], [False]), of_masks([False, True])])
+
+    first, second = handful.with_token_advantages(np.array([9.0, 1, 2, 9, 9, 9, 9, 3]))
+
+    assert first.advantages is not None
+    assert second.advantages is not None
+    assert first.advantages.tolist() == [0, 1, 2, 0, 0]
+    assert second.advantages.tolist() == [0, 0, 3]
+    assert not first.advantages.flags.writeable
+    first.validate()
+
+
+def test_values_of_tokens_are_added_up_by_sequence() -> None:
+    handful = Handful([of_masks([True, True], [], [False]), of_masks([False, True])])
+
+    assert handful.sums(np.array([1.0, 2, 3, 4, 5, 6, 7, 8])).tolist() == [6, 0, 9, 21]
+    assert Handful([of_masks()]).sums(np.zeros(0)).dtype == np.float64
+
+
 def test_a_part_is_that_of_each_group_or_what_else_is_given() -> None:
     without, having = group(rewards=[1, 2]), group(rewards=[3, 4])
     having = having.with_rewards(having.rewards, parts={"score": [7, 8]})
@@ -81,3 +101,5 @@ def test_what_float32_cannot_hold_is_refused() -> None:
         handful.with_rewards(np.zeros(2), {"clip": np.array([-1e39, 0])})
     with pytest.raises(InvalidRecord, match="advantages: expected finite values, got nan at index 0"):
         handful.with_advantages(np.array([np.nan, 0]))
+    with pytest.raises(InvalidRecord, match="advantages: expected finite values, got inf at index 3"):
+        handful.with_token_advantages(np.array([0, 0, 0, 1e39] + [0] * 10))

@@ -1,0 +1,129 @@
+"""A preset gives the numbers of its library, on ragged groups of many turns, of one and of masked sequences."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from tests.stages.trainer_libraries import FORMULAS, GAMMA, LAMBDA, Row
+
+from penstock.schemas import TrajectoryGroup
+from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock.stages.advantages import Mode
+from penstock.stages.estimator import RewardLevel
+from penstock.stages.presets import PRESETS, Library
+from penstock.testing import drive
+
+PROMPT = 2
+SIZES = (1, 5, 3, 4)
+ENDS_WITH_AN_ANSWER, MASKED = 0.3, 0.15
+
+
+def of_many_turns(random: np.random.Generator, instance_id: str, size: int) -> TrajectoryGroup:
+    """Some sequences with answers of an environment inside or behind, some that are masked as a whole."""
+    masks = []
+    for length in random.integers(1, 12, size):
+        mask = np.ones(length, np.bool_)
+        mask[2:4] = length <= 4  # short ones have one turn
+        mask[6:7] = False
+        mask[-1] &= length == 1 or random.random() > ENDS_WITH_AN_ANSWER
+        masks.append(np.zeros_like(mask) if random.random() < MASKED else mask)
+    token_rewards = [[0.0] * PROMPT + (random.integers(-8, 8, len(mask)) / 8).tolist() for mask in masks]
+    return TrajectoryGroup.build(
+        env="test",
+        instance_id=instance_id,
+        sequences=[[1] * (PROMPT + len(mask)) for mask in masks],
+        loss_mask=[[False] * PROMPT + mask.tolist() for mask in masks],
+        rewards=random.integers(0, 3, size) / 2,
+        token_rewards=token_rewards,
+        values=random.standard_normal(sum(map(len, token_rewards))),
+    )
+
+
+def rows_of(groups: list[TrajectoryGroup], level: RewardLevel) -> list[Row]:
+    rows = []
+    for number, group in enumerate(groups):
+        for row in group:
+            assert row.token_rewards is not None
+            assert row.values is not None
+            rewards = row.token_rewards.astype(float) * (level != "sequence")
+            rewards[-1] += row.reward * (level != "token")
+            values = row.values[PROMPT:].tolist()
+            rows.append(Row(number, row.loss_mask[PROMPT:].astype(int).tolist(), rewards[PROMPT:].tolist(), values))
+    return rows
+
+
+def stage(library: Library, mode: Mode, level: RewardLevel = "sequence") -> AdvantageNormalizer:
+    by_token = mode in ("reinforce++", "gae")
+    whitens = mode in ("batch", "reinforce++", "reinforce++-baseline") or (mode, library) in (
+        ("gae", "verl"),
+        ("gae", "skyrl"),
+    )
+    return AdvantageNormalizer(
+        mode,
+        batch_groups=len(SIZES) if whitens else None,
+        rewards=level,
+        gamma=GAMMA if by_token else 1.0,
+        gae_lambda=LAMBDA if mode == "gae" else 1.0,
+        preset=library,
+    )
+
+
+def test_every_mode_of_every_preset_is_compared() -> None:
+    assert set(FORMULAS) == {(library, mode) for library, preset in PRESETS.items() for mode in preset.modes}
+    assert set(PRESETS) == set(get_args(Library))
+
+
+@pytest.mark.parametrize("level", ["sequence", "token", "both"])
+@pytest.mark.parametrize(("library", "mode"), FORMULAS)
+async def test_a_preset_gives_the_numbers_of_its_library(library: Library, mode: Mode, level: RewardLevel) -> None:
+    random = np.random.default_rng(7)
+    groups = [of_many_turns(random, str(number), size) for number, size in enumerate(SIZES)]
+    groups[2] = groups[2].with_rewards([0.5] * SIZES[2])
+    expected = FORMULAS[library, mode](rows_of(groups, level))
+
+    out = await drive(stage(library, mode, level), groups)
+
+    found = [row.advantages[PROMPT:].tolist() for group in out for row in group if row.advantages is not None]
+    for row, library_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(library_row, rel=1e-6, abs=1e-6)
+
+
+LONE = 0.75
+
+
+@pytest.mark.parametrize(
+    ("library", "mode", "expected"),
+    [
+        ("verl", "grpo", LONE / (1 + 1e-6)),
+        ("verl", "rloo", LONE),
+        ("skyrl", "grpo", LONE / (1 + 1e-6)),
+        ("skyrl", "rloo", 0),
+        ("trl", "grpo", 0),
+        ("trl", "rloo", 0),
+        ("roll", "grpo", 0),
+    ],
+)
+async def test_a_group_of_one_gets_what_its_library_gives_it(library: Library, mode: Mode, expected: float) -> None:
+    one = TrajectoryGroup.build(env="e", instance_id="0", sequences=[[1, 2]], loss_mask=[[0, 1]], rewards=[LONE])
+
+    (out,) = await drive(stage(library, mode), [one])
+
+    assert out.advantages is not None
+    assert out.advantages[1] == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [("verl", 0.5 / (0.5**0.5 + 1e-6)), ("skyrl", 0.5 / (0.5**0.5 + 1e-6)), ("trl", 0.5 / (0.5**0.5 + 1e-4))],
+)
+async def test_epsilon_is_that_of_the_library(library: Library, expected: float) -> None:
+    two = TrajectoryGroup.build(
+        env="e", instance_id="0", sequences=[[1, 2]] * 2, loss_mask=[[0, 1]] * 2, rewards=[0, 1]
+    )
+
+    (out,) = await drive(stage(library, "grpo"), [two])
+
+    assert out.advantages is not None
+    assert out.advantages[3] == pytest.approx(expected, abs=1e-7)
