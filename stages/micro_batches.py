@@ -1,7 +1,8 @@
 """Micro-batches: the sequences of a batch laid out in rows for a model, several in a row where they fit.
 
 A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with positions of its own and
-seeing itself alone, so that little is computed for padding. Long sequences come first, beside others of their kind.
+seeing itself alone, so that little is computed for padding. Long sequences come first, beside others of their kind, and
+each goes to the fullest row that has room for it.
 
 Which logits predict which token is settled here: token t of a sequence is predicted at t − 1, the first by nothing. Of
 everything that is known of tokens, only that of tokens which train goes on.
@@ -11,9 +12,9 @@ Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heappush, heapreplace
 from itertools import chain
 from typing import TypeAlias
 
@@ -97,18 +98,18 @@ def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tup
     width, shortest = lengths[waiting[0]], lengths[waiting[-1]]
     most = len(waiting) if max_tokens is None else max(1, max_tokens // width)
     rows: Rows = []
-    filled: list[tuple[int, int]] = []  # a heap: of each row, how much of it is filled, and its number
+    rooms: list[tuple[int, int]] = []  # of each row, how many more tokens fit, and its number; the fullest comes first
     left: list[int] = []
     for index, sequence in enumerate(waiting):
         length = lengths[sequence]
-        if filled and filled[0][0] + length <= width:
-            used, row = filled[0]
-            heapreplace(filled, (used + length, row))
+        if (fitting := bisect_left(rooms, (length, 0))) < len(rooms):
+            room, row = rooms.pop(fitting)
             rows[row].append(sequence)
+            insort(rooms, (room - length, row))
         elif len(rows) < most:
-            heappush(filled, (length, len(rows)))
+            insort(rooms, (width - length, len(rows)))
             rows.append([sequence])
-        elif filled[0][0] + shortest > width:
+        elif rooms[-1][0] < shortest:
             return rows, left + waiting[index:]
         else:
             left.append(sequence)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,19 @@ from penstock.errors import WeightsMismatch
 from penstock.schemas import GroupId, InvalidRecord, TrainBatch
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
 from penstock.stages.causal_model import KVCache
-from penstock.stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, PPOClip
+from penstock.stages.losses import (
+    CISPO,
+    GSPO,
+    KL,
+    AdvantageWeighted,
+    Entropy,
+    ImportanceWeight,
+    Loss,
+    LossValue,
+    PPOClip,
+    Scored,
+)
+from penstock.stages.micro_batches import micro_batches
 from penstock.stages.sink_trainer import Checkpointed, WeightedTrainer
 from penstock.stages.torch_trainer import TorchTrainer
 from penstock.testing import batch, drive, group
@@ -42,7 +55,7 @@ def _one_thread() -> Iterator[None]:
 def made(seed: int = 0, **columns: Any) -> TrainBatch:
     """Two groups of sequences of different lengths, with advantages; log-probabilities are random."""
     numbers = np.random.default_rng(seed)
-    packed = batch(groups=2, completion_lengths=[3, 7, 5], **columns)
+    packed = batch(groups=2, **({"completion_lengths": [3, 7, 5]} | columns))
     return msgspec.structs.replace(
         packed,
         tokens=numbers.integers(0, VOCABULARY, len(packed.tokens)).astype(np.int32),
@@ -60,18 +73,23 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
 
 
-def reference_logprobs(model: TinyModel, packed: TrainBatch) -> np.ndarray[Any, Any]:
-    """[N] of each token, one sequence at a time, label by label."""
+def alone(model: nn.Module, packed: TrainBatch) -> list[Tensor]:
+    """The log-probabilities of the tokens of each sequence, one sequence at a time, label by label."""
     rows: list[Tensor] = []
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         tokens = torch.from_numpy(packed.tokens[first:last]).long()[None]
         length = tokens.shape[1]
         attend = torch.ones(1, length, length, dtype=torch.bool).tril()
-        with torch.no_grad():
-            logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
+        logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
         predicted = [torch.log_softmax(logits[t - 1], -1)[tokens[0, t]] for t in range(1, length)]
         rows.append(torch.stack([torch.zeros(()), *predicted]))
-    return torch.cat(rows).numpy()
+    return rows
+
+
+def reference_logprobs(model: nn.Module, packed: TrainBatch) -> np.ndarray[Any, Any]:
+    """[N] of each token."""
+    with torch.no_grad():
+        return torch.cat(alone(model, packed)).numpy()
 
 
 def on_policy(model: TinyModel, packed: TrainBatch) -> TrainBatch:
@@ -122,6 +140,24 @@ def test_micro_batches_change_neither_gradient_nor_metrics(loss: Loss) -> None:
         assert other_metrics == pytest.approx(metrics, abs=1e-6)
         for name, tensor in weights.items():
             torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_sequences_that_share_a_row_are_trained_as_each_alone() -> None:
+    packed = made(completion_lengths=[12, 3, 2, 7, 1])
+    shared = micro_batches(packed, None, torch.device("cpu"))
+    packed_model, model = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
+    assert packed.advantages is not None
+    weights = torch.from_numpy(np.where(packed.loss_mask, packed.advantages, 0))
+
+    loss = -(weights * torch.cat(alone(model, packed))).sum() / packed.loss_tokens
+    torch.autograd.backward(loss)
+    metrics = trainer(packed_model, optimizer=SGD, max_grad_norm=None).step(packed)
+
+    assert [part.tokens.shape[0] for part in shared] < [len(packed) // 2 + 1]
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    for moved, parameter in zip(packed_model.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(moved, parameter - parameter.grad, atol=1e-6, rtol=0)
 
 
 def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
@@ -254,6 +290,173 @@ def test_frozen_parameters_stay() -> None:
 def test_a_trainer_can_be_published_and_saved() -> None:
     assert isinstance(trainer(), WeightedTrainer)
     assert isinstance(trainer(), Checkpointed)
+
+
+# -- several updates, other policies -----------------------------------------------------------------------------------
+
+
+def moved(updates: int = 1, steps: int = 1, **options: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics of so many steps on one batch that the model itself sampled, and the weights after them."""
+    model = TinyModel(vocabulary=VOCABULARY)
+    sampled = on_policy(model, made())
+    each = trainer(model, optimizer=SGD, updates=updates, **options)
+    return [untimed(each.step(sampled)) for _ in range(steps)], each.weights()
+
+
+def assert_same(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [None, 24])
+def test_the_proximal_policy_is_the_one_before_the_first_update(micro_batch_tokens: int | None) -> None:
+    options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens}
+
+    (several,), weights = moved(updates=3, loss=PPOClip(0.01, 0.01, old="proximal"), **options)
+    steps, expected = moved(steps=3, loss=PPOClip(0.01, 0.01), **options)  # against what it sampled with: itself
+
+    assert_same(weights, expected)
+    assert several["pg_clipfrac"] > 0
+    for name in ("loss", "pg_clipfrac", "grad_norm", "kl", "ratio/mean"):
+        assert several[name] == pytest.approx(np.mean([step[name] for step in steps]), abs=1e-6)
+    assert several["ratio/max"] == pytest.approx(max(step["ratio/max"] for step in steps), abs=1e-6)
+    assert several["ratio/min"] == pytest.approx(min(step["ratio/min"] for step in steps), abs=1e-6)
+
+
+def test_several_updates_are_one_step() -> None:
+    each = trainer(updates=2)
+
+    each.step(made())
+
+    assert each.steps == 1
+
+
+def test_with_one_update_decoupled_ppo_is_the_weighted_policy_gradient() -> None:
+    sampled = on_policy(TinyModel(vocabulary=VOCABULARY, seed=5), made())
+    weight = ImportanceWeight(high=1.05)
+    one, other = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
+
+    trainer(one, optimizer=SGD, loss=PPOClip(old="proximal") * weight).step(sampled)
+    trainer(other, optimizer=SGD, loss=AdvantageWeighted() * weight).step(sampled)
+
+    assert_same(one.state_dict(), other.state_dict())
+
+
+def test_a_reference_model_scores_what_comes_without_reference_log_probabilities() -> None:
+    reference, packed = TinyModel(vocabulary=VOCABULARY, seed=7), made()
+    scored = np.where(packed.loss_mask, reference_logprobs(reference, packed), 0).astype(np.float32)
+
+    given = trainer(loss=KL()).step(msgspec.structs.replace(packed, ref_logprobs=scored))
+    computed = trainer(loss=KL(), reference=reference).step(packed)
+
+    assert given["loss"] == given["ref_kl"] > 1e-4
+    assert untimed(computed) == pytest.approx(untimed(given), abs=1e-6)
+    assert not reference.training
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_divergence_in_the_loss_draws_the_policy_to_the_reference(estimator: Any) -> None:
+    each = trainer(loss=KL(estimator), reference=TinyModel(vocabulary=VOCABULARY, seed=7))
+
+    divergences = [each.step(made())["ref_kl"] for _ in range(10)]
+
+    assert divergences[-1] < divergences[0] / 2
+
+
+def test_an_entropy_bonus_keeps_the_entropy_up() -> None:
+    without, bonus = trainer(), trainer(loss=AdvantageWeighted() - 1.0 * Entropy())
+
+    ends = [[each.step(made())["entropy"] for _ in range(10)][-1] for each in (without, bonus)]
+
+    assert ends[0] < ends[1]
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+class Watched(TinyModel):
+    """Notes in which dtype its layers compute."""
+
+    dtypes: set[torch.dtype]
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
+        self.dtypes = {logits.dtype}
+        return logits
+
+
+def in_bfloat16(loss: Loss | None = None) -> tuple[Watched, TorchTrainer]:
+    model = Watched(vocabulary=VOCABULARY)
+    return model, trainer(model, loss=loss or AdvantageWeighted(), autocast=torch.bfloat16)
+
+
+def test_mixed_precision_trains_with_weights_and_log_probabilities_in_float32() -> None:
+    seen: set[torch.dtype] = set()
+
+    def watching(scored: Scored) -> LossValue:
+        seen.update((scored.logprobs.dtype, scored.predicted.dtype))
+        return AdvantageWeighted()(scored)
+
+    model, each = in_bfloat16(watching)
+    packed = msgspec.structs.replace(made(), advantages=np.ones(len(made().tokens), np.float32))
+
+    losses = [each.step(packed)["loss"] for _ in range(20)]
+
+    assert losses[-1] < losses[0] - 0.5
+    assert (model.dtypes, seen) == ({torch.bfloat16}, {torch.float32})
+    assert {tensor.dtype for tensor in each.weights().values()} == {torch.float32}
+
+
+def test_mixed_precision_computes_about_the_same() -> None:
+    _, each = in_bfloat16()
+
+    assert each.step(made())["loss"] == pytest.approx(trainer().step(made())["loss"], rel=0.02)
+
+
+def test_checkpoints_of_mixed_precision_go_on_bit_for_bit(tmp_path: Path) -> None:
+    (_, whole), (_, resumed) = in_bfloat16(), in_bfloat16()
+    whole.step(made())
+    checkpoint = whole.save(tmp_path, {})
+    expected = untimed(whole.step(made(1)))
+
+    resumed.resume(checkpoint)
+
+    assert untimed(resumed.step(made(1))) == expected
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name])
+
+
+def test_master_weights_that_are_not_float32_are_refused() -> None:
+    model = TinyModel(vocabulary=VOCABULARY).bfloat16()
+
+    with pytest.raises(ValueError, match=r"expected parameters in float32 beside autocast.*got torch.bfloat16"):
+        trainer(model, autocast=torch.bfloat16)
+
+
+def test_a_compiled_model_trains_as_it_does_uncompiled_under_its_own_names() -> None:
+    compiled = trainer(optimizer=SGD, compile=partial(torch.compile, backend="eager", dynamic=True))
+    plain = trainer(optimizer=SGD)
+
+    metrics = [untimed(each.step(made())) for each in (compiled, plain)]
+
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
+    assert_same(compiled.weights(), plain.weights())
+
+
+def test_a_step_tells_where_its_time_went() -> None:
+    began = time.perf_counter()
+    metrics = trainer(micro_batch_tokens=12).step(made())
+    took_s = time.perf_counter() - began
+
+    parts = [metrics[f"timing_s/{part}"] for part in ("prepare", "forward", "backward", "optimizer")]
+    assert all(seconds > 0 for seconds in parts)
+    assert took_s / 2 < sum(parts) <= took_s
+
+
+def test_fewer_than_one_update_is_refused() -> None:
+    with pytest.raises(ValueError, match="updates: expected at least 1, got 0"):
+        trainer(updates=0)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

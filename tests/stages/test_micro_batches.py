@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.schemas import InvalidRecord, TrainBatch
+from penstock.stages.micro_batches import MicroBatch, lay_out, micro_batches
+from penstock.testing import batch
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.integers(0, 12), max_size=30)
+
+
+def made(lengths: list[int]) -> TrainBatch:
+    """A group of completions of those lengths after a prompt of 2; every value of a column tells the token it is of."""
+    packed = batch(groups=1, completion_lengths=lengths, prompt_length=2)
+    count = len(packed.tokens)
+    number = np.arange(count, dtype=np.float32)
+    return msgspec.structs.replace(
+        packed,
+        tokens=np.arange(count, dtype=np.int32),
+        advantages=number,
+        behavior_logprobs=-number,
+        loss_mask=packed.loss_mask & (np.arange(count) % 5 != 0),
+    )
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_every_sequence_lies_in_one_row_and_no_micro_batch_is_over_its_budget(lengths: list[int], budget: int) -> None:
+    laid = lay_out(lengths, budget)
+
+    placed = Counter(sequence for rows in laid for row in rows for sequence in row)
+    assert placed == Counter(s for s, length in enumerate(lengths) if length)
+    for rows in laid:
+        width = max(lengths[s] for row in rows for s in row)
+        assert all(sum(lengths[s] for s in row) <= width for row in rows)
+        assert len(rows) * width <= budget or len(rows) == 1
+
+
+@given(LENGTHS)
+def test_without_a_budget_there_is_one_micro_batch_at_least_half_full_but_for_a_row(lengths: list[int]) -> None:
+    laid = lay_out(lengths, None)
+
+    assert len(laid) == any(lengths)
+    for rows in laid:
+        assert 2 * sum(lengths) >= (len(rows) - 1) * max(lengths)
+
+
+def test_short_sequences_fill_up_the_rows_of_long_ones() -> None:
+    assert lay_out([2, 10, 4, 6, 3, 5], None) == [[[1], [3, 2], [5, 4, 0]]]
+    assert lay_out([2, 10, 4, 6, 3, 5], 20) == [[[1], [3, 2]], [[5], [4, 0]]]
+
+
+@pytest.mark.parametrize("budget", [None, 1, 16, 24])
+def test_every_token_is_where_the_model_and_the_loss_look_for_it(budget: int | None) -> None:
+    packed = made([3, 9, 1, 4, 2, 2])
+    trained: list[int] = []
+
+    for part in micro_batches(packed, budget, CPU):
+        check_rows(part)
+        trained += part.targets.tolist()
+        before = part.tokens.flatten()[part.predicted_at]
+        assert (before == part.targets - 1).all()
+        assert part.advantages.tolist() == part.targets.tolist()
+        assert part.behavior_logprobs is not None
+        assert part.behavior_logprobs.tolist() == (-part.targets).tolist()
+
+    assert sorted(trained) == np.flatnonzero(packed.loss_mask).tolist()
+
+
+def check_rows(part: MicroBatch) -> None:
+    """A sequence's tokens follow one another, at positions from 0 on, and its trained ones follow those before it."""
+    counted = []
+    for sequence in range(len(part.lengths)):
+        here = part.sequences == sequence
+        tokens = part.tokens[here].tolist()
+        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+        assert part.positions[here].tolist() == list(range(len(tokens)))
+        counted += [sequence] * int(part.lengths[sequence])
+    assert part.sequences.flatten()[part.predicted_at].tolist() == counted
+    assert (part.tokens[part.sequences < 0] == 0).all()
+
+
+def test_a_first_token_that_is_to_train_is_refused_as_nothing_predicts_it() -> None:
+    packed = made([3, 4])
+    mask = packed.loss_mask.copy()
+    mask[packed.cu_seqlens[1]] = True
+
+    with pytest.raises(InvalidRecord, match="loss_mask: expected false on the first token of every sequence"):
+        micro_batches(msgspec.structs.replace(packed, loss_mask=mask), None, CPU)
