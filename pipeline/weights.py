@@ -108,7 +108,10 @@ class WeightWriter:
             OutOfSharedMemory: the machine has no room for them.
             WeightsMismatch: `fused` names tensors that are absent or do not go together.
             NoDevice: there is no such device.
+            ValueError: `cast` names a dtype that does not travel.
         """
+        if unknown := {*cast, *cast.values()} - set(ITEM_BYTES):
+            raise ValueError(f"cast: expected dtypes among {', '.join(ITEM_BYTES)}, got {sorted(unknown)}")
         self._given = tuple(specs)
         cast_specs = [spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs]
         self.specs, self._parts = packed(cast_specs, fused, "weights to publish")

@@ -6,11 +6,8 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
-import textwrap
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
+from tests.processes.children import child, line
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
 from penstock.pipeline import weight_publisher as module
@@ -39,27 +37,8 @@ async def pair() -> AsyncIterator[tuple[WeightPublisher, WeightSubscriber]]:
         yield publisher, subscriber
 
 
-@contextmanager
-def child(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs `source`; killed when the body ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source), *arguments], stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def exists(path: Path) -> bool:
     return path.exists()
-
-
-async def line(process: subprocess.Popen[str]) -> str:
-    """The next line that a child prints."""
-    assert process.stdout is not None
-    return (await anyio.to_thread.run_sync(process.stdout.readline)).strip()
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
