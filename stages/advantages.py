@@ -134,12 +134,10 @@ def whitened(
     Exactly 0 where the weight is 0, and everywhere if no value is further than `least` from the mean.
     """
     number = int(weights.sum())
-    if number < 2:  # noqa: PLR2004 (of one alone nothing can be told)
-        return np.zeros(len(values))
     kept = np.where(weights > 0, values, 0.0)
-    mean = (kept * weights).sum() / number
+    mean = (kept * weights).sum() / max(number, 1)
     centred: Floats = np.where(weights > 0, kept - mean, 0.0)
-    if np.abs(centred).max() <= least:
+    if np.abs(centred).max(initial=0.0) <= least:  # so it is where there is only one
         return np.zeros(len(values))
     variance = float((centred**2 * weights).sum()) / (number - 1)
     return centred / (math.sqrt(variance + epsilon_of_variance) + epsilon)

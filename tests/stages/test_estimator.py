@@ -186,6 +186,16 @@ def test_a_critic_that_is_right_up_to_float_noise_leaves_nothing_to_whiten() -> 
     assert estimated("gae", group, whitens=True) == [0] * 9
 
 
+def test_noise_is_a_share_of_what_was_expected_too() -> None:
+    """Many small rewards make one large value, and that has the larger noise."""
+    left = np.arange(64, 0, -1, dtype=np.float32)
+    near = np.nextafter(left, np.where(left % 2, 0, 99).astype(np.float32))
+    group = of_turns("." + "x" * 64, token_rewards=[0, *[1] * 64], values=[0, *near])
+
+    assert any(estimated("gae", group, level="token"))
+    assert not any(estimated("gae", group, level="token", whitens=True))
+
+
 # -- what holds for all that whiten ----------------------------------------------------------------------------------
 
 batches = st.lists(

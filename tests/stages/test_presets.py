@@ -114,6 +114,21 @@ async def test_a_group_of_one_gets_what_its_library_gives_it(library: Library, m
     assert out.advantages[1] == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize(("library", "told"), [("verl", True), ("skyrl", True), ("trl", True), ("roll", False)])
+async def test_a_deviation_that_counts_as_none_gives_zero_where_the_library_says_so(
+    library: Library,
+    told: bool,  # noqa: FBT001 (a case)
+) -> None:
+    near = TrajectoryGroup.build(
+        env="e", instance_id="0", sequences=[[1, 2]] * 2, loss_mask=[[0, 1]] * 2, rewards=[0, 1e-6]
+    )
+
+    (out,) = await drive(stage(library, "grpo"), [near])
+
+    assert out.advantages is not None
+    assert bool(out.advantages.any()) == told
+
+
 @pytest.mark.parametrize(
     ("library", "expected"),
     [("verl", 0.5 / (0.5**0.5 + 1e-6)), ("skyrl", 0.5 / (0.5**0.5 + 1e-6)), ("trl", 0.5 / (0.5**0.5 + 1e-4))],
