@@ -13,26 +13,43 @@ Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..schemas import Array, InvalidRecord, TrainBatch
+from ..schemas import Array, InvalidRecord
 
-__all__ = ["MicroBatch", "lay_out", "micro_batches"]
+__all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches"]
 
 Rows: TypeAlias = list[list[int]]
 """Of each row, the sequences that lie in it."""
 
 
-@dataclass(slots=True)
-class MicroBatch:
+class Sequences(Protocol):
+    """What can be laid out: sequences packed one behind the other."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[N]."""
+        ...
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int64]:
+        """[S + 1] where each sequence begins; the last entry is N."""
+        ...
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[N]."""
+        ...
+
+
+class MicroBatch(NamedTuple):
     """Some sequences of a batch, as tensors."""
 
     tokens: Tensor
@@ -47,33 +64,29 @@ class MicroBatch:
     """[T] int64, the tokens that train."""
     lengths: Tensor
     """[S] int64, how many tokens of each sequence train."""
-    advantages: Tensor
-    """[T]."""
-    behavior_logprobs: Tensor | None
-    """[T]."""
-    ref_logprobs: Tensor | None
-    """[T], of the batch or, filled in by the trainer, of its reference model."""
-    teacher_ids: Tensor | None
-    """[T, K]."""
-    teacher_logprobs: Tensor | None
-    """[T, K]."""
-    proximal_logprobs: Tensor | None = None
-    """[T], filled in by the trainer's first update on the batch."""
+    columns: dict[str, Tensor]
+    """[T] or [T, K] each: what is known of the tokens that train, by name."""
 
 
-def micro_batches(batch: TrainBatch, max_tokens: int | None, device: torch.device) -> list[MicroBatch]:
-    """`batch` in micro-batches of at most `max_tokens` tokens, padding included; see `lay_out`.
+def micro_batches(
+    sequences: Sequences, columns: Mapping[str, Array], max_tokens: int | None, device: torch.device
+) -> list[MicroBatch]:
+    """`sequences` in micro-batches of at most `max_tokens` tokens, padding included; see `lay_out`.
+
+    Args:
+        sequences: what is laid out: a TrainBatch, for one.
+        columns: what is known of its tokens, [N] or [N, K] each.
+        max_tokens: rows times width of a micro-batch; None for one of all.
+        device: where the tensors are.
 
     Raises:
-        InvalidRecord: there are no advantages, or the first token of a sequence is to train.
+        InvalidRecord: the first token of a sequence is to train.
     """
-    if batch.advantages is None:
-        raise InvalidRecord("advantages: expected a column, got none: put an AdvantageNormalizer before the trainer")
-    lengths = batch.lengths()
-    if batch.loss_mask[batch.cu_seqlens[:-1][lengths > 0]].any():
+    lengths = np.diff(sequences.cu_seqlens)
+    if sequences.loss_mask[sequences.cu_seqlens[:-1][lengths > 0]].any():
         raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
     laid = lay_out(lengths.tolist(), max_tokens)
-    return [_laid_out(batch, batch.advantages, rows, lengths, device) for rows in laid]
+    return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
 
 
 def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
@@ -117,16 +130,16 @@ def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tup
 
 
 def _laid_out(
-    batch: TrainBatch, advantages: Array, rows: Rows, lengths: NDArray[np.int64], device: torch.device
+    sequences: Sequences, columns: Mapping[str, Array], rows: Rows, lengths: NDArray[np.int64], device: torch.device
 ) -> MicroBatch:
     order = np.array(list(chain.from_iterable(rows)))
     width = int(lengths[order[0]])
     many = lengths[order]
     positions = _ranges(many)
-    taken = np.repeat(batch.cu_seqlens[order], many) + positions
+    taken = np.repeat(sequences.cu_seqlens[order], many) + positions
     at = np.repeat(_starts(rows, lengths.tolist(), width), many) + positions
     owner = np.repeat(np.arange(len(order)), many)
-    trains = batch.loss_mask[taken]
+    trains = sequences.loss_mask[taken]
 
     def rectangle(values: Array, fill: int) -> Tensor:
         flat = np.full(len(rows) * width, fill, np.int64)
@@ -136,21 +149,14 @@ def _laid_out(
     def column(values: Array) -> Tensor:
         return torch.from_numpy(values[taken[trains]]).to(device)
 
-    def optional(values: Array | None) -> Tensor | None:
-        return None if values is None else column(values)
-
     return MicroBatch(
-        tokens=rectangle(batch.tokens[taken], 0),
+        tokens=rectangle(sequences.tokens[taken], 0),
         positions=rectangle(positions, 0),
         sequences=rectangle(owner, -1),
         predicted_at=torch.from_numpy(at[trains] - 1).to(device),
-        targets=column(batch.tokens).long(),
+        targets=column(sequences.tokens).long(),
         lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),
-        advantages=column(advantages),
-        behavior_logprobs=optional(batch.behavior_logprobs),
-        ref_logprobs=optional(batch.ref_logprobs),
-        teacher_ids=optional(batch.teacher_ids),
-        teacher_logprobs=optional(batch.teacher_logprobs),
+        columns={name: column(values) for name, values in columns.items()},
     )
 
 

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..pipeline.weight_specs import check_weights, specs_of
-from ..schemas import Array, GroupId, TrainBatch
-from .causal_model import CausalModel, packed_attend
+from ..schemas import Array, GroupId, InvalidRecord, TrainBatch
+from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .losses import Loss, Mean, Metric, PPOClip, Scored, diagnostics, merge
 from .micro_batches import MicroBatch, micro_batches
+from .scoring import Likelihood, likelihood
 from .step_clock import StepClock
 
 __all__ = ["OptimizerRecipe", "Stateful", "TorchTrainer"]
@@ -33,6 +34,9 @@ OptimizerRecipe: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.opti
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "state.json"
 """The files of a checkpoint."""
+
+SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
+"""What a loss is told of tokens where a batch has it."""
 
 
 class Stateful(Protocol):
@@ -147,7 +151,7 @@ class TorchTrainer:
         """
         clock = StepClock(self._device)
         self._model.train()
-        parts = micro_batches(batch, self._micro_batch_tokens, self._device)
+        parts = micro_batches(batch, _known(batch), self._micro_batch_tokens, self._device)
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
         for _ in range(self._updates):
@@ -189,38 +193,24 @@ class TorchTrainer:
         return metrics
 
     def _scored(self, part: MicroBatch, batch: TrainBatch) -> Scored:
-        if part.ref_logprobs is None and self._reference is not None:
+        """`part` as the policy scores it; what the reference and the proximal policy make of it is kept beside."""
+        if self._reference is not None and "ref_logprobs" not in part.columns:
             with torch.no_grad():
-                _, part.ref_logprobs = self._score(self._reference, part)
-        predicted, logprobs = self._score(self._forward, part)
+                part.columns["ref_logprobs"] = self._likelihood(self._reference, part).logprobs
+        predicted, logprobs = self._likelihood(self._forward, part)
         scored = Scored(
             predicted=predicted,
             logprobs=logprobs,
-            advantages=part.advantages,
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
-            behavior_logprobs=part.behavior_logprobs,
-            ref_logprobs=part.ref_logprobs,
-            proximal_logprobs=part.proximal_logprobs,
-            teacher_ids=part.teacher_ids,
-            teacher_logprobs=part.teacher_logprobs,
+            **part.columns,
         )
-        if part.proximal_logprobs is None:
-            part.proximal_logprobs = logprobs.detach()
+        part.columns.setdefault("proximal_logprobs", logprobs.detach())
         return scored
 
-    def _score(self, model: Callable[..., Tensor], part: MicroBatch) -> tuple[Tensor, Tensor]:
-        """[T, V] log-probabilities of the vocabulary where each token that trains stands, and [T] those of the tokens.
-
-        Logits are made float32 before anything is summed over the vocabulary, whatever the model computed in.
-        """
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
-        wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
-        wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
-        predicted = torch.log_softmax(wanted / self._temperature, dim=-1)
-        return predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1)
+    def _likelihood(self, model: Callable[..., Tensor], part: MicroBatch) -> Likelihood:
+        return likelihood(model, part, temperature=self._temperature, autocast=self._autocast)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -279,6 +269,13 @@ class TorchTrainer:
             torch.cuda.set_rng_state_all(tensors["cuda"])
         random.setstate(kept.random)
         _set_numpy_state(kept.numpy)
+
+
+def _known(batch: TrainBatch) -> dict[str, Array]:
+    """What the batch tells a loss of its tokens."""
+    if batch.advantages is None:
+        raise InvalidRecord("advantages: expected a column, got none: put an AdvantageNormalizer before the trainer")
+    return {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
 
 
 def _check_master_weights(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -25,10 +25,19 @@ FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
 """Packages that records and configuration may use."""
 
 TORCH_AT_MODULE_LEVEL = {
-    f"stages/{name}.py"
-    for name in ("torch_policy", "torch_sampling", "torch_trainer", "causal_model", "micro_batches", "step_clock")
-} | {path.relative_to(ROOT).as_posix() for path in (ROOT / "stages/losses").glob("*.py")}
-TORCH_AT_MODULE_LEVEL |= {"pipeline/weight_views.py", "pipeline/meta_model.py"}
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "pipeline/meta_model.py",
+        "pipeline/weight_views.py",
+        "stages/causal_model.py",
+        "stages/losses/*.py",
+        "stages/micro_batches.py",
+        "stages/scoring.py",
+        "stages/step_clock.py",
+        "stages/torch_*.py",
+    )
+    for path in ROOT.glob(pattern)
+}
 """Files that are nothing without tensors. Everything else imports torch in the function that needs it, if at all."""
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.journal import Journal
+    from .stages.kl_reward import KLReward
     from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
     from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
     from .stages.reward_bridge import RewardBridge
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_env import SourceEnv
     from .stages.torch_policy import TorchPolicy
+    from .stages.torch_reference import TorchReference
     from .stages.torch_trainer import TorchTrainer
 
 __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
@@ -59,6 +61,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Journal",
     "JsonlSink",
     "KL",
+    "KLReward",
     "Key",
     "Ledger",
     "Metrics",
@@ -87,6 +90,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "StopReason",
     "Tokenizer",
     "TorchPolicy",
+    "TorchReference",
     "TorchTrainer",
     "TrainBatch",
     "Trainer",
@@ -132,6 +136,7 @@ _HOMES = {
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.journal": ("Journal",),
+    "stages.kl_reward": ("KLReward",),
     "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),
     "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
     "stages.reward_bridge": ("RewardBridge",),
@@ -139,6 +144,7 @@ _HOMES = {
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_env": ("SourceEnv",),
     "stages.torch_policy": ("TorchPolicy",),
+    "stages.torch_reference": ("TorchReference",),
     "stages.torch_trainer": ("TorchTrainer",),
 }
 """Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""

@@ -3,7 +3,7 @@
 from .diagnostics import diagnostics
 from .entropy import Entropy
 from .importance import Beyond, ImportanceWeight, Level, Weighted
-from .kl import KL, Estimator, kl_estimate
+from .kl import KL, kl_estimate
 from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, merge, weights_metrics
 from .policy import CISPO, GSPO, AdvantageWeighted, PolicyTerm, PPOClip
 from .scored import OldPolicy, Scored, entropy_of
@@ -19,7 +19,6 @@ __all__ = [
     "Beyond",
     "EffectiveSamples",
     "Entropy",
-    "Estimator",
     "Highest",
     "ImportanceWeight",
     "Level",

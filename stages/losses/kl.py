@@ -14,17 +14,15 @@ divergence the other way round, and k1's is 0 on average: it pulls nowhere. In t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, get_args
 
 from torch import Tensor
 
+from ..kl_reward import Estimator
 from .scored import Scored, clamped
 from .terms import PerToken, Term
 
-__all__ = ["KL", "Estimator", "kl_estimate"]
-
-Estimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""How the divergence is estimated from a sampled token."""
+__all__ = ["KL", "kl_estimate"]
 
 
 def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:

@@ -18,17 +18,10 @@ LENGTHS = st.lists(st.integers(0, 12), max_size=30)
 
 
 def made(lengths: list[int]) -> TrainBatch:
-    """A group of completions of those lengths after a prompt of 2; every value of a column tells the token it is of."""
+    """A group of completions of those lengths after a prompt of 2, some of them masked; tokens count from 0."""
     packed = batch(groups=1, completion_lengths=lengths, prompt_length=2)
-    count = len(packed.tokens)
-    number = np.arange(count, dtype=np.float32)
-    return msgspec.structs.replace(
-        packed,
-        tokens=np.arange(count, dtype=np.int32),
-        advantages=number,
-        behavior_logprobs=-number,
-        loss_mask=packed.loss_mask & (np.arange(count) % 5 != 0),
-    )
+    numbers = np.arange(len(packed.tokens), dtype=np.int32)
+    return msgspec.structs.replace(packed, tokens=numbers, loss_mask=packed.loss_mask & (numbers % 5 != 0))
 
 
 @given(LENGTHS, st.integers(1, 40))
@@ -62,14 +55,12 @@ def test_every_token_is_where_the_model_and_the_loss_look_for_it(budget: int | N
     packed = made([3, 9, 1, 4, 2, 2])
     trained: list[int] = []
 
-    for part in micro_batches(packed, budget, CPU):
+    for part in micro_batches(packed, {"number": np.arange(len(packed.tokens))}, budget, CPU):
         check_rows(part)
         trained += part.targets.tolist()
         before = part.tokens.flatten()[part.predicted_at]
         assert (before == part.targets - 1).all()
-        assert part.advantages.tolist() == part.targets.tolist()
-        assert part.behavior_logprobs is not None
-        assert part.behavior_logprobs.tolist() == (-part.targets).tolist()
+        assert part.columns["number"].tolist() == part.targets.tolist()
 
     assert sorted(trained) == np.flatnonzero(packed.loss_mask).tolist()
 
@@ -93,4 +84,4 @@ def test_a_first_token_that_is_to_train_is_refused_as_nothing_predicts_it() -> N
     mask[packed.cu_seqlens[1]] = True
 
     with pytest.raises(InvalidRecord, match="loss_mask: expected false on the first token of every sequence"):
-        micro_batches(msgspec.structs.replace(packed, loss_mask=mask), None, CPU)
+        micro_batches(msgspec.structs.replace(packed, loss_mask=mask), {}, None, CPU)

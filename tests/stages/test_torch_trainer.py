@@ -144,7 +144,7 @@ def test_micro_batches_change_neither_gradient_nor_metrics(loss: Loss) -> None:
 
 def test_sequences_that_share_a_row_are_trained_as_each_alone() -> None:
     packed = made(completion_lengths=[12, 3, 2, 7, 1])
-    shared = micro_batches(packed, None, torch.device("cpu"))
+    shared = micro_batches(packed, {}, None, torch.device("cpu"))
     packed_model, model = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
     assert packed.advantages is not None
     weights = torch.from_numpy(np.where(packed.loss_mask, packed.advantages, 0))

@@ -99,7 +99,7 @@ def test_a_ratio_to_the_sampling_policy_is_not_weighted_once_more(term: PolicyTe
     with pytest.raises(
         ValueError, match=r"a weight would correct twice. Take old=\"proximal\", or leave the weight out"
     ):
-        term * ImportanceWeight()
+        _ = term * ImportanceWeight()
 
 
 def test_a_term_is_weighted_once() -> None:

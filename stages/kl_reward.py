@@ -1,0 +1,105 @@
+"""KLReward: the divergence from a reference policy, taken off the reward.
+
+With `KL` in a loss every token is drawn back by a gradient of its own. Here the divergence is a part of what is to be
+maximised: what normalises rewards, and discounts them, does so with it. Knows no model: the log-probabilities come
+with the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..schemas import InvalidRecord, TrajectoryGroup
+from ..schemas.columns import as_column, freeze
+
+__all__ = ["Estimator", "KLReward"]
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""How a divergence is estimated from a sampled token, with Δ = log π − log π_ref: by Δ, Δ² / 2 or exp(−Δ) + Δ − 1
+(Schulman, "Approximating KL Divergence", 2020)."""
+
+LOG_RATIO_BOUND = 20.0
+"""Where Δ is exponentiated, it is clamped to ±20."""
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class KLReward:
+    """Take `factor` times the divergence of the sampling policy from the reference policy off the rewards.
+
+    >>> KLReward(0.05)
+    KLReward(factor=0.05, estimator='k1', level='sequence')
+
+    Args:
+        factor: what a nat costs.
+        estimator: of a token's divergence. As a reward, k1 is right: its mean is the divergence, and so is what a
+            policy gradient makes of it.
+        level: `sequence` takes the sum over a sequence's tokens off its reward; `token` takes each token's off
+            `token_rewards`, which then has to be told to what makes advantages (`rewards="both"`).
+
+    Raises:
+        ValueError: a factor that is not positive, or an unknown estimator or level.
+    """
+
+    factor: float
+    estimator: Estimator = "k1"
+    level: Literal["sequence", "token"] = "sequence"
+
+    def __post_init__(self) -> None:
+        if not (self.factor > 0 and math.isfinite(self.factor)):
+            raise ValueError(f"factor: expected a positive number, got {self.factor}")
+        if self.estimator not in get_args(Estimator):
+            raise ValueError(f"estimator: expected one of {', '.join(get_args(Estimator))}, got {self.estimator!r}")
+        if self.level not in ("sequence", "token"):
+            raise ValueError(f"level: expected 'sequence' or 'token', got {self.level!r}")
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`. Adds the reward part `kl`: what was taken off each sequence, negative where it was.
+
+        Raises:
+            InvalidRecord: a group lacks one of the log-probabilities.
+        """
+        async for group in inbox:
+            await outbox.send(self._penalised(group))
+            del group  # it may lie in a producer's slots, and the next one may be long in coming
+
+    def _penalised(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        earned = -self.factor * self._divergences(group)
+        of_sequence = np.bincount(group.sequence_of_token(), earned, len(group))
+        if self.level == "sequence":
+            return group.with_rewards(group.rewards + of_sequence, parts={"kl": of_sequence})
+        before = np.zeros(len(earned)) if group.token_rewards is None else group.token_rewards
+        column = as_column("token_rewards", before + earned, np.float32)
+        freeze([column])
+        told = group.with_rewards(group.rewards, parts={"kl": of_sequence})
+        return msgspec.structs.replace(told, token_rewards=column)
+
+    def _divergences(self, group: TrajectoryGroup) -> Floats:
+        """[N] of each token, 0 where it does not train."""
+        if group.behavior_logprobs is None or group.ref_logprobs is None:
+            missing = "behavior_logprobs" if group.behavior_logprobs is None else "ref_logprobs"
+            raise InvalidRecord(
+                f"{group.env}/{group.instance_id}: {missing}: expected a column, got none: have the sampler record "
+                f"log-probabilities, and put a TorchReference before this stage"
+            )
+        apart = np.subtract(group.behavior_logprobs, group.ref_logprobs, dtype=np.float64)
+        return _estimated(np.where(group.loss_mask, apart, 0.0), self.estimator)
+
+
+def _estimated(log_ratio: Floats, estimator: Estimator) -> Floats:
+    match estimator:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio**2 / 2
+        case "k3":
+            bounded: Floats = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            return np.exp(-bounded) + bounded - 1

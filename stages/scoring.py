@@ -1,0 +1,47 @@
+"""How likely a model finds the tokens of a micro-batch that train.
+
+Axes: T tokens that train, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .causal_model import packed_attend
+from .micro_batches import MicroBatch
+
+__all__ = ["Likelihood", "likelihood"]
+
+
+class Likelihood(NamedTuple):
+    """What a model says of tokens."""
+
+    predicted: Tensor
+    """[T, V] log-probability of the whole vocabulary where each token stands."""
+    logprobs: Tensor
+    """[T] that of the token itself."""
+
+
+def likelihood(
+    model: Callable[..., Tensor], part: MicroBatch, *, temperature: float = 1.0, autocast: torch.dtype | None = None
+) -> Likelihood:
+    """What `model`, a `CausalModel`, says of the tokens of `part` that train.
+
+    Logits are made float32 before anything is summed over the vocabulary, whatever the model computed in.
+
+    Args:
+        model: is called once.
+        part: its rows.
+        temperature: logits are divided by it.
+        autocast: in which the model computes where that is safe; None leaves it to the model.
+    """
+    with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
+        logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
+    wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
+    wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
+    predicted = torch.log_softmax(wanted / temperature, dim=-1)
+    return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
