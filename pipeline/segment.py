@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..schemas import Array
 from ..schemas.descriptor import Descriptor
-from ..schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned
+from ..schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, typed
 from .errors import OutOfSharedMemory, StaleDescriptor
 from .shared_memory import allocate, may_shrink
 from .slots import Span
@@ -68,18 +68,17 @@ class SegmentWriter:
             os.close(self.fd)
             raise
         self._bytes = memoryview(self._map)
-        self._typed: list[Any] = [_cast(self._bytes, dtype.char) for dtype in DTYPES]
-        """The same, item by item: a column is copied fastest by assigning it to a slice of its own type."""
+        self._typed = typed(self._bytes)
         self._payload = _table_bytes(slots)
 
     def write(self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout) -> None:
         """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`."""
-        target, typed = self._bytes, self._typed
+        target, views = self._bytes, self._typed
         _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, 0, len(contents), span.generation, 0, 0)
         at = self._payload + span.start * self.slot_bytes
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
         for columns, (index, first, _) in zip(zip(*records, strict=True), layout.places, strict=True):
-            view, begin = typed[index], bases[index] + first
+            view, begin = views[index], bases[index] + first
             for column in columns:
                 end = begin + len(column)
                 view[begin:end] = column
@@ -115,10 +114,6 @@ def _mapped(fd: int, nbytes: int, protection: int) -> mmap.mmap:
             f"expected room for {nbytes} bytes in this process' address space, got none ({error}): raise its limit "
             f"(ulimit -v), or lower capacity_bytes"
         ) from error
-
-
-def _cast(view: memoryview, item: Any) -> memoryview:
-    return view.cast(item)
 
 
 _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
@@ -173,7 +168,7 @@ class SegmentReader:
         self._payload = _table_bytes(slots)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data) + self._payload
-        self._typed: list[Any] = [_cast(memoryview(self._map).cast("B"), dtype.char) for dtype in DTYPES]
+        self._typed = typed(memoryview(self._map).cast("B"))
 
     def lease(self, descriptor: Descriptor, released: Callable[[Descriptor, int], None]) -> Array:
         """The bytes of a bundle that has `contents`, as a read-only array that holds a lease on one of its records."""
@@ -181,9 +176,9 @@ class SegmentReader:
 
     def columns(self, descriptor: Descriptor, places: Iterable[Place]) -> list[memoryview]:
         """What lies at `places` of a bundle that has `contents`, to be copied before anything is awaited."""
-        at, typed = self._payload + descriptor.slot * self.slot_bytes, self._typed
+        at, views = self._payload + descriptor.slot * self.slot_bytes, self._typed
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
-        return [typed[index][bases[index] + first : bases[index] + last] for index, first, last in places]
+        return [views[index][bases[index] + first : bases[index] + last] for index, first, last in places]
 
     def contents(self, descriptor: Descriptor) -> bytes:
         """A copy of the contents of a bundle.

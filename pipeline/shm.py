@@ -39,10 +39,10 @@ DOOR = "door"
 DATA = "data"
 
 
-BUNDLE_SHARE = 8
+BUNDLE_SHARE = 4
 """A bundle takes at most this part of what may be in flight: its bytes are credit again only when all of it is read."""
 
-BUNDLE_BYTES = 2**20
+BUNDLE_BYTES = 2 * 2**20
 """Beyond this a bundle grows no more: what writing it costs is its bytes by then, and they should stay in the cache."""
 
 CONTENTS_BYTES, PART_BYTES = 64, 32
@@ -198,7 +198,7 @@ class SlotInlet:
             parts = contents.parts[index : index + count]
             columns = self._segment.columns(descriptor, self._places(contents, form, layout, index, index + count))
             form.check_offsets(columns, parts)
-            groups = [PackedGroup.decode(part.header, part.sequences) for part in parts]
+            groups = PackedGroup.decode(parts)
             packer.copy(form, contents.candidates, columns, groups, [part.tokens for part in parts])
         return count
 

@@ -110,7 +110,7 @@ class FrameInlet:
             return 0
         flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
         form.check_offsets(flat, contents.parts)
-        group = PackedGroup.decode(part.header, part.sequences)
+        [group] = PackedGroup.decode([part])
         packer.copy(form, contents.candidates, flat, [group], [part.tokens])
         return 1
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
-from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_header
+from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
 from .ids import GroupId, TrajectoryId
-from .layout import DTYPES, Form, Lengths, Schema
-from .recycled import Recycled
+from .layout import DTYPES, Form, Lengths, Part, Schema
+from .recycled import Block, Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 
@@ -45,14 +45,17 @@ class PackedGroup(NamedTuple):
         return GroupId(self.env, self.instance_id)
 
     @classmethod
-    def decode(cls, header: bytes, sequences: int) -> PackedGroup:
-        """From the header of a group.
+    def decode(cls, parts: Sequence[Part]) -> list[PackedGroup]:
+        """From the headers of groups.
 
         Raises:
-            InvalidRecord: it is none.
+            InvalidRecord: one is none.
         """
-        env, instance_id, meta = decode_header(header)
-        return cls(env, instance_id, sequences, meta)
+        headers = decode_headers([part.header for part in parts])
+        return [
+            cls(env, instance_id, part.sequences, meta)
+            for (env, instance_id, meta), part in zip(headers, parts, strict=True)
+        ]
 
 
 class PaddedBatch(NamedTuple):
@@ -275,15 +278,13 @@ class Packer:
     """
 
     __slots__ = (
+        "_block",
         "_by_token",
-        "_candidates",
         "_chunks",
-        "_form",
         "_groups",
         "_memory",
-        "_over_tokens",
+        "_plan",
         "_starts",
-        "_targets",
         "_tokens",
         "max_tokens",
     )
@@ -291,16 +292,11 @@ class Packer:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         """Tokens that one batch holds at most."""
-        self._form: Form | None = None
-        """The form of the first group in the batch; None while it is empty."""
-        self._candidates = 0
-        """Its teacher candidates a token."""
+        self._plan = _Plan.of(Form([]), 0, 0)
+        """Where the columns of the batch lie; while it is empty, those of the batch before it."""
         self._memory = Recycled()
-        """Where the columns over tokens lie."""
-        self._over_tokens: dict[str, Array] = {}
-        """The columns over tokens, as long as may be and of one axis."""
-        self._targets: list[tuple[Any, int]] = []
-        """Of each column: its buffer and the items a token has, or (None, 0) for a column over sequences."""
+        self._block: Block | None = None
+        """Where the columns over tokens lie; None while the batch is empty."""
         self._chunks: list[list[bytes]] = []
         """Of each column over sequences: what every group has of it. They are small, and joined in `pack`."""
         self._starts: list[int] = []
@@ -334,8 +330,7 @@ class Packer:
 
         None where their columns are not those of the groups before them.
         """
-        known = self._form
-        if known is not None and (form.names != known.names or candidates != self._candidates):
+        if self._block is not None and not self._plan.suits(form, candidates):
             return 0
         filled, count = self._tokens, 0
         for more in tokens:
@@ -362,17 +357,17 @@ class Packer:
         self, form: Form, candidates: int, columns: Iterable[Any], groups: list[PackedGroup], tokens: Iterable[int]
     ) -> None:
         """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other."""
-        if self._form is None:
-            self._open(form, candidates)
+        views = (self._block or self._open(form, candidates)).typed
         first = last = self._tokens
         for more in tokens:
             self._starts.append(last)
             last += more
-        for (target, width), chunks, column in zip(self._targets, self._chunks, columns, strict=True):
+        for target, chunks, column in zip(self._plan.targets, self._chunks, columns, strict=True):
             if target is None:
                 chunks.append(column.tobytes())
             else:
-                target[first * width : last * width] = column
+                index, begin, width = target
+                views[index][begin + first * width : begin + last * width] = column
         self._groups += groups
         self._by_token += [form.versions_by_token] * len(groups)
         self._tokens = last
@@ -383,12 +378,10 @@ class Packer:
         Raises:
             InvalidRecord: nothing was added.
         """
-        if self._form is None:
+        if self._block is None:
             raise InvalidRecord("pack: expected at least one group, got none")
-        columns = {name: column[: self._tokens] for name, column in self._over_tokens.items()}
-        for name in self._form.shaped:
-            columns[name] = self._over_tokens[name].reshape(self.max_tokens, self._candidates)[: self._tokens]
-        chunks = {name: chunks for name, chunks in zip(self._form.names, self._chunks, strict=True) if chunks}
+        columns = self._plan.columns(self._block.array, self._tokens)
+        chunks = {name: chunks for name, chunks in zip(self._plan.form.names, self._chunks, strict=True) if chunks}
         counts = [group.sequences for group in self._groups]
         bounds = _join_offsets(chunks.pop("offsets"), self._starts, counts)
         versions = np.frombuffer(b"".join(chunks.pop("policy_versions")), np.int64)
@@ -397,23 +390,16 @@ class Packer:
         columns["policy_versions"] = versions
         columns |= {name: np.frombuffer(b"".join(kept), GROUP_SCHEMA.rule(name).dtype) for name, kept in chunks.items()}
         batch = _finish(tuple(self._groups), columns, bounds)
-        self._form, self._over_tokens, self._targets, self._chunks = None, {}, [], []
-        self._groups, self._starts, self._by_token, self._tokens = [], [], [], 0
+        self._block = None
+        self._chunks, self._groups, self._starts, self._by_token, self._tokens = [], [], [], [], 0
         return batch
 
-    def _open(self, form: Form, candidates: int) -> None:
-        layout = form.layout(Lengths(self.max_tokens, 0, candidates))
-        memory = self._memory.block(layout.nbytes)
-        self._form, self._candidates = form, candidates
-        for name, (index, first, last) in zip(form.names, layout.places, strict=True):
-            target: tuple[Any, int] = None, 0
-            if name in TOKEN_COLUMNS:
-                dtype = DTYPES[index]
-                column = memory[first * dtype.itemsize : last * dtype.itemsize].view(dtype)
-                self._over_tokens[name] = column
-                target = column.data, candidates if name in form.shaped else 1
-            self._targets.append(target)
-            self._chunks.append([])
+    def _open(self, form: Form, candidates: int) -> Block:
+        if not self._plan.suits(form, candidates):
+            self._plan = _Plan.of(form, candidates, self.max_tokens)
+        self._block = self._memory.block(self._plan.nbytes)
+        self._chunks = [[] for _ in form.names]
+        return self._block
 
     def _refusal(self, group: TrajectoryGroup, form: Form, lengths: Lengths) -> InvalidRecord:
         if not self.fits(group):
@@ -421,16 +407,50 @@ class Packer:
                 f"tokens: expected at most {self.max_tokens - self._tokens} more (of {self.max_tokens}), "
                 f"got a group of {len(group.tokens)}"
             )
-        expected, got = set(self._form.names if self._form else ()), set(form.names)
+        expected, got = set(self._plan.form.names), set(form.names)
         if expected != got:
             return InvalidRecord(
                 f"{group.env}/{group.instance_id}: expected the columns of the groups before it, "
                 f"missing {sorted(expected - got)}, extra {sorted(got - expected)}"
             )
         return InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected {self._candidates} teacher candidates a token, "
+            f"{group.env}/{group.instance_id}: expected {self._plan.candidates} teacher candidates a token, "
             f"as in the groups before it, got {lengths.candidates}"
         )
+
+
+class _Plan(NamedTuple):
+    """Where the columns over tokens of a batch lie in its block."""
+
+    form: Form
+    candidates: int
+    nbytes: int
+    targets: list[tuple[int, int, int] | None]
+    """Of each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
+
+    @classmethod
+    def of(cls, form: Form, candidates: int, max_tokens: int) -> _Plan:
+        layout = form.layout(Lengths(max_tokens, 0, candidates))
+        targets = [
+            (index, first, candidates if name in form.shaped else 1) if name in TOKEN_COLUMNS else None
+            for name, (index, first, _) in zip(form.names, layout.places, strict=True)
+        ]
+        return cls(form, candidates, layout.nbytes, targets)
+
+    def suits(self, form: Form, candidates: int) -> bool:
+        """Whether it is a plan for columns of that form."""
+        return (form is self.form or form.names == self.form.names) and candidates == self.candidates
+
+    def columns(self, memory: NDArray[np.uint8], tokens: int) -> dict[str, Array]:
+        """The columns over tokens, so many `tokens` long, as views on `memory`."""
+        columns = {}
+        for name, target in zip(self.form.names, self.targets, strict=True):
+            if target is not None:
+                index, first, width = target
+                dtype = DTYPES[index]
+                column = memory[first * dtype.itemsize : (first + tokens * width) * dtype.itemsize].view(dtype)
+                columns[name] = column.reshape(tokens, width) if name in self.form.shaped else column
+        return columns
 
 
 _ZERO = np.zeros(1, np.int64)

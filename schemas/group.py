@@ -10,7 +10,8 @@ code that already holds checked columns. A group is immutable: `with_…` method
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeAlias
 
 import msgspec
@@ -49,6 +50,9 @@ GROUP_RULES: dict[str, ColumnRule] = {
 }
 
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
+
+_all_columns = attrgetter(*GROUP_RULES)
+"""The values of all fields that are columns, None included, in one step."""
 
 TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
 """Columns that always have an entry a token; `policy_versions` may."""
@@ -378,7 +382,9 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def columns(self) -> dict[str, Array]:
         """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
-        present = {name: column for name in GROUP_RULES if (column := getattr(self, name)) is not None}
+        present = {
+            name: column for name, column in zip(GROUP_RULES, _all_columns(self), strict=True) if column is not None
+        }
         if self.reward_parts:
             present |= {PART_PREFIX + name: column for name, column in self.reward_parts.items()}
         return present
@@ -416,6 +422,21 @@ def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
 
 _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
+
+
+def decode_headers(headers: Iterable[bytes]) -> list[tuple[str, str, JsonObject]]:
+    """Those of several groups at once.
+
+    Raises:
+        InvalidRecord: one is no header.
+    """
+    try:
+        return _decode_headers(_encode_header([msgspec.Raw(header) for header in headers]))
+    except UNREADABLE as error:
+        raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
+
+
+_decode_headers = msgspec.msgpack.Decoder(list[tuple[str, str, JsonObject]]).decode
 
 
 def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:

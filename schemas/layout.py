@@ -14,15 +14,29 @@ Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candida
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, check_axes
 from .errors import UNREADABLE, InvalidRecord
 
-__all__ = ["ALIGNMENT", "DTYPES", "Contents", "Form", "Layout", "Lengths", "Part", "Place", "Schema", "aligned"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "Contents",
+    "Form",
+    "Layout",
+    "Lengths",
+    "Part",
+    "Place",
+    "Schema",
+    "aligned",
+    "typed",
+]
 
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
@@ -36,7 +50,9 @@ KNOWN_FORMS = 64
 KNOWN_LAYOUTS = 1024
 """Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
 
-_ARRAYS = {np.ndarray}
+_traits = attrgetter("__class__", "shape", "dtype")
+"""What tells whether an array can be copied as it is, read in one step: this is done for every column that is sent."""
+
 _ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
 _INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
@@ -44,6 +60,15 @@ _INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment."""
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def typed(memory: memoryview) -> list[Any]:
+    """`memory` item by item, for each of DTYPES: a column is copied fastest by assigning it to a slice of its type."""
+    return [_cast(memory, dtype.char) for dtype in DTYPES]
+
+
+def _cast(view: memoryview, item: Any) -> memoryview:
+    return view.cast(item)
 
 
 class Lengths(NamedTuple):
@@ -122,10 +147,8 @@ class Layout(NamedTuple):
 
     nbytes: int
     places: tuple[Place, ...]
-    dtypes: list[np.dtype[Any]]
-    """Of each column."""
-    shapes: list[tuple[int, ...]]
-    """Of each column, where all have one axis."""
+    plain: list[tuple[object, ...]]
+    """`_traits` of each column, where all have one axis."""
 
 
 class Form:
@@ -171,8 +194,7 @@ class Form:
         return Layout(
             offset,
             tuple(places),
-            [DTYPES[index] for index in self._dtypes],
-            [(last - first,) for _, first, last in places],
+            [(np.ndarray, (last - first,), DTYPES[index]) for index, first, last in places],
         )
 
     def within(self, layout: Layout, before: Lengths, these: Lengths) -> list[Place]:
@@ -194,17 +216,25 @@ class Form:
         Raises:
             InvalidRecord: those of a record do not run from 0 to its tokens, or decrease.
         """
-        offsets = np.frombuffer(columns[self._offsets], np.int64)
+        column = columns[self._offsets]
+        offsets = np.frombuffer(column, np.int64)
         falls = offsets[1:] < offsets[:-1]
         first = 0
         for tokens, sequences, _ in parts:
             last = first + sequences
-            if offsets[first] or offsets[last] != tokens or falls[first:last].any():
-                raise InvalidRecord(
-                    f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
-                    f"decrease, got {offsets[first : last + 1].tolist()}"
-                )
+            if column[first] or column[last] != tokens:
+                raise self._unordered(offsets[first : last + 1], tokens)
+            falls[last : last + 1] = False  # the next record begins at 0 again
             first = last + 1
+        if falls.any():
+            where = int(falls.argmax())
+            raise self._unordered(offsets[where : where + 2], int(offsets[-1]))
+
+    def _unordered(self, offsets: NDArray[np.int64], tokens: int) -> InvalidRecord:
+        return InvalidRecord(
+            f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
+            f"decrease, got {offsets.tolist()}"
+        )
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -214,14 +244,10 @@ class Form:
 
     def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
         """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so."""
-        if self.shaped:
+        try:
+            return not self.shaped and list(map(_traits, columns)) == self.layout(lengths).plain
+        except AttributeError:  # one is no array at all
             return False
-        layout, given = self.layout(lengths), list(columns)
-        return (
-            set(map(type, given)) == _ARRAYS
-            and [column.shape for column in given] == layout.shapes
-            and [column.dtype for column in given] == layout.dtypes
-        )
 
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.

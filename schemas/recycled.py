@@ -7,12 +7,14 @@ a consumer's time). A trainer holds a batch or two at a time, so a few blocks go
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Recycled"]
+from .layout import aligned, typed
+
+__all__ = ["Block", "Recycled"]
 
 SPARE_BLOCKS = 3
 """Blocks that are kept for the next batches: one is filled, one waits, one is trained on meanwhile."""
@@ -26,29 +28,39 @@ class Recycled:
     def __init__(self) -> None:
         self._spare: deque[_Memory] = deque(maxlen=SPARE_BLOCKS)
 
-    def block(self, nbytes: int) -> NDArray[np.uint8]:
-        """At least `nbytes` bytes of anything. They are nobody else's until the last view on them dies."""
+    def block(self, nbytes: int) -> Block:
+        """At least `nbytes` bytes of anything. They are nobody else's until the last array on them dies."""
         try:
             memory = self._spare.pop()
         except IndexError:
             memory = _Memory(nbytes)
         if memory.nbytes < nbytes:
             memory = _Memory(nbytes)
-        return np.asarray(_Block(memory, self._spare))
+        return Block(np.asarray(_Loan(memory, self._spare)), memory.typed)
+
+
+class Block(NamedTuple):
+    """Some memory on loan."""
+
+    array: NDArray[np.uint8]
+    """To make arrays of: every view on it extends the loan."""
+    typed: list[Any]
+    """To write through while `array` is held: the same bytes, item by item, for each of DTYPES."""
 
 
 class _Memory:
-    """Memory, and how it is described to numpy: asking it anew would cost 1 µs a batch."""
+    """Memory, and the views on it that would cost some microseconds a batch if they were made anew."""
 
-    __slots__ = ("array", "interface", "nbytes")
+    __slots__ = ("array", "interface", "nbytes", "typed")
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.array: NDArray[np.uint8] = np.empty(nbytes, np.uint8)
+        self.nbytes = aligned(max(1, nbytes))
+        self.array: NDArray[np.uint8] = np.empty(self.nbytes, np.uint8)
         self.interface: dict[str, Any] = self.array.__array_interface__
+        self.typed = typed(self.array.data)
 
 
-class _Block:
+class _Loan:
     """The base of every view on a block: numpy asks for `__array_interface__`, and keeps the object."""
 
     __slots__ = ("__array_interface__", "_memory", "_spare")

@@ -141,7 +141,7 @@ async def test_a_record_that_is_held_holds_its_own_credit_only() -> None:
 async def test_records_that_are_sent_in_one_tick_share_a_span_while_they_are_alike() -> None:
     plain = group(completion_lengths=[1, 2])
     scored = plain.with_rewards(plain.rewards, parts={"score": plain.rewards})
-    async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+    async with serve("shm://", TrajectoryGroup, capacity=16) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         assert isinstance(inbox, RemoteReceiver)
         for record in [plain] * 5 + [scored] * 2:
             outbox.send_nowait(record)

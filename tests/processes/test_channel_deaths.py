@@ -102,7 +102,7 @@ async def test_records_whose_descriptors_never_left_a_dead_sender_are_salvaged(e
 
 
 async def test_a_bundle_that_was_not_complete_is_no_record_yet() -> None:
-    async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, child(SENDER, inbox.url, 7, "killed at once"):
+    async with serve("shm://", TrajectoryGroup, capacity=16) as inbox, child(SENDER, inbox.url, 7, "killed at once"):
         got = [await inbox.receive() for _ in range(4)]
         with pytest.raises(PeerLost, match="after record 4"):
             await inbox.receive()

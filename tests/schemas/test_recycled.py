@@ -4,6 +4,7 @@ import threading
 import numpy as np
 
 from penstock.schemas import Packer
+from penstock.schemas.layout import DTYPES
 from penstock.schemas.recycled import SPARE_BLOCKS, Recycled
 from penstock.testing import group
 
@@ -14,34 +15,41 @@ def address(array: np.ndarray) -> int:
 
 def test_memory_is_used_again_when_the_last_view_has_died() -> None:
     memory = Recycled()
-    block = memory.block(1024)
+    block = memory.block(1024).array
     first, view = address(block), block[10:20].view(np.int16)
     del block
     gc.collect()
 
-    meanwhile = memory.block(1024)
+    meanwhile = memory.block(1024).array
     del view
-    after = memory.block(1024)
+    after = memory.block(1024).array
 
     assert address(meanwhile) != first
     assert address(after) == first
+
+
+def test_what_is_written_item_by_item_is_what_the_array_shows() -> None:
+    block = Recycled().block(100)
+    for dtype, view in zip(DTYPES, block.typed, strict=True):
+        view[3:5] = np.array([1, 0], dtype)
+        assert block.array.view(dtype)[3:5].tolist() == [1, 0]
 
 
 def test_a_block_that_is_too_small_is_let_go() -> None:
     memory = Recycled()
     del_me = memory.block(10)
     del del_me
-    assert memory.block(1 << 20).nbytes == 1 << 20
+    assert memory.block(1 << 20).array.nbytes == 1 << 20
 
 
 def test_a_last_view_may_die_in_any_thread() -> None:
     memory = Recycled()
     held = [memory.block(64)]
-    first = address(held[0])
+    first = address(held[0].array)
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert address(memory.block(64)) == first
+    assert address(memory.block(64).array) == first
 
 
 def test_no_more_than_a_few_blocks_are_kept() -> None:
