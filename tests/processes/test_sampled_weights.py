@@ -1,19 +1,24 @@
 """The torch policy on weights that are published over a real segment and a real socket."""
 
+from collections.abc import Callable
 from functools import partial
 
 import anyio
+import anyio.from_thread
 import numpy as np
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from tests.tiny_model import TinyModel
+from torch import Tensor
 
 from penstock.pipeline.context import Worker
-from penstock.pipeline.errors import EngineRefused, WeightsMismatch
+from penstock.pipeline.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.pipeline.weight_publisher import WeightPublisher
+from penstock.stages.causal_model import KVCache
 from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_policy import TorchPolicy
+from penstock.stages.torch_policy import TorchEngine, TorchPolicy
+from penstock.stages.torch_sampling import Batch, Request
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99
@@ -232,3 +237,141 @@ async def test_weights_that_do_not_fit_the_model_are_refused_when_the_policy_ope
         with pytest.raises(WeightsMismatch, match=r"head\.weight: expected float32 \[11, 16\], found float32 \[3\]"):
             async with TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()):
                 pass
+
+
+# -- updates in flight -------------------------------------------------------------------------------------------------
+
+
+class Stepwise(TinyModel):
+    """Lets a test do something before a pass of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, Callable[[], None]] = {}
+        """What is done before which pass, counted from 0."""
+        self.passes = 0
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        self.before.get(self.passes, lambda: None)()
+        self.passes += 1
+        return super().forward(tokens, positions=positions, attend=attend, cache=cache)
+
+
+def published(publisher: WeightPublisher, seed: int, version: int) -> Callable[[], None]:
+    """Publishes, from the thread that samples."""
+    state = TinyModel(seed=seed).state_dict()
+    return lambda: anyio.from_thread.run(publisher.publish, state, version)
+
+
+async def test_with_updates_in_flight_each_token_says_which_weights_sampled_it() -> None:
+    model, alone = Stepwise(), TinyModel(seed=1)
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(alone.state_dict(), version=1)
+        model.before = {2: published(publisher, 2, 20), 3: published(publisher, 3, 30), 5: published(publisher, 4, 40)}
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, updates="in_flight")
+        async with policy.open(Worker()) as engine:
+            said = await one(engine)
+
+    batch = Batch(alone, [Request(PROMPT, 8, greedy=True)], eos_id=EOS, generator=torch.Generator())
+    for version in (1, 1, 1, 20, 30, 30, 40, 40):
+        alone.load_state_dict(TinyModel(seed=max(1, version // 10)).state_dict())
+        again = batch.step(version)
+    assert again is not None
+    assert said.policy_versions.tolist() == again.versions.tolist()
+    assert said.tokens.tolist() == again.tokens[0].tolist()
+    assert said.logprobs is not None
+    assert said.logprobs.tolist() == again.logprobs[0].tolist()
+
+
+async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> None:
+    model, begun = Stepwise(), anyio.Event()
+    reached: list[int] = []
+
+    async def pause(publisher: WeightPublisher, engine: Engine) -> None:
+        await begun.wait()
+        async with publisher.paused():
+            reached.append(model.passes)
+            await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
+        await engine.pause()
+        reached.append(model.passes)
+        await engine.resume()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, updates="in_flight")
+        async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
+            assert isinstance(engine, TorchEngine)
+
+            async def until_paused() -> None:
+                begun.set()
+                while engine._weights is None or not engine._weights.paused:
+                    await checkpoint()
+
+            model.before = {5: lambda: anyio.from_thread.run(until_paused)}
+            tasks.start_soon(pause, publisher, engine)
+            (said,) = await engine.generate([PROMPT], max_tokens=50, greedy=True)
+
+    assert reached[0] == 6
+    assert reached[1] < 50
+    assert said.policy_versions.tolist() == [1] * 6 + [2] * 44
+
+
+async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() -> None:
+    model = Stepwise()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        async with (
+            TorchPolicy(lambda: model, EOS, updates="in_flight").open(Worker()) as engine,
+            anyio.create_task_group() as tasks,
+        ):
+            assert isinstance(engine, TorchEngine)
+
+            async def tell() -> None:
+                tasks.start_soon(engine.update_weights, publisher.url, 1)
+                while not engine._gate.shut_for:
+                    await checkpoint()
+
+            model.before = {3: lambda: anyio.from_thread.run(tell)}
+            (said,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+
+    assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
+
+
+async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whole() -> None:
+    model = Stepwise()
+
+    async with WeightPublisher(TinyModel().state_dict(), patience_s=0) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {2: published(publisher, 2, 2), 3: published(publisher, 3, 3)}
+        async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
+            said = await one(engine)
+
+    assert model.passes == 4 + 8
+    assert said.tokens.tolist() == await untrained(3)
+    assert set(said.policy_versions.tolist()) == {3}
+
+
+async def test_a_batch_that_is_written_over_again_and_again_ends_with_what_to_do() -> None:
+    model = Stepwise()
+
+    async with WeightPublisher(TinyModel().state_dict(), patience_s=0) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {at: published(publisher, at, 2 + at) for at in range(9)}
+        async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
+            with pytest.raises(PeerLost, match="began 3 times in vain: raise WeightPublisher's patience_s"):
+                await one(engine)
+
+
+async def test_a_policy_samples_a_model_that_was_built_on_the_meta_device() -> None:
+    def make_model() -> TinyModel:
+        with torch.device("meta"):
+            return TinyModel()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=5).state_dict(), version=1)
+        async with TorchPolicy(make_model, EOS, weights=publisher.url).open(Worker()) as engine:
+            said = await one(engine)
+
+    assert said.tokens.tolist() == await untrained(5)
