@@ -43,5 +43,7 @@ def likelihood(
         logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
     wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
     wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
-    predicted = torch.log_softmax(wanted / temperature, dim=-1)
+    if temperature != 1:  # which would copy them for nothing
+        wanted = wanted / temperature
+    predicted = torch.log_softmax(wanted, dim=-1)
     return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))

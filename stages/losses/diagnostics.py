@@ -10,11 +10,15 @@ from .scored import Scored, entropy_of
 
 __all__ = ["diagnostics"]
 
+ROWS_AT_ONCE = 1024
+"""Tokens whose entropy is taken at once: it needs the memory of their distributions several times over."""
+
 
 @torch.no_grad()
 def diagnostics(scored: Scored) -> dict[str, Metric]:
     """`entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
-    said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy_of(scored.predicted)))}
+    entropy = torch.cat([entropy_of(rows) for rows in scored.predicted.split(ROWS_AT_ONCE)])
+    said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
     if scored.behavior_logprobs is not None:
         log_ratio = scored.log_ratio("behavior")
         said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3")))

@@ -268,6 +268,25 @@ def test_a_batch_without_advantages_says_what_to_put_before_the_trainer() -> Non
         trainer().step(batch())
 
 
+def test_without_behavior_log_probabilities_the_advantage_weighted_loss_trains_and_ppo_says_what_is_missing() -> None:
+    packed = made(behavior_logprobs=None)
+
+    metrics = trainer().step(packed)
+
+    assert metrics["grad_norm"] > 0
+    assert not [name for name in metrics if name.startswith(("kl", "ratio"))]
+    with pytest.raises(InvalidRecord, match="behavior_logprobs: expected a column, got none: have the sampler record"):
+        trainer(loss=PPOClip()).step(packed)
+
+
+def test_tokens_have_advantages_of_their_own() -> None:
+    packed = made()
+    assert packed.advantages is not None
+    evened = msgspec.structs.replace(packed, advantages=np.full_like(packed.advantages, packed.advantages.mean()))
+
+    assert trainer().step(packed)["loss"] != pytest.approx(trainer().step(evened)["loss"], rel=0.01)
+
+
 def test_steps_count_and_the_learning_rate_is_told() -> None:
     each = trainer()
 
