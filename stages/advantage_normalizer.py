@@ -21,7 +21,7 @@ from ..schemas import TrajectoryGroup
 from .advantages import Mode, RunningStatistics
 from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .handful import Handful
-from .presets import OURS, PRESETS, Library, Preset
+from .presets import OURS, PRESETS, Library
 
 __all__ = ["AdvantageNormalizer"]
 
@@ -60,6 +60,7 @@ class AdvantageNormalizer:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     preset: Library | None = None
+    _estimator: Estimator = field(init=False, repr=False, compare=False)
     _seen: RunningStatistics = field(default_factory=RunningStatistics, init=False, repr=False, compare=False)
     """What mode `global` has seen; saved and restored."""
 
@@ -68,17 +69,20 @@ class AdvantageNormalizer:
         _check_choice("rewards", self.rewards, get_args(RewardLevel))
         if self.preset is not None:
             _check_choice("preset", self.preset, get_args(Library))
-            _check_choice(f"mode with preset {self.preset!r}", self.mode, self._preset.modes)
+        preset = OURS if self.preset is None else PRESETS[self.preset]
+        _check_choice(f"mode with preset {self.preset!r}", self.mode, preset.modes)
         low, high = self._bounds
         if math.isnan(low) or math.isnan(high) or not low <= 0 <= high or low == high:
             raise ValueError(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
-        self._check_batch_groups()
+        self._check_batch_groups(gae_is_whitened=preset.gae_is_whitened)
         _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
         _check_discount("gae_lambda", self.gae_lambda, ("gae",), self.mode)
+        whitens = self.batch_groups is not None
+        self._estimator = Estimator(self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, preset)
 
-    def _check_batch_groups(self) -> None:
+    def _check_batch_groups(self, *, gae_is_whitened: bool) -> None:
         if self.batch_groups is None:
-            if self.mode in GATHERING or (self.mode == "gae" and self._preset.gae_is_whitened):
+            if self.mode in GATHERING or (self.mode == "gae" and gae_is_whitened):
                 modes = ", ".join([*GATHERING, "gae of most presets"])
                 raise ValueError(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
@@ -145,15 +149,6 @@ class AdvantageNormalizer:
         if self.mode in BY_TOKEN:
             return handful.with_token_advantages(advantages)
         return handful.with_advantages(advantages)
-
-    @property
-    def _estimator(self) -> Estimator:
-        whitens = self.batch_groups is not None
-        return Estimator(self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, self._preset)
-
-    @property
-    def _preset(self) -> Preset:
-        return OURS if self.preset is None else PRESETS[self.preset]
 
     @property
     def _bounds(self) -> tuple[float, float]:

@@ -156,8 +156,8 @@ class RunningStatistics:
     largest: float = 0.0
     """Of what was added up to any of it: noise is a share of that."""
 
-    def update(self, values: Rewards, magnitudes: Rewards) -> None:
-        """Take in `values` [n], and how much was added up for each."""
+    def update(self, values: Rewards, magnitudes: Rewards | None = None) -> None:
+        """Take in `values` [n], and how much was added up for each where they are sums."""
         if not len(values):
             return
         new = values.astype(np.float64)
@@ -168,7 +168,8 @@ class RunningStatistics:
         self.mean += apart * len(new) / total
         self.lowest = min(float(new.min()), self.lowest if self.count else np.inf)
         self.highest = max(float(new.max()), self.highest if self.count else -np.inf)
-        self.largest = max(self.largest, float(magnitudes.max()))
+        added = () if magnitudes is None else (float(magnitudes.max()),)
+        self.largest = max(self.largest, abs(self.lowest), abs(self.highest), *added)
         self.count = total
 
     @property

@@ -46,10 +46,14 @@ class Rewards(NamedTuple):
 
     values: Floats
     """[B]."""
-    magnitudes: Floats
-    """[B] how much was added up: noise is a share of that."""
+    magnitudes: Floats | None
+    """[B] how much was added up, where they are sums: noise is a share of that."""
     counted: Flags
     """[B] which enter the statistics."""
+
+    def kept(self) -> tuple[Floats, Floats | None]:
+        """Values and magnitudes of those that are counted."""
+        return self.values[self.counted], None if self.magnitudes is None else self.magnitudes[self.counted]
 
     def beside(self, sizes: NDArray[np.int64], noise: float) -> Groups:
         """The same, in groups of `sizes` sequences."""
@@ -91,8 +95,7 @@ class Estimator:
     def _rewards(self, handful: Handful, live: Flags) -> Rewards:
         counted = np.ones_like(live) if self.preset.masked_count else live
         if self.level == "sequence":
-            values = handful.rewards()
-            return Rewards(values, np.abs(values), counted)
+            return Rewards(handful.rewards(), None, counted)
         by_token = self._token_rewards(handful)
         return Rewards(handful.sums(by_token), handful.sums(np.abs(by_token)), counted)
 
@@ -101,7 +104,7 @@ class Estimator:
             case "none":
                 return np.where(rewards.counted, rewards.values, 0.0)
             case "global":
-                seen.update(rewards.values[rewards.counted], rewards.magnitudes[rewards.counted])
+                seen.update(*rewards.kept())
                 return seen.whitened(rewards.values, rewards.counted)
             case "batch":
                 return self._against_batch(rewards, groups)

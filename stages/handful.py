@@ -50,7 +50,7 @@ class Handful:
             InvalidRecord: one is not finite; the message names whose.
         """
         rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
-        self._check_finite("rewards", rewards, np.ones_like(self.lengths))
+        self._check_finite("rewards", rewards, by_token=False)
         return rewards
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
@@ -71,7 +71,7 @@ class Handful:
                 raise InvalidRecord(f"{group.env}/{group.instance_id}: {name}: expected a column, got none")
             columns.append(column)
         values = np.where(used, np.concatenate(columns, dtype=np.float64), 0.0)
-        self._check_finite(name, values, self.lengths)
+        self._check_finite(name, values, by_token=True)
         return values
 
     def sums(self, values: Floats) -> Floats:
@@ -139,13 +139,14 @@ class Handful:
         spans = _spans(len(group.tokens) for group in self._groups)
         return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
 
-    def _check_finite(self, name: str, values: Floats, counts: NDArray[np.int64]) -> None:
-        """Hold `values`, of which each sequence has `counts` [B], to being finite."""
+    def _check_finite(self, name: str, values: Floats, *, by_token: bool) -> None:
+        """Hold `values`, [N] where `by_token` and [B] elsewhere, to being finite."""
         finite = np.isfinite(values)
         if not finite.all():
             first = finite.argmin()
             ids = [trajectory_id for group in self._groups for trajectory_id in group.ids]
-            env, instance_id, repetition_id = ids[np.searchsorted(counts.cumsum(), first, "right")]
+            owners = np.arange(len(ids)).repeat(self.lengths if by_token else 1)
+            env, instance_id, repetition_id = ids[owners[first]]
             raise InvalidRecord(
                 f"{env}/{instance_id}, repetition {repetition_id}: {name}: expected finite values, got {values[first]}"
             )
