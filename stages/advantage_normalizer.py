@@ -41,8 +41,8 @@ class AdvantageNormalizer:
             `reinforce++-baseline` (against the `batch_groups` groups that came together), `global` (against everything
             seen in the run), or `gae` (against what a critic expected, the column `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
-        batch_groups: how many groups are gathered; the last batch of a stream holds what is left. With `gae` they are
-            whitened together; without it, or left out, each group is sent on as it comes.
+        batch_groups: how many groups are gathered; the last batch of a stream holds what is left. `gae` whitens what is
+            gathered, and does not whiten where this is left out.
         rewards: `sequence` for the column `rewards`, `token` for `token_rewards`, `both` for their sum.
         gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
         gae_lambda: λ of `gae`.
@@ -61,6 +61,7 @@ class AdvantageNormalizer:
     gae_lambda: float = 1.0
     preset: Library | None = None
     _estimator: Estimator = field(init=False, repr=False, compare=False)
+    """What makes advantages, of all of the above but `clip`."""
     _seen: RunningStatistics = field(default_factory=RunningStatistics, init=False, repr=False, compare=False)
     """What mode `global` has seen; saved and restored."""
 
@@ -91,7 +92,7 @@ class AdvantageNormalizer:
             raise ValueError(f"batch_groups: expected at least 1, got {self.batch_groups}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Mode `batch` keeps owned copies of the groups that it gathers."""
+        """See `Stage`. Groups that are gathered are held as owned copies."""
         if self.batch_groups is not None:
             await self._run_gathering(inbox, outbox, self.batch_groups)
             return

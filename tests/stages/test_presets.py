@@ -114,6 +114,36 @@ async def test_a_group_of_one_gets_what_its_library_gives_it(library: Library, m
     assert out.advantages[1] == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize(("library", "mode"), [key for key in FORMULAS if key[1] != "gae"])
+async def test_what_float32_sums_would_add_to_equal_rewards_is_left_out(library: Library, mode: Mode) -> None:
+    seven = TrajectoryGroup.build(
+        env="e", instance_id="0", sequences=[[1, 2]] * 7, loss_mask=[[0, 1]] * 7, rewards=[1 / 3] * 7
+    )
+
+    (out,) = await drive(stage(library, mode), [seven])
+
+    assert out.advantages is not None
+    assert not out.advantages.any()
+
+
+@pytest.mark.parametrize(
+    ("library", "mode"),
+    [("verl", "reinforce++"), ("verl", "gae"), ("skyrl", "reinforce++"), ("skyrl", "gae"), ("roll", "reinforce++")],
+)
+@pytest.mark.parametrize("mask", [[0, 0, 1], [0, 0, 0]])
+async def test_where_a_library_has_too_little_to_whiten_a_preset_gives_zero(
+    library: Library, mode: Mode, mask: list[int]
+) -> None:
+    one = TrajectoryGroup.build(
+        env="e", instance_id="0", sequences=[[1, 2, 3]], loss_mask=[mask], rewards=[1], values=[[0, 0, 0.5]]
+    )
+
+    (out,) = await drive(stage(library, mode), [one])
+
+    assert out.advantages is not None
+    assert not out.advantages.any()
+
+
 @pytest.mark.parametrize(("library", "told"), [("verl", True), ("skyrl", True), ("trl", True), ("roll", False)])
 async def test_a_deviation_that_counts_as_none_gives_zero_where_the_library_says_so(
     library: Library,
