@@ -8,7 +8,9 @@ from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, Protoc
 
 __all__ = [
     "ChannelFull",
+    "EngineFailed",
     "EngineRefused",
+    "EngineTimedOut",
     "IllegalTransition",
     "InvalidConfig",
     "InvalidKey",
@@ -87,6 +89,14 @@ class StageFailed(PenstockError):
 
 class WorkerFailed(StageFailed):
     """A stage raised in a child process; the message carries the child's traceback."""
+
+
+class EngineFailed(PenstockError):
+    """An engine failed at what it can do, as often as it was tried; the message says how."""
+
+
+class EngineTimedOut(PenstockError, TimeoutError):
+    """An engine took too long, as often as it was tried; the message says how long it had."""
 
 
 class EngineRefused(PenstockError):

@@ -270,6 +270,7 @@ async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenera
 
 
 async def _failed(server: RunningServer, how: str) -> ServerFailed:
+    tail = ""
     with anyio.CancelScope(shield=True):
         tail = await anyio.to_thread.run_sync(server.tail)
     return ServerFailed(f"{server.name} (pid {server.pid}) {how}\n\nThe end of {server.log}:\n\n{tail}")

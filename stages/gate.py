@@ -13,7 +13,7 @@ from ..pipeline.waiting import Waiters
 
 __all__ = ["Gate", "Reason"]
 
-Reason: TypeAlias = Literal["paused", "asleep", "updating"]
+Reason: TypeAlias = Literal["paused", "asleep", "updating", "weightless"]
 """Why nothing may be sampled now."""
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
+    from .stages.http_policy import HttpPolicy
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
     from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
@@ -57,6 +58,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Flow",
     "GSPO",
     "GroupId",
+    "HttpPolicy",
     "ImportanceWeight",
     "Journal",
     "JsonlSink",
@@ -135,6 +137,7 @@ _HOMES = {
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
+    "stages.http_policy": ("HttpPolicy",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
     "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),
@@ -151,7 +154,7 @@ _HOMES = {
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_EXTRAS = {"torch": "torch", "safetensors": "torch"}
+_EXTRAS = {"torch": "torch", "safetensors": "torch", "aiohttp": "http"}
 """The extra that brings each optional dependency."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .pipeline.errors import (
     ChannelFull,
+    EngineFailed,
     EngineRefused,
+    EngineTimedOut,
     IllegalTransition,
     InvalidConfig,
     InvalidKey,
@@ -34,7 +36,9 @@ from .pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "EngineFailed",
     "EngineRefused",
+    "EngineTimedOut",
     "IllegalTransition",
     "InvalidConfig",
     "InvalidKey",

@@ -207,20 +207,29 @@ async def test_what_the_body_raises_because_the_server_died_is_told_as_the_serve
 
 
 async def test_what_the_body_raises_for_reasons_of_its_own_is_raised_as_it_is(port: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mine"):
-        async with running(recipe(port, tmp_path)) as (server, _):
+    ended: list[RunningServer] = []
+
+    async def use() -> None:
+        async with recipe(port, tmp_path).open() as server:
+            ended.append(server)
             raise ValueError("mine")
 
-    assert server.how == "exited with status 0"
+    with pytest.raises(ValueError, match="mine"):
+        await use()
+
+    assert ended[0].how == "exited with status 0"
 
 
 async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -> None:
+    ended: list[RunningServer] = []
+
     with anyio.CancelScope() as scope:
         async with recipe(port, tmp_path).open() as server:
+            ended.append(server)
             scope.cancel()
             await anyio.sleep_forever()
 
-    assert server.how == "exited with status 0"
+    assert ended[0].how == "exited with status 0"
 
 
 # -- who dies ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""How long to wait before something that failed is tried again: exponentially longer, and never in step with others.
+
+Knows neither what is tried nor a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["Backoff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses between attempts.
+
+    The bound doubles from pause to pause, and each pause is drawn evenly from nothing up to its bound ("full jitter"):
+    clients that failed in the same moment do not come back in the same moment.
+
+    >>> list(Backoff(attempts=4, first_s=1, longest_s=3).pauses(lambda: 1.0))
+    [1.0, 2.0, 3.0]
+    """
+
+    attempts: int = 6
+    """How often something is tried in all."""
+    first_s: float = 0.5
+    """Bound of the first pause."""
+    longest_s: float = 30.0
+    """No bound is above it."""
+
+    def pauses(self, random: Callable[[], float]) -> Iterator[float]:
+        """One pause between each two attempts; `random` draws from 0 to 1."""
+        for number in range(self.attempts - 1):
+            yield random() * min(self.longest_s, self.first_s * 2.0**number)

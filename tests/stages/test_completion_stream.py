@@ -1,0 +1,62 @@
+import json
+from typing import Any
+
+import pytest
+
+from penstock.errors import ProtocolMismatch
+from penstock.schemas import StopReason
+from penstock.stages.completion_stream import Events, StreamedCompletion
+
+STREAM = b": ping\n\ndata: one\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 3\n\ndata: [DONE]\n\ndata: begun"
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 100])
+def test_events_are_whole_wherever_their_bytes_were_cut(at_once: int) -> None:
+    events = Events()
+
+    found = [data for i in range(0, len(STREAM), at_once) for data in events.feed(STREAM[i : i + at_once])]
+
+    assert found == [b"one", b"two\nlines", b"[DONE]"]
+
+
+def test_an_event_without_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stages.completion_stream.LONGEST_EVENT", 10)
+
+    with pytest.raises(ProtocolMismatch, match="expected events of at most 10 bytes, got 11 and more"):
+        list(Events().feed(b"data: 12345"))
+
+
+def taken(*choices: dict[str, Any]) -> StreamedCompletion:
+    said = StreamedCompletion()
+    for choice in choices:
+        said.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
+    said.take(b"[DONE]")
+    return said
+
+
+def test_pieces_add_up_and_a_last_one_may_only_say_why_it_stopped() -> None:
+    said = taken(
+        {"token_ids": [5, 6], "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1, -2.5]}},
+        {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}},
+        {"text": "", "token_ids": [], "finish_reason": "length"},
+    )
+
+    completion = said.completion(3)
+
+    assert said.done
+    assert completion.tokens.tolist() == [5, 6, 7]
+    assert completion.logprobs is not None
+    assert completion.logprobs.tolist() == [-1, -2.5, -0.5]
+    assert completion.policy_versions.tolist() == [3] * 3
+    assert completion.stop_reason == StopReason.LENGTH
+
+
+@pytest.mark.parametrize("missing", [None, {"token_logprobs": [None]}, {"tokens": ["a"]}])
+def test_a_log_probability_that_is_missing_leaves_none_of_them(missing: object) -> None:
+    known = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}}
+
+    assert taken(known, {"token_ids": [6], "logprobs": missing}, known).completion(0).logprobs is None
+
+
+def test_a_stream_that_has_not_said_why_it_stopped_is_not_done() -> None:
+    assert not taken({"token_ids": [5]}).done

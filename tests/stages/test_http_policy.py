@@ -1,0 +1,481 @@
+"""The HTTP policy at a real server process, `tests/inference_server.py`, which is started once for each kind."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import numpy as np
+import pytest
+from anyio.lowlevel import checkpoint
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tests.fake_policy import Letters
+from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
+
+from penstock import SourceEnv
+from penstock.errors import (
+    EngineFailed,
+    EngineRefused,
+    EngineTimedOut,
+    InvalidConfig,
+    NobodyListens,
+    PenstockError,
+    ProtocolMismatch,
+)
+from penstock.pipeline.context import Context, Worker, entered
+from penstock.schemas import StopReason
+from penstock.stages.backoff import Backoff
+from penstock.stages.http_policy import HttpEngine, HttpPolicy
+from penstock.stages.inference_servers import Server
+from penstock.stages.policies import Completion, Engine, Policy
+from penstock.stages.server_client import ServerClient
+from penstock.testing import drive_source
+
+SERVER = Path(__file__).parent.parent / "inference_server.py"
+
+
+def table(seed: int) -> NDArray[np.float32]:
+    """Logits of what follows each token; the end token is not rare."""
+    logits = np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
+    logits[:, EOS] += 1
+    return logits
+
+
+def weights(folder: Path, seed: int) -> str:
+    """A folder with the weights of `seed`, as a URL."""
+    folder.mkdir()
+    save_file({"table": table(seed)}, folder / "model.safetensors")
+    return f"file://{folder}"
+
+
+Serve = Callable[[Server], str]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Gives the URL of a server of a kind, which runs as long as this file's tests."""
+    folder = tmp_path_factory.mktemp("weights")
+    weights(folder / "0", 0)
+    urls: dict[Server, str] = {}
+    with ExitStack() as stack:
+
+        def url(kind: Server) -> str:
+            if kind not in urls:
+                urls[kind] = stack.enter_context(process(kind, folder / "0"))
+            return urls[kind]
+
+        yield url
+
+
+@contextmanager
+def process(kind: str, folder: Path) -> Iterator[str]:
+    with subprocess.Popen([sys.executable, SERVER, "0", kind, folder], stdout=subprocess.PIPE) as server:
+        assert server.stdout
+        try:
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        finally:
+            server.kill()
+
+
+def policy(url: str, server: Server = "vllm", **options: Any) -> HttpPolicy:
+    chosen: dict[str, Any] = {"timeout_s": 10.0, "backoff": Backoff(attempts=3, first_s=0.001)} | options
+    return HttpPolicy(url=url, model="bigram", server=server, **chosen)
+
+
+@asynccontextmanager
+async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIterator[Engine]:
+    async with policy(url, server, **options).open(Worker()) as opened:
+        yield opened
+        await opened.resume()
+
+
+def prompt(*tokens: int) -> NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def trouble(name: str) -> NDArray[np.int32]:
+    return prompt(TROUBLE[name], 3)
+
+
+async def one(
+    opened: Engine, said: NDArray[np.int32] | None = None, *, max_tokens: int = 5, **options: Any
+) -> Completion:
+    (completion,) = await opened.generate([prompt(3) if said is None else said], max_tokens=max_tokens, **options)
+    return completion
+
+
+def assert_logprobs(said: Completion, first: int = 3, *, seed: int = 0, temperature: float = 1.0) -> None:
+    """What a completion that begins after `first` says of its tokens is what the model of `seed` finds of them."""
+    pairs = pairwise([first, *said.tokens.tolist()])
+    expected = [logprobs_of(table(seed)[before], temperature)[token] for before, token in pairs]
+    assert said.logprobs is not None
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-5)
+
+
+async def told(url: str) -> dict[str, Any]:
+    """What the server was asked since the last time."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/tests") as response:
+        answer: dict[str, Any] = await response.json(content_type=None)
+        return answer
+
+
+async def until(url: str, name: str, value: int) -> None:
+    """Ask until the server says so."""
+    with anyio.fail_after(10):
+        while (await told(url))[name] != value:
+            await checkpoint()
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await checkpoint()
+
+
+# -- completions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_token_ids_go_in_and_token_ids_come_out_with_the_models_log_probabilities(
+    serve: Serve, kind: Server
+) -> None:
+    prompts = [prompt(7, 2, 3), prompt(4)] * 10
+    async with engine(serve(kind), kind) as opened:
+        completions = await opened.generate(prompts, max_tokens=5)
+
+    for given, completion in zip(prompts, completions, strict=True):
+        assert_logprobs(completion, int(given[-1]))
+        assert completion.policy_versions.tolist() == [0] * len(completion.tokens)
+        ended = int(completion.tokens[-1]) == EOS
+        assert EOS not in completion.tokens[:-1]
+        assert completion.stop_reason == (StopReason.STOP if ended else StopReason.LENGTH)
+        assert ended or len(completion.tokens) == 5
+    assert len({tuple(completion.tokens) for completion in completions}) > 2
+
+
+async def test_greedy_takes_the_most_probable_token(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        completion = await one(opened, greedy=True, temperature=0.3)
+
+    before = [3, *completion.tokens.tolist()]
+    assert completion.tokens.tolist() == [int(table(0)[token].argmax()) for token in before[:-1]]
+    assert_logprobs(completion)
+
+
+async def test_log_probabilities_of_another_distribution_than_the_sampled_one_are_left_out(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine(serve("vllm")) as opened:
+        raw = [await one(opened, temperature=0.5) for _ in range(2)]
+    async with engine(serve("sglang"), "sglang") as opened:
+        tempered = await one(opened, temperature=0.5)
+    async with engine(serve("vllm"), tempered_logprobs=True) as opened:
+        as_told = await one(opened, temperature=0.5)
+
+    assert [completion.logprobs for completion in raw] == [None, None]
+    assert caplog.text.count("logprobs_left_out") == 1
+    assert_logprobs(tempered, temperature=0.5)
+    assert as_told.logprobs is not None
+
+
+async def test_nothing_stands_between_the_model_and_the_sample(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        await told(serve("vllm"))
+        await one(opened, temperature=0.7)
+        (asked,) = (await told(serve("vllm")))["asked"]
+
+    assert asked["prompt"] == [3]
+    assert asked.items() >= {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}.items()
+
+
+async def test_ids_that_are_written_as_tokens_will_do(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        completion = await one(opened, trouble("tokens as ids"))
+
+    assert_logprobs(completion)
+
+
+async def test_log_probabilities_that_a_server_does_not_give_are_not_made_up(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        completion = await one(opened, trouble("no logprobs"))
+
+    assert completion.logprobs is None
+    assert len(completion.tokens)
+
+
+async def test_no_more_requests_than_the_limit_run_at_once(serve: Serve) -> None:
+    async with engine(serve("vllm"), concurrency=3) as opened, anyio.create_task_group() as tasks:
+        await told(serve("vllm"))
+        for _ in range(4):
+            tasks.start_soon(partial(opened.generate, [trouble("never ends")] * 3, max_tokens=10**6))
+        await until(serve("vllm"), "running", 3)
+        await settle()
+        most = (await told(serve("vllm")))["most_running"]
+        tasks.cancel_scope.cancel()
+        assert most == 3
+
+
+async def test_a_source_samples_at_a_server(serve: Serve) -> None:
+    class Yes:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            return {"question": chr(1 + index % VOCABULARY)}
+
+        def score_answer(self, answer: str, entry: Any) -> float:
+            return float(len(answer)) if entry else 0.0
+
+    context = Context()
+    with entered(context):
+        driven = await drive_source(
+            SourceEnv(Yes, policy(serve("vllm")), Letters(), group_size=4, groups=4, max_tokens=6)
+        )
+
+    assert sorted(group.instance_id for group in driven) == ["0", "1", "2", "3"]
+    assert all(group.behavior_logprobs is not None and len(group) == 4 for group in driven)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("always broken", EngineFailed, "/v1/completions, attempt 3 of 3: 500: Internal Server Error"),
+        ("too long", EngineRefused, "attempt 1 of 3: 400: maximum context length is 8"),
+        ("nonsense", ProtocolMismatch, "expected a part of a completion as JSON, got b'{nonsense'"),
+        ("cut off", EngineFailed, "attempt 3 of 3: ClientPayloadError"),
+        ("error in the stream", EngineFailed, "attempt 3 of 3: 500: lost my mind"),
+        ("refusal in the stream", EngineRefused, "attempt 1 of 3: 400: lost my mind"),
+        ("text alone", ProtocolMismatch, "expected the ids of sampled tokens .* got text alone, '<.*>': use a server"),
+        ("too few logprobs", ProtocolMismatch, "expected a log-probability for each of 1 tokens, got 0"),
+        ("unknown reason", ProtocolMismatch, "expected a finish_reason among stop, .*, got 'boredom'"),
+    ],
+)
+async def test_trouble_is_told_for_what_it_is(
+    serve: Serve, what: str, error: type[PenstockError], message: str
+) -> None:
+    async with engine(serve("vllm")) as opened:
+        with pytest.raises(error, match=message):
+            await one(opened, trouble(what))
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
+    async with engine(serve("vllm"), timeout_s=0.05) as opened:
+        with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected an answer within 0.05 s"):
+            await one(opened, trouble("silent"))
+        await until(serve("vllm"), "running", 0)
+
+
+async def test_a_server_that_is_not_there_is_told_as_such() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: nobody listens"):
+            async with engine(f"http://127.0.0.1:{nobody.getsockname()[1]}"):
+                pytest.fail("nobody was there")
+
+
+async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_respected(serve: Serve) -> None:
+    pauses: list[float] = []
+
+    async def note(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    async def busy(longest_s: float) -> None:
+        backoff = Backoff(attempts=3, first_s=0.5, longest_s=longest_s)
+        async with aiohttp.ClientSession() as session:
+            client = ServerClient(serve("vllm"), session, backoff, timeout_s=10, random=lambda: 1.0, sleep=note)
+            await one(HttpEngine(policy(serve("vllm"), backoff=backoff), client), trouble("busy twice"))
+
+    context = Context()
+    with entered(context):
+        await busy(longest_s=30)
+        await busy(longest_s=0.8)
+
+    assert pauses == [7, 7, 0.8, 0.8]
+    assert context.metrics.emit(0)["rollout/retries"] == 4
+
+
+async def test_whoever_stops_listening_has_the_server_stop_sampling(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        await told(serve("vllm"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(one, opened, trouble("never ends"), max_tokens=10**6))
+            await until(serve("vllm"), "running", 1)
+            tasks.cancel_scope.cancel()
+        await until(serve("vllm"), "given_up", 1)
+
+        assert (await told(serve("vllm")))["running"] == 0
+
+
+async def test_where_one_prompt_is_refused_the_others_are_not_sampled_to_their_end(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        with pytest.raises(EngineRefused, match="maximum context length"):
+            await opened.generate([trouble("never ends"), trouble("too long")], max_tokens=10**6)
+
+        await until(serve("vllm"), "running", 0)
+
+
+async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_opens(serve: Serve) -> None:
+    unknown = HttpPolicy(url=serve("vllm"), model="trigram", server="vllm")
+
+    with pytest.raises(EngineRefused, match=r"expected 'trigram' at http://.*, got \['bigram'\]"):
+        async with unknown.open(Worker()):
+            pytest.fail("it has no such model")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "127.0.0.1:8000"}, "url: expected http://host:port without a path, got '127.0.0.1:8000'"),
+        ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
+        ({"server": "ollama"}, "server: expected one of vllm, sglang, openai, got 'ollama'"),
+        ({"concurrency": 0}, "expected concurrency, timeout_s and attempts above 0"),
+        ({"versions": "asked"}, 'versions: expected "told", got "asked": openai cannot be asked'),
+    ],
+)
+def test_a_recipe_that_can_never_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        policy(options.pop("url", "http://host"), options.pop("server", "openai"), **options)
+
+
+def test_the_recipe_travels_to_workers_and_keeps_its_secret() -> None:
+    recipe: Policy = HttpPolicy(url="http://host", model="bigram", api_key="sesame")
+
+    assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301 (our own bytes)
+    assert "sesame" not in repr(recipe)
+
+
+# -- whoever trains ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_new_weights_are_loaded_while_nothing_is_sampled(serve: Serve, kind: Server, tmp_path: Path) -> None:
+    async with engine(serve(kind), kind) as opened:
+        await told(serve(kind))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(one, opened, max_tokens=5))
+            await opened.update_weights(weights(tmp_path / "1", 1), 17)
+        completion = await one(opened, greedy=True)
+        calls = [path for path, _ in (await told(serve(kind)))["calls"]]
+        await opened.update_weights(weights(tmp_path / "0", 0), 18)
+
+    assert completion.tokens.tolist()[0] == int(table(1)[3].argmax())
+    assert_logprobs(completion, seed=1)
+    assert set(completion.policy_versions.tolist()) == {17}
+    assert (
+        calls
+        == {
+            "vllm": ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"],
+            "sglang": ["/pause_generation", "/update_weights_from_disk", "/continue_generation"],
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_that_asks_knows_of_weights_that_another_brought(
+    serve: Serve, kind: Server, tmp_path: Path
+) -> None:
+    async with (
+        engine(serve(kind), kind, versions="asked") as trainer,
+        engine(serve(kind), kind, versions="asked") as worker,
+    ):
+        await trainer.update_weights(weights(tmp_path / "0", 0), 5)
+        completion = await one(worker)
+
+    assert set(completion.policy_versions.tolist()) == {5}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_nothing_is_sampled_with_weights_that_were_loaded_by_half(
+    serve: Serve, kind: Server, tmp_path: Path
+) -> None:
+    said: list[Completion] = []
+
+    async def ask(opened: Engine) -> None:
+        said.append(await one(opened))
+
+    async with engine(serve(kind), kind) as opened, anyio.create_task_group() as tasks:
+        with pytest.raises((EngineFailed, EngineRefused), match="No such file"):
+            await opened.update_weights(f"file://{tmp_path}/nowhere", 1)
+        tasks.start_soon(ask, opened)
+        await settle()
+        assert "weightless" in repr(opened)
+        assert not said
+        await opened.update_weights(weights(tmp_path / "0", 0), 2)
+
+    assert set(said[0].policy_versions.tolist()) == {2}
+
+
+async def test_a_pause_holds_what_is_asked_meanwhile(serve: Serve) -> None:
+    said: list[Completion] = []
+
+    async def ask(opened: Engine) -> None:
+        said.append(await one(opened))
+
+    async with engine(serve("vllm")) as opened, anyio.create_task_group() as tasks:
+        await opened.pause()
+        await opened.pause()
+        await told(serve("vllm"))
+        tasks.start_soon(ask, opened)
+        await settle()
+        assert (await told(serve("vllm")))["asked"] == []
+        await opened.resume()
+
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_sleeps_and_wakes_and_has_its_weights_before_it_samples(
+    serve: Serve, kind: Server, tmp_path: Path
+) -> None:
+    said: list[Completion] = []
+
+    async def ask(opened: Engine) -> None:
+        said.append(await one(opened, greedy=True))
+
+    async with engine(serve(kind), kind) as opened, anyio.create_task_group() as tasks:
+        await opened.sleep()
+        tasks.start_soon(ask, opened)
+        with pytest.raises(EngineRefused, match=r"asleep.*call wake_up first"):
+            await opened.update_weights(f"file://{tmp_path}", 1)
+        await opened.wake_up()
+        await opened.update_weights(weights(tmp_path / "0", 0), 1)
+
+    assert_logprobs(said[0])
+
+
+async def test_a_pause_that_the_server_does_not_understand_is_no_pause(serve: Serve) -> None:
+    async with policy(serve("vllm"), "sglang").open(Worker()) as opened:
+        with pytest.raises(EngineRefused, match="/pause_generation, attempt 1 of 3: 404: Not Found"):
+            await opened.pause()
+
+        assert len((await one(opened)).tokens)
+
+
+async def test_a_server_of_no_known_kind_samples_and_is_asked_for_nothing_else(serve: Serve) -> None:
+    async with policy(serve("openai"), "openai").open(Worker()) as opened:
+        for method in (opened.pause, opened.sleep, partial(opened.update_weights, "file:///weights", 1)):
+            with pytest.raises(EngineRefused, match=r"expected a server that can .*: say which `server` it is"):
+                await method()
+        await opened.resume()
+        await opened.wake_up()
+        with pytest.raises(ProtocolMismatch, match="got text alone"):
+            await one(opened)
+
+
+async def test_weights_that_are_not_in_files_are_refused(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        with pytest.raises(EngineRefused, match="expected weights in a folder that the server can read, file:///…"):
+            await opened.update_weights("shm:///tmp/door", 1)
