@@ -5,6 +5,7 @@ A stage may help by plain attributes or properties, all of them optional:
     sends_at_most_tokens: int | None    no group that it sends holds more tokens
     takes_at_most_tokens: int | None    a group of more tokens can never be taken in
     keeps_groups: int                   groups that it keeps, as they came, before it sends anything
+    sees_everything: bool               it gathers what belongs together, so it cannot be spread over processes
     stage_name: str                     what it is called, where the name of its class does not say enough
     sends: type                         what it sends, where the annotation of its outbox does not say
 """
@@ -46,12 +47,17 @@ def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
         ends = "outbox" if first else "inbox, outbox"
         yield f"{link.name}: expected a stage with `async def run(self, {ends})`, got {link.stage!r}"
     if isinstance(link.on, Processes):
-        yield from _of_processes(link)
+        yield from _of_processes(link, link.on)
 
 
-def _of_processes(link: Link) -> Iterator[str]:
+def _of_processes(link: Link, on: Processes) -> Iterator[str]:
     if any(inner.remote for inner in getattr(link.stage, "links", ())):
         yield f"{link.name}: it has processes within processes; place either the whole fragment there, or its parts"
+    if getattr(link.stage, "sees_everything", False) and on.count > 1:
+        yield (
+            f"{link.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
+            f"here() or processes(1), or in one fragment with its source"
+        )
     record = sends(link.stage)
     if record is not None and record not in {TrajectoryGroup, TrainBatch}:
         yield (

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.http_policy import HttpPolicy
+    from .stages.group_assembler import GroupAssembler
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
     from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
@@ -57,6 +58,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "EnvironmentFailed",
     "Flow",
     "GSPO",
+    "GroupAssembler",
     "GroupId",
     "HttpPolicy",
     "ImportanceWeight",
@@ -138,6 +140,7 @@ _HOMES = {
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.http_policy": ("HttpPolicy",),
+    "stages.group_assembler": ("GroupAssembler",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
     "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),

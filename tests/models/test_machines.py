@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.models.assembly_machine import AssemblyMachine
 from tests.models.books_machine import RelayMachine, SourceMachine
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
@@ -17,6 +18,7 @@ from tests.models.waiting_machine import WaitingMachine
         pytest.param(SlotMachine, 80, id="slot_table"),
         pytest.param(WaitingMachine, 80, id="waiters"),
         pytest.param(MemoryMachine, 80, id="memory_channel"),
+        pytest.param(AssemblyMachine, 40, id="assembly"),
         pytest.param(LedgerMachine, 60, id="ledger_and_accounts"),
         pytest.param(SourceMachine, 60, id="books_of_sources"),
         pytest.param(RelayMachine, 60, id="books_of_middle_stages"),

@@ -14,7 +14,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from tests.models import books_machine, channel_model, ledger_machine, memory_machine, slot_machine, waiting_machine
+from tests.models import (
+    assembly_machine,
+    assembly_model,
+    books_machine,
+    channel_model,
+    ledger_machine,
+    memory_machine,
+    slot_machine,
+    waiting_machine,
+)
+from tests.models.assembly_machine import AssemblyMachine
 from tests.models.books_machine import RelayMachine, SourceMachine
 from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
 from tests.models.explore import Broken, Step
@@ -27,8 +37,10 @@ from tests.models.waiting_machine import WaitingMachine
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import IllegalTransition, LedgerImbalance
 from penstock.pipeline.account import Account, EndState
+from penstock.pipeline.assembly import Assembly, Parting, Why
 from penstock.pipeline.ledger import Origin
 from penstock.pipeline.memory import MemoryReceiver, MemorySender, _Queue
+from penstock.pipeline.repetitions import mask_of
 from penstock.pipeline.slots import SlotTable, Span
 from penstock.pipeline.waiting import Waiters
 from penstock.pipeline.worker_books import RelayBooks, SourceBooks
@@ -539,6 +551,190 @@ class PassesCopiesOn(SourceBooks):
         return record
 
 
+# -- faults of the assembly --------------------------------------------------------------------------------------------
+
+
+class MergesCopies(Assembly):
+    """What waits is not compared with what comes."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        gathering = self._waiting.get(piece.id)
+        if gathering is not None:
+            gathering.mask = 0
+        return super().take(piece, now_s)
+
+
+class TakesCopiesForLate(Assembly):
+    """A copy is not told from a straggler."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        parted = super().take(piece, now_s)
+        return [parting._replace(why="late") if parting.why == "duplicate" else parting for parting in parted]
+
+
+class BeginsAnew(Assembly):
+    """A group that has left is forgotten at once."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
+        parting = super()._close(group, gathering, why)
+        self._closed.clear()
+        return parting
+
+
+class RemembersForEver(Assembly):
+    """No group that has left is ever forgotten."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
+        self._max_closed += 1
+        return super()._close(group, gathering, why)
+
+
+class TheLateStretchTheirGroup(Assembly):
+    """Who comes late is noted as if its group had left just now."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        parted = super().take(piece, now_s)
+        if any(parting.why == "late" for parting in parted):
+            self._closed.pop(piece.id)
+            self._closed[piece.id] = None
+        return parted
+
+
+class LeavesTooEarly(Assembly):
+    """Two make a group of three."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
+        parted = super()._gather(group, mask, piece, gathering)
+        if group in self._waiting and gathering.mask.bit_count() == 2:
+            parted.append(self._close(group, gathering, "whole"))
+        return parted
+
+
+class WaitsForMore(Assembly):
+    """A group of three takes a fourth."""
+
+    def __init__(self, group_size: int, **options: Any) -> None:
+        super().__init__(group_size + 1, **options)
+
+
+class EveryPieceIsGivenTime(Assembly):
+    """The deadline counts from the last piece."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        parted = super().take(piece, now_s)
+        if (gathering := self._waiting.get(piece.id)) is not None:
+            gathering.due_s = now_s + self._deadline_s
+        return parted
+
+
+class ExpiresASecondLate(Assembly):
+    """A group waits beyond its deadline."""
+
+    def expire(self, now_s: float) -> list[Parting]:
+        return super().expire(now_s - 1)
+
+
+class ExpiresOneAtATime(Assembly):
+    """Of groups that are due together, the others leave another time."""
+
+    def expire(self, now_s: float) -> list[Parting]:
+        return [self._close_oldest("overdue")] if self.due_s <= now_s else []
+
+
+class RoomIsNotGivenBack(Assembly):
+    """Bytes of what has left still count."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
+        before = self._nbytes
+        parting = super()._close(group, gathering, why)
+        self._nbytes = before
+        return parting
+
+
+class NobodyMakesWay(Assembly):
+    """The stash takes what comes."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
+        return []
+
+
+class TheNewestMakesWay(Assembly):
+    """Who came last leaves first."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
+        crowded = self.groups > self._max_groups or self.nbytes > self._max_bytes
+        return [self._close(group, grown, "evicted")] if crowded else []
+
+
+class EvictionsAreNotTold(Assembly):
+    """Who makes way is gone."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
+        super()._make_room(group, grown)
+        return []
+
+
+class LeavesTwice(Assembly):
+    """A group that has left whole waits on."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
+        waits = group in self._waiting
+        parting = super()._close(group, gathering, why)
+        if why == "whole" and waits:
+            self._waiting[group] = gathering
+            self._nbytes += gathering.nbytes
+        return parting
+
+
+class SwallowsTheLate(Assembly):
+    """Of what is late nothing is told."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        return [parting for parting in super().take(piece, now_s) if parting.why != "late"]
+
+
+class SwallowsInPassing(Assembly):
+    """Of a piece that is refused in part, the rest is not taken."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
+        refused = mask_of(piece.repetition_ids.tolist()) & ~self._whole
+        if refused:
+            return [*self.expire(now_s), Parting(piece.id, refused, "beyond")]
+        return super().take(piece, now_s)
+
+
+class TheLastComeLeaveFirst(Assembly):
+    """Groups that are due together leave in any order."""
+
+    def expire(self, now_s: float) -> list[Parting]:
+        return super().expire(now_s)[::-1]
+
+
+class KeepsTheSlot(Assembly):
+    """What waits lies where it came from."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
+        parted = super()._gather(group, mask, piece, gathering)
+        gathering.pieces[-1] = piece
+        return parted
+
+
+class ClosesBeforeItLeaves(Assembly):
+    """A group that waits is taken for one that has left."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
+        parted = super()._gather(group, mask, piece, gathering)
+        self._closed[group] = None
+        return parted
+
+
+class KeepsTheRest(Assembly):
+    """What waits when the stream ends waits on."""
+
+    def finish(self) -> list[Parting]:
+        return []
+
+
 # -- faults of the memory channel --------------------------------------------------------------------------------------
 
 
@@ -606,6 +802,12 @@ def search(**faults: Any) -> Catcher:
     return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
 
 
+def gather(assembly: type[Assembly]) -> Catcher:
+    """The search of the assembly of two groups, of which one may wait and is remembered."""
+    limits = {"prompts": 2, "most": 2, "ticks": 2, "max_groups": 1, "max_closed": 2}
+    return Catcher("search", lambda: assembly_model.states(**limits, assembly=assembly))
+
+
 def machine(kind: Machine, **faults: Any) -> Catcher:
     """A machine around a core with a fault."""
     faulty = type(f"Faulty{kind.__name__}", (kind,), faults)
@@ -649,6 +851,15 @@ MUTANTS = [
     Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
     Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
     Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
+    # The search, tests/models/test_assembly_model.py:
+    Mutant(MergesCopies, gather(MergesCopies), assembly_model.CONSERVED),
+    Mutant(BeginsAnew, gather(BeginsAnew), assembly_model.ONCE),
+    Mutant(WaitsForMore, gather(WaitsForMore), assembly_model.WHOLE),
+    Mutant(ExpiresASecondLate, gather(ExpiresASecondLate), assembly_model.DUE),
+    Mutant(NobodyMakesWay, gather(NobodyMakesWay), assembly_model.BOUNDED),
+    Mutant(EvictionsAreNotTold, gather(EvictionsAreNotTold), assembly_model.CONSERVED),
+    Mutant(ClosesBeforeItLeaves, gather(ClosesBeforeItLeaves), assembly_model.CLOSED),
+    Mutant(KeepsTheRest, gather(KeepsTheRest), assembly_model.REST),
     # The machines, tests/models/test_machines.py:
     Mutant(AnyGenerationIsReleased, machine(SlotMachine, table=AnyGenerationIsReleased), slot_machine.STALE),
     Mutant(GenerationsStandStill, machine(SlotMachine, table=GenerationsStandStill), slot_machine.GENERATIONS),
@@ -683,6 +894,27 @@ MUTANTS = [
     Mutant(CommitsAgain, machine(LedgerMachine, ledger=CommitsAgain), ledger_machine.ONE_COMMIT),
     Mutant(ForgetsWhatWasTrained, machine(LedgerMachine, ledger=ForgetsWhatWasTrained), ledger_machine.OPEN),
     Mutant(LosesNothing, machine(LedgerMachine, ledger=LosesNothing), ledger_machine.TRUE),
+    Mutant(MergesCopies, machine(AssemblyMachine, assembly=MergesCopies), assembly_machine.ONCE),
+    Mutant(TakesCopiesForLate, machine(AssemblyMachine, assembly=TakesCopiesForLate), assembly_machine.COPIES),
+    Mutant(BeginsAnew, machine(AssemblyMachine, assembly=BeginsAnew), assembly_machine.LATE),
+    Mutant(RemembersForEver, machine(AssemblyMachine, assembly=RemembersForEver), assembly_machine.BOUNDED),
+    Mutant(
+        TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), assembly_machine.LATE
+    ),
+    Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), assembly_machine.WHOLE),
+    Mutant(WaitsForMore, machine(AssemblyMachine, assembly=WaitsForMore), assembly_machine.BEYOND),
+    Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), assembly_machine.DUE),
+    Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), assembly_machine.DUE),
+    Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), assembly_machine.BOUNDED),
+    Mutant(NobodyMakesWay, machine(AssemblyMachine, assembly=NobodyMakesWay), assembly_machine.ROOM),
+    Mutant(TheNewestMakesWay, machine(AssemblyMachine, assembly=TheNewestMakesWay), assembly_machine.ROOM),
+    Mutant(EvictionsAreNotTold, machine(AssemblyMachine, assembly=EvictionsAreNotTold), assembly_machine.ONCE),
+    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), assembly_machine.ONCE),
+    Mutant(SwallowsTheLate, machine(AssemblyMachine, assembly=SwallowsTheLate), assembly_machine.ONCE),
+    Mutant(SwallowsInPassing, machine(AssemblyMachine, assembly=SwallowsInPassing), assembly_machine.ONCE),
+    Mutant(TheLastComeLeaveFirst, machine(AssemblyMachine, assembly=TheLastComeLeaveFirst), assembly_machine.IN_ORDER),
+    Mutant(KeepsTheSlot, machine(AssemblyMachine, assembly=KeepsTheSlot), assembly_machine.COPIED),
+    Mutant(KeepsTheRest, machine(AssemblyMachine, assembly=KeepsTheRest), assembly_machine.LEFT_OVER),
     Mutant(
         WakeUpsDieWithTheCancelled,
         machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
@@ -758,6 +990,8 @@ def test_every_rule_can_fail() -> None:
         *waiting_machine.WAITING_RULES,
         *memory_machine.MEMORY_RULES,
         *books_machine.BOOKS_RULES,
+        *assembly_machine.ASSEMBLY_RULES,
+        *assembly_model.RULES,
     }
 
     assert rules == {mutant.rule for mutant in MUTANTS}

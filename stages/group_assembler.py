@@ -1,0 +1,190 @@
+"""GroupAssembler: pieces of groups to groups, by id, in whatever order and as often as they come.
+
+An advantage compares the completions of one prompt, so they must be together before it is taken, and where they were
+sampled apart they come apart. Which piece belongs where, and which group is to leave, `pipeline.assembly` says; this
+stage waits, joins what leaves, and does with stragglers what it was told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+import anyio
+import msgspec
+
+from ..pipeline.assembly import Assembly, Parting, Why
+from ..pipeline.at_hand import at_hand, send_each
+from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.context import current, drop
+from ..pipeline.repetitions import bits, trajectories
+from ..pipeline.telemetry import get_logger
+from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
+
+__all__ = ["GroupAssembler"]
+
+log = get_logger("penstock.group_assembler")
+
+Stragglers: TypeAlias = Literal["drop", "shrink", "wait"]
+
+CLOSED_PER_PLACE = 16
+"""Groups that are remembered to have left, for each that may wait: one takes some 200 bytes. What comes later than so
+many others have closed is not known to be late."""
+
+REASONS: dict[Why, str] = {
+    "overdue": "incomplete at its deadline",
+    "evicted": "incomplete when others needed its room",
+    "left over": "incomplete at the end of the stream",
+    "late": "came after its group had left",
+    "beyond": "a repetition beyond the size of its group",
+    "duplicate": "duplicate",
+}
+"""What the ledger is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAssembler:
+    """Hold back pieces of groups until every repetition of their prompt has come.
+
+    >>> GroupAssembler(8, deadline_s=60, stragglers="shrink").max_groups
+    1024
+
+    Args:
+        group_size: repetitions of a whole group, numbered from 0.
+        deadline_s: seconds from the first piece of a group on; none with `wait`. Time in which this stage waits for
+            credit does not count, for nothing can arrive then.
+        stragglers: what becomes of a group that misses some when its time is over. `drop` ends what has come, `shrink`
+            sends it on as it is, `wait` gives it all the time there is.
+        max_groups: groups that may wait; the one that has waited longest makes way, and is treated as if it were due.
+        max_bytes: bytes that their columns may take, likewise.
+
+    Raises:
+        ValueError: a number that makes no sense, or a deadline with `wait` or none without.
+    """
+
+    sees_everything: ClassVar[bool] = True
+    """Pieces that come to different processes never meet; see `Pipeline.check`."""
+
+    group_size: int
+    deadline_s: float | None = None
+    stragglers: Stragglers = "drop"
+    max_groups: int = 1024
+    max_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "max_groups", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.stragglers not in get_args(Stragglers):
+            raise ValueError(f"stragglers: expected one of {', '.join(get_args(Stragglers))}, got {self.stragglers!r}")
+        if self.stragglers == "wait" and self.deadline_s is not None:
+            raise ValueError(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
+        if self.stragglers != "wait" and (self.deadline_s is None or not self.deadline_s > 0):
+            raise ValueError(
+                f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait for "
+                f"as long as there is room, say stragglers='wait'"
+            )
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`. A group that comes whole passes as it is, one that came in pieces is a copy."""
+        assembling, pieces, held_up_s = _Assembling(self), at_hand(inbox), 0.0
+        while True:
+            arrived = await _arrived(pieces, assembling.due_s + held_up_s)
+            now_s = anyio.current_time()
+            leaving = assembling.finish() if arrived is None else assembling.take(arrived, now_s - held_up_s)
+            ended = arrived is None
+            del arrived  # what waits was copied, and the next may be long in coming
+            await send_each(outbox, leaving)
+            held_up_s += anyio.current_time() - now_s
+            if ended:
+                return
+
+
+async def _arrived(pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float) -> list[TrajectoryGroup] | None:
+    """The next pieces, none of them where it is `due_s` before; None at the end of the stream."""
+    with anyio.CancelScope(deadline=due_s):
+        return await anext(pieces, None)
+    return []
+
+
+class _Assembling:
+    """What waits, and what becomes of what leaves. Decides; awaits nothing."""
+
+    def __init__(self, rules: GroupAssembler) -> None:
+        self._assembly = Assembly(
+            rules.group_size,
+            deadline_s=rules.deadline_s,
+            max_groups=rules.max_groups,
+            max_bytes=rules.max_bytes,
+            max_closed=CLOSED_PER_PLACE * rules.max_groups,
+        )
+        self._shrinks = rules.stragglers == "shrink"
+        self._context = current()
+
+    @property
+    def due_s(self) -> float:
+        """When a group is due."""
+        return self._assembly.due_s
+
+    def take(self, pieces: Sequence[TrajectoryGroup], now_s: float) -> list[TrajectoryGroup]:
+        """The groups that leave now that `pieces` have come, or none have."""
+        parted = [parting for piece in pieces for parting in self._assembly.take(piece, now_s)]
+        return self._settled(parted + self._assembly.expire(now_s))
+
+    def finish(self) -> list[TrajectoryGroup]:
+        """The groups that leave at the end."""
+        return self._settled(self._assembly.finish())
+
+    def _settled(self, parted: Sequence[Parting]) -> list[TrajectoryGroup]:
+        leaving = [group for parting in parted if (group := self._settle(parting)) is not None]
+        self._context.metrics.gauge("assembly/waiting", self._assembly.groups)
+        self._context.metrics.gauge("assembly/waiting_bytes", self._assembly.nbytes)
+        return leaving
+
+    def _settle(self, parting: Parting) -> TrajectoryGroup | None:
+        """What goes on of `parting`; the ledger is told of the rest."""
+        count = 1 if parting.pieces else parting.mask.bit_count()
+        self._context.metrics.total(f"assembly/{parting.why.replace(' ', '_')}", count)
+        if parting.why == "whole":
+            return self._joined(parting)
+        if parting.why == "duplicate":
+            self._refuse(parting)
+        elif not parting.pieces:
+            drop(trajectories(parting.group, parting.mask), "rejected", REASONS[parting.why])
+        elif not self._shrinks:
+            drop(trajectories(parting.group, parting.mask), "filtered", REASONS[parting.why])
+        else:
+            self._context.metrics.total("assembly/shrunk")
+            return self._joined(parting)
+        return None
+
+    def _refuse(self, parting: Parting) -> None:
+        """A copy of what waits here. The joints of a pipeline let none through; channels of one's own may."""
+        copies = parting.mask.bit_count()
+        self._context.ledger.refuse(copies, REASONS["duplicate"])
+        self._context.dropped["rejected"] += copies
+        self._context.metrics.total("dropped/rejected", copies)
+
+    def _joined(self, parting: Parting) -> TrajectoryGroup | None:
+        try:
+            return joined(parting.pieces)
+        except InvalidRecord as error:
+            drop(trajectories(parting.group, parting.mask), "rejected", "its pieces have different columns")
+            log.warning("pieces_differ", group=parting.group, repetitions=list(bits(parting.mask)), error=str(error))
+            return None
+
+
+def joined(pieces: Sequence[TrajectoryGroup]) -> TrajectoryGroup:
+    """One group of its pieces, that with the lowest repetition first. Where their `meta` differ, that one's counts.
+
+    Raises:
+        InvalidRecord: they have different columns.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    ordered = sorted(pieces, key=lambda piece: int(piece.repetition_ids.min()))
+    columns = TrainBatch.pack(ordered).columns()
+    columns["offsets"] = columns.pop("cu_seqlens")
+    meta = {name: value for piece in reversed(ordered) for name, value in piece.meta.items()}
+    return TrajectoryGroup.assemble(msgspec.structs.replace(ordered[0], meta=meta).header(), columns)
