@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 
-from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch
+from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch, TokenizersDiffer
 
 __all__ = [
     "ChannelFull",
@@ -32,8 +32,10 @@ __all__ = [
     "StageFailed",
     "StaleDescriptor",
     "StaleHandle",
+    "TokenizersDiffer",
     "TooManySenders",
     "WeightsDamaged",
+    "WeightsInUse",
     "WeightsMismatch",
     "WorkerFailed",
 ]
@@ -125,6 +127,10 @@ class WeightsMismatch(PenstockError):
 
 class WeightsDamaged(PenstockError, OSError):
     """Weights in files are torn, absent or altered; the message says which file, and how."""
+
+
+class WeightsInUse(PenstockError):
+    """Another publisher writes into a folder of weights."""
 
 
 class StaleHandle(PenstockError):

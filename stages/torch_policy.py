@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ..pipeline.context import Worker, current
 from ..pipeline.errors import EngineRefused, PeerLost
-from ..pipeline.weight_subscriber import WeightSubscriber
 from ..pipeline.weights import NO_VERSION
 from ..schemas import StopReason
 from .causal_model import CausalModel
 from .gate import Gate
 from .policies import Completion, Engine
+from .torch_folder_subscriber import Subscriber, subscriber
 from .torch_sampling import Batch, Request, Sampled
 
 __all__ = ["TorchEngine", "TorchPolicy", "Updates"]
@@ -52,8 +52,8 @@ class TorchPolicy:
     eos_id: int
     """The token that ends a completion."""
     weights: str | None = None
-    """URL of the WeightPublisher whose newest version every batch begins with; without one the model stays as it was
-    made, version 0, until `update_weights` brings others."""
+    """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with; without one the model
+    stays as it was made, version 0, until `update_weights` brings others."""
     seed: int = 0
     """Makes sampling repeatable where the order of requests is; every worker draws a stream of its own."""
     max_rows: int = 256
@@ -128,7 +128,7 @@ class TorchEngine:
         self._model = model
         self._tasks = tasks
         """Holds the subscription."""
-        self._weights: WeightSubscriber | None = None
+        self._weights: Subscriber | None = None
         self._follows = False
         """Whether every batch takes up newer weights by itself; else `update_weights` does."""
         self._eos_id = eos_id
@@ -327,32 +327,32 @@ class TorchEngine:
             finally:
                 self._gate.open("updating")
 
-    async def _refresh(self, weights: WeightSubscriber, *, least: int) -> None:
+    async def _refresh(self, weights: Subscriber, *, least: int) -> None:
         """Bring the model to the newest version, which is `least` or newer, however often the publisher overtakes."""
         while (version := await anyio.to_thread.run_sync(weights.refresh)) < least:
             pass
         self._version = version
 
-    async def _subscribe(self, url: str) -> WeightSubscriber:
+    async def _subscribe(self, url: str) -> Subscriber:
         """The subscription is held by a task of its own, so that any task may ask for it."""
-        weights: WeightSubscriber = await self._tasks.start(self._hold, url)
+        weights: Subscriber = await self._tasks.start(self._hold, url)
         self._weights = weights
         return weights
 
-    async def _hold(self, url: str, *, task_status: TaskStatus[WeightSubscriber]) -> None:
-        async with WeightSubscriber(url) as subscriber:
-            await anyio.to_thread.run_sync(self._attach, subscriber)
-            task_status.started(subscriber)
+    async def _hold(self, url: str, *, task_status: TaskStatus[Subscriber]) -> None:
+        async with subscriber(url) as weights:
+            await anyio.to_thread.run_sync(self._attach, weights)
+            task_status.started(weights)
             await anyio.sleep_forever()
 
-    def _attach(self, subscriber: WeightSubscriber) -> None:
+    def _attach(self, weights: Subscriber) -> None:
         """As views where the model can see the versions and follows them; else copies, which nobody writes over."""
         model = self._model
         devices = {str(parameter.device) for parameter in model.parameters()}
-        if self._follows and isinstance(model, torch.nn.Module) and devices <= {subscriber.device, "meta"}:
-            subscriber.attach(model)
+        if self._follows and isinstance(model, torch.nn.Module) and devices <= {weights.device, "meta"}:
+            weights.attach(model)
         else:
-            subscriber.attach(model.state_dict())
+            weights.attach(model.state_dict())
 
     async def pause(self) -> None:
         """Sample nothing more until `resume`; returns when the batch that runs is done."""

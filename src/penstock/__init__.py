@@ -24,24 +24,39 @@ if TYPE_CHECKING:
     from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
     from .pipeline.weight_publisher import WeightPublisher
+    from .pipeline.weight_specs import Fused
     from .pipeline.weight_subscriber import WeightSubscriber
-    from .schemas import GroupId, Packer, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
+    from .schemas import (
+        GroupId,
+        Packer,
+        StopReason,
+        TokenizerIdentity,
+        TrainBatch,
+        Trajectory,
+        TrajectoryGroup,
+        TrajectoryId,
+        check_tokenizers,
+        identity_of,
+    )
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
-    from .stages.http_policy import HttpPolicy
     from .stages.group_assembler import GroupAssembler
+    from .stages.http_policy import HttpPolicy
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
     from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
     from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
+    from .stages.pretrained_tokenizer import PretrainedTokenizer
     from .stages.reward_bridge import RewardBridge
     from .stages.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_env import SourceEnv
+    from .stages.torch_folder_subscriber import FolderSubscriber
     from .stages.torch_policy import TorchPolicy
     from .stages.torch_reference import TorchReference
     from .stages.torch_trainer import TorchTrainer
+    from .stages.torch_weight_folder import WeightFolder
 
 __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "AdvantageNormalizer",
@@ -57,6 +72,8 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Entropy",
     "EnvironmentFailed",
     "Flow",
+    "FolderSubscriber",
+    "Fused",
     "GSPO",
     "GroupAssembler",
     "GroupId",
@@ -78,6 +95,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Pipeline",
     "PipelineStatistics",
     "Policy",
+    "PretrainedTokenizer",
     "ReceiveChannel",
     "Report",
     "RewardBridge",
@@ -93,6 +111,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "StepEnvironment",
     "StopReason",
     "Tokenizer",
+    "TokenizerIdentity",
     "TorchPolicy",
     "TorchReference",
     "TorchTrainer",
@@ -101,17 +120,20 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Trajectory",
     "TrajectoryGroup",
     "TrajectoryId",
+    "WeightFolder",
     "WeightPublisher",
     "WeightSubscriber",
     "WeightedTrainer",
     "Worker",
     "answers",
+    "check_tokenizers",
     "connect",
     "current",
     "drop",
     "each",
     "get_logger",
     "here",
+    "identity_of",
     "listens",
     "memory_channel",
     "processes",
@@ -134,30 +156,45 @@ _HOMES = {
     "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
     "pipeline.weight_publisher": ("WeightPublisher",),
+    "pipeline.weight_specs": ("Fused",),
     "pipeline.weight_subscriber": ("WeightSubscriber",),
-    "schemas": ("GroupId", "Packer", "StopReason", "TrainBatch", "Trajectory", "TrajectoryGroup", "TrajectoryId"),
+    "schemas": (
+        "GroupId",
+        "Packer",
+        "StopReason",
+        "TokenizerIdentity",
+        "TrainBatch",
+        "Trajectory",
+        "TrajectoryGroup",
+        "TrajectoryId",
+        "check_tokenizers",
+        "identity_of",
+    ),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
-    "stages.http_policy": ("HttpPolicy",),
     "stages.group_assembler": ("GroupAssembler",),
+    "stages.http_policy": ("HttpPolicy",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
     "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),
     "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
+    "stages.pretrained_tokenizer": ("PretrainedTokenizer",),
     "stages.reward_bridge": ("RewardBridge",),
     "stages.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_env": ("SourceEnv",),
+    "stages.torch_folder_subscriber": ("FolderSubscriber",),
     "stages.torch_policy": ("TorchPolicy",),
     "stages.torch_reference": ("TorchReference",),
     "stages.torch_trainer": ("TorchTrainer",),
+    "stages.torch_weight_folder": ("WeightFolder",),
 }
 """Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_EXTRAS = {"torch": "torch", "safetensors": "torch", "aiohttp": "http"}
+_EXTRAS = {"torch": "torch", "safetensors": "torch", "xxhash": "torch", "aiohttp": "http", "tokenizers": "tokenizers"}
 """The extra that brings each optional dependency."""
 
 

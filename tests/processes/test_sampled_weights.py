@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.from_thread
@@ -19,6 +20,7 @@ from penstock.stages.causal_model import KVCache
 from penstock.stages.policies import Completion, Engine
 from penstock.stages.torch_policy import TorchEngine, TorchPolicy
 from penstock.stages.torch_sampling import Batch, Request
+from penstock.stages.torch_weight_folder import WeightFolder
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99
@@ -127,9 +129,8 @@ async def test_an_update_waits_for_its_version() -> None:
         tasks.start_soon(engine.update_weights, publisher.url, 2)
         await settle()
         between = await one(engine)
+        assert int(between.policy_versions[0]) == 0
         await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
-
-    assert int(between.policy_versions[0]) == 0
 
 
 async def test_what_is_asked_during_a_pause_is_sampled_after_it_with_the_weights_that_came_meanwhile() -> None:
@@ -311,10 +312,10 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
             tasks.start_soon(pause, publisher, engine)
             (said,) = await engine.generate([PROMPT], max_tokens=50, greedy=True)
+            assert said.policy_versions.tolist() == [1] * 6 + [2] * 44
 
     assert reached[0] == 6
     assert reached[1] < 50
-    assert said.policy_versions.tolist() == [1] * 6 + [2] * 44
 
 
 async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() -> None:
@@ -335,8 +336,7 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
 
             model.before = {3: lambda: anyio.from_thread.run(tell)}
             (said,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
-
-    assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
+            assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
 
 
 async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whole() -> None:
@@ -375,3 +375,13 @@ async def test_a_policy_samples_a_model_that_was_built_on_the_meta_device() -> N
             said = await one(engine)
 
     assert said.tokens.tolist() == await untrained(5)
+
+
+async def test_a_policy_samples_with_weights_that_lie_in_a_folder(tmp_path: Path) -> None:
+    async with WeightFolder(tmp_path, TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=3).state_dict(), version=3)
+        async with TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine:
+            said = await one(engine)
+
+    assert said.tokens.tolist() == await untrained(3)
+    assert set(said.policy_versions.tolist()) == {3}

@@ -236,9 +236,8 @@ async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
         await asked.wait()
         engine.close()
         await told.wait()
-
-    with pytest.raises(anyio.ClosedResourceError):
-        await engine.generate([prompt(1)], max_tokens=5)
+        with pytest.raises(anyio.ClosedResourceError):
+            await engine.generate([prompt(1)], max_tokens=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.processes.children import child, line
+from torch import nn
+
+from penstock.errors import (
+    NobodyListens,
+    PeerClosed,
+    PeerLost,
+    StaleHandle,
+    WeightsDamaged,
+    WeightsInUse,
+    WeightsMismatch,
+)
+from penstock.pipeline.weight_specs import Fused, Tensor
+from penstock.stages.sink_trainer import Generation
+from penstock.stages.torch_folder_subscriber import FolderSubscriber
+from penstock.stages.torch_weight_folder import WeightFolder
+
+
+def tied(value: float = 0.0) -> nn.Sequential:
+    token, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    nn.init.constant_(token.weight, value)
+    head.weight = token.weight
+    return nn.Sequential(token, head)
+
+
+@asynccontextmanager
+async def pair(folder: Path) -> AsyncIterator[tuple[WeightFolder, FolderSubscriber]]:
+    async with WeightFolder(folder, tied().state_dict()) as publisher, FolderSubscriber(publisher.url) as subscriber:
+        yield publisher, subscriber
+
+
+def values(model: nn.Module) -> set[float]:
+    return {value for tensor in model.state_dict().values() for value in tensor.unique().tolist()}
+
+
+async def refreshed(subscriber: FolderSubscriber) -> int:
+    return await anyio.to_thread.run_sync(subscriber.refresh)
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(inner.name for inner in path.iterdir() if inner.is_dir())
+
+
+def of(*versions: int) -> list[str]:
+    return [f"step-{version:08d}" for version in versions]
+
+
+async def test_a_models_tensors_are_views_of_the_version_that_was_read(tmp_path: Path) -> None:
+    model = tied()
+
+    async with pair(tmp_path) as (publisher, subscriber):
+        subscriber.attach(model)
+        for version in (1, 7):
+            await publisher.publish(tied(version).state_dict(), version)
+            assert await subscriber.newer() == version
+            assert await refreshed(subscriber) == subscriber.version == version
+            assert values(model) == {version}
+
+    assert model[1].weight is model[0].weight
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+async def test_tensors_by_name_are_filled_in_place(tmp_path: Path) -> None:
+    model: dict[str, Tensor] = {name: np.zeros((5, 4), np.float32) for name in ("0.weight", "1.weight")}
+
+    async with pair(tmp_path) as (publisher, subscriber):
+        subscriber.attach(model)
+        await publisher.publish(tied(3).state_dict(), 3)
+        await subscriber.newer()
+        await refreshed(subscriber)
+
+    assert all((np.asarray(tensor) == 3).all() for tensor in model.values())
+
+
+async def test_the_files_are_safetensors_of_what_was_fused_and_cast_and_old_ones_go(tmp_path: Path) -> None:
+    given = {"q": torch.ones(2, 3), "k": torch.zeros(1, 3), "step": torch.tensor(4)}
+    model = {"q": torch.zeros(2, 3, dtype=torch.bfloat16), "k": torch.ones(1, 3, dtype=torch.bfloat16)}
+    rule = [Fused("qk", ("q", "k"))]
+
+    async with WeightFolder(tmp_path, given, fused=rule, cast={"float32": "bfloat16"}) as publisher:
+        for version in (1, 2, 3):
+            await publisher.publish(given, version)
+        async with FolderSubscriber(publisher.url) as subscriber:
+            subscriber.attach(model | {"step": torch.tensor(0)}, fused=rule)
+            await refreshed(subscriber)
+
+    assert folders(tmp_path) == of(2, 3)
+    file = load_file(tmp_path / of(3)[0] / "weights.safetensors")
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()} == {
+        "qk": (torch.bfloat16, (3, 3)),
+        "step": (torch.int64, ()),
+    }
+    assert [model["q"].sum().item(), model["k"].sum().item()] == [6, 0]
+
+
+async def test_a_model_that_does_not_fit_is_refused_before_the_first_version(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (publisher, subscriber):
+        with pytest.raises(WeightsMismatch, match=r"0\.weight: expected float64 \[5, 4\], found float32 \[5, 4\]"):
+            subscriber.attach(tied().double())
+        with pytest.raises(WeightsMismatch, match=r"1\.weight: expected float32 \[5, 4\], found none"):
+            await publisher.publish({"0.weight": torch.zeros(5, 4)}, 1)
+        with pytest.raises(RuntimeError, match=r"call attach\(model\) first"):
+            await refreshed(subscriber)
+        await publisher.publish(tied().state_dict(), 1)
+        with pytest.raises(ValueError, match="expected a version above 1, got 1"):
+            await publisher.publish(tied().state_dict(), 1)
+
+
+def torn(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 8)
+
+
+def altered(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\x55")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "reason"),
+    [
+        ("weights.safetensors", torn, r"expected \d+ bytes, got \d+: it is torn"),
+        ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
+        ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
+        ("manifest.json", torn, r"manifest\.json: expected a manifest, got .*: it is torn"),
+        ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
+    ],
+    ids=["torn", "altered", "absent", "torn manifest", "absent manifest"],
+)
+async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
+    tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
+) -> None:
+    model = tied()
+
+    async with pair(tmp_path) as (publisher, subscriber):
+        subscriber.attach(model)
+        await publisher.publish(tied(1).state_dict(), 1)
+        await subscriber.newer()
+        await refreshed(subscriber)
+        await publisher.publish(tied(2).state_dict(), 2)
+        harm(tmp_path / of(2)[0] / name)
+        await subscriber.newer()
+        with pytest.raises(WeightsDamaged, match=reason):
+            await refreshed(subscriber)
+
+    assert subscriber.version == 1
+    assert values(model) == {1}
+
+
+async def test_a_version_that_is_deleted_while_it_is_to_be_read_is_one_that_has_a_successor(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (publisher, subscriber):
+        subscriber.attach(tied())
+        await publisher.publish(tied(1).state_dict(), 1)
+        await subscriber.newer()
+        for version in (2, 3):
+            await publisher.publish(tied(version).state_dict(), version)
+        assert subscriber.latest == 1
+        assert await refreshed(subscriber) == 3
+
+
+async def test_a_folder_has_one_publisher_and_holds_nothing_else(tmp_path: Path) -> None:
+    async with pair(tmp_path / "weights"):
+        with pytest.raises(WeightsInUse, match="somebody publishes into it"):
+            async with WeightFolder(tmp_path / "weights", tied().state_dict()):
+                pass
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "optimizer.pt").touch()
+
+    with pytest.raises(ValueError, match=r"to be empty, or of published weights, got \['step-00000001', 'weights'\]"):
+        async with WeightFolder(tmp_path, tied().state_dict()):
+            pass
+
+
+async def test_who_closed_is_told_from_who_was_never_there_and_from_who_came_after(tmp_path: Path) -> None:
+    with pytest.raises(NobodyListens, match=f"expected a publisher at file://{tmp_path}, got none"):
+        async with FolderSubscriber(f"file://{tmp_path}"):
+            pass
+    async with WeightFolder(tmp_path, tied().state_dict()) as publisher:
+        await publisher.publish(tied().state_dict(), 1)
+    with pytest.raises(anyio.ClosedResourceError):
+        await publisher.publish(tied().state_dict(), 2)
+
+    async with FolderSubscriber(publisher.url) as subscriber:
+        subscriber.attach(tied())
+        assert (await subscriber.newer(), await refreshed(subscriber), await refreshed(subscriber)) == (1, 1, 1)
+        with pytest.raises(PeerClosed, match="closed at version 1: nothing above 1 will come"):
+            await subscriber.newer()
+        async with WeightFolder(tmp_path, tied().state_dict(), name="a second run"):
+            with pytest.raises(StaleHandle, match="got those of a second run: subscribe anew"):
+                await subscriber.newer()
+
+
+PUBLISHING = """
+    import sys, anyio, torch
+    from penstock.stages import torch_weight_folder as module
+
+    def stuck(tensors, path):
+        path.write_bytes(b"half")
+        print("writing", flush=True)
+        sys.stdin.readline()
+
+    async def main():
+        weights = {"0.weight": (token := torch.ones(5, 4)), "1.weight": token}
+        async with module.WeightFolder(sys.argv[1], weights, name="trainer") as publisher:
+            await publisher.publish(weights, 1)
+            module.save_file = stuck
+            await publisher.publish(weights, 2)
+
+    anyio.run(main)
+"""
+
+
+async def test_a_publisher_killed_while_it_writes_leaves_its_last_version_and_its_heir_cleans_up(
+    tmp_path: Path,
+) -> None:
+    model = tied()
+
+    with child(PUBLISHING, str(tmp_path)) as publisher:
+        assert await line(publisher) == "writing"
+        async with FolderSubscriber(f"file://{tmp_path}") as subscriber:
+            subscriber.attach(model)
+            await subscriber.newer()
+            publisher.send_signal(signal.SIGKILL)
+            await anyio.to_thread.run_sync(publisher.wait)
+            assert await refreshed(subscriber) == 1
+            with pytest.raises(PeerLost, match=r"trainer died: .* is locked by nobody"):
+                await subscriber.newer()
+    left = folders(tmp_path)
+
+    async with WeightFolder(tmp_path, tied().state_dict()):
+        assert left == [".unfinished-2", "step-00000001"]
+        assert not folders(tmp_path)
+
+    assert values(model) == {1}
+
+
+async def test_samplers_that_read_a_folder_cannot_be_paused(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (publisher, _):
+        generation: Generation = publisher
+        with pytest.raises(RuntimeError, match=r"SinkTrainer\(sampling='overlap'\)"):
+            generation.paused()
