@@ -25,6 +25,9 @@ __all__ = ["Joint", "Outbox", "Passage", "trajectories_of"]
 
 T = TypeVar("T")
 
+RECORDS = (TrajectoryGroup, TrainBatch)
+"""Records of which the trajectories are counted."""
+
 
 def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
     """The repetitions of each prompt that `record` holds; nothing where it is neither a group nor a batch."""
@@ -62,7 +65,7 @@ class Passage:
     def admit(self, record: T) -> T | None:
         """`record` is about to be sent: what of it may go; None where all of it are copies."""
         ledger = self._admits_to
-        if ledger is None or not isinstance(record, TrajectoryGroup | TrainBatch):
+        if ledger is None or not isinstance(record, RECORDS):
             return record
         if self.of_fragment:
             for group, repetitions in trajectories_of(record):
@@ -75,12 +78,12 @@ class Passage:
 
     def take_back(self, record: object) -> None:
         """`record` was admitted and could not be sent."""
-        if self._admits_to is not None and isinstance(record, TrajectoryGroup | TrainBatch):
+        if self._admits_to is not None and isinstance(record, RECORDS):
             self._admits_to.take_back(record)
 
     def count(self, record: object) -> None:
         """`record` has passed."""
-        if isinstance(record, TrajectoryGroup | TrainBatch):
+        if isinstance(record, RECORDS):
             self.trajectories += len(record)
         if self._on_sent is not None:
             self._on_sent()

@@ -125,8 +125,7 @@ class Ledger:
             raise LedgerImbalance(
                 f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
             )
-        new = mask & ~self._open.get(group, 0)
-        self._enter(group, new)
+        new, _ = self._enter(group, mask)
         self._admit(new.bit_count())
         noted(self._begun, group, self._begun.get(group, 0) | new)
         return new.bit_count()
@@ -142,15 +141,15 @@ class Ledger:
             LedgerImbalance: a batch holds a copy. It cannot go without it, so nothing is counted.
         """
         refused = 0
-        for group, mask, copies in self._entering(record, self._begun):
+        for group, mask in self._entering(record, self._begun):
             begun = self._begun.get(group, 0)
-            new = mask & ~copies & ~begun
-            self._enter(group, new)
+            new, copies = self._enter(group, mask, begun)
             self._admit((new | copies).bit_count())
-            self._reject_copies(group, copies)
-            refused |= copies
             if begun:
                 noted(self._begun, group, begun & ~mask)
+            if copies:
+                self._reject_copies(group, copies)
+                refused |= copies
         return refused
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
@@ -235,9 +234,8 @@ class Ledger:
             LedgerImbalance: a batch holds a copy. It cannot go on without it, so nothing is counted.
         """
         refused = 0
-        for group, mask, copies in self._entering(record, {}):
-            new = mask & ~copies
-            self._enter(group, new)
+        for group, mask in self._entering(record, {}):
+            new, copies = self._enter(group, mask)
             if account is None:
                 self._admitted += mask.bit_count()
             else:
@@ -245,10 +243,11 @@ class Ledger:
             if origin is not None and new:
                 origins = self._origins.setdefault(group, {})
                 origins[origin] = origins.get(origin, 0) | new
-            self._reject_copies(group, copies)
-            refused |= copies
-            if origin is not None and copies:
-                origin(group, copies, "rejected", self.step)
+            if copies:
+                self._reject_copies(group, copies)
+                refused |= copies
+                if origin is not None:
+                    origin(group, copies, "rejected", self.step)
         return refused
 
     def close_account(self, account: Account, reason: str) -> int:
@@ -348,23 +347,35 @@ class Ledger:
 
     def _entering(
         self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
-    ) -> list[tuple[GroupId, int, int]]:
-        """What is about to enter, by group, and which of it are copies; those that are `begun` are not."""
-        entering = [(group, mask, mask & self.known(group) & ~begun.get(group, 0)) for group, mask in _masks(record)]
+    ) -> Iterable[tuple[GroupId, int]]:
+        """What is about to enter, by group. Those that are `begun` are no copies."""
+        entering = _masks(record)
         if isinstance(record, TrainBatch):
-            for group, _, copies in entering:
-                if copies:
+            for group, mask in entering:
+                if copies := mask & self.known(group) & ~begun.get(group, 0):
                     raise LedgerImbalance(
                         f"{_name(group, copies)} is in flight or was trained, and comes again in a batch: expected a "
                         f"batch of trajectories that come once, for it cannot go on without some"
                     )
         return entering
 
+    def _enter(self, group: GroupId, mask: int, begun: int = 0) -> tuple[int, int]:
+        """These are in flight from now on. Returns which of them were not, and which must not go on: copies."""
+        present = self._open.get(group, 0)
+        copies = mask & (present & ~begun | self._committed.get(group, 0))
+        new = mask & ~(present | copies)
+        if new:
+            self._add(group, new)
+        return new, copies
+
+    def _add(self, group: GroupId, new: int) -> None:
+        self._open[group] = self._open.get(group, 0) | new
+        self._in_flight += new.bit_count()
+
     def _reject_copies(self, group: GroupId, copies: int) -> None:
-        if copies:
-            trained = copies & self._committed.get(group, 0)
-            self._reject(trained.bit_count(), "trained already")
-            self._reject((copies & ~trained).bit_count(), "in flight already")
+        trained = copies & self._committed.get(group, 0)
+        self._reject(trained.bit_count(), "trained already")
+        self._reject((copies & ~trained).bit_count(), "in flight already")
 
     def _reject(self, copies: int, reason: str) -> None:
         self._count("rejected", reason, copies)
@@ -375,12 +386,6 @@ class Ledger:
         self._admitted += count
         if self._account is not None:
             self._account.admit(count)
-
-    def _enter(self, group: GroupId, new: int) -> None:
-        """These are in flight from now on, which were not."""
-        if new:
-            self._open[group] = self._open.get(group, 0) | new
-            self._in_flight += new.bit_count()
 
     def _remove(self, group: GroupId, mask: int) -> None:
         noted(self._open, group, self._open[group] & ~mask)
@@ -400,7 +405,7 @@ class Ledger:
         """These end, which are in flight."""
         if self._admits_on_end:
             absent = mask & ~self._open.get(group, 0)
-            self._enter(group, absent)
+            self._add(group, absent)
             self._admitted += absent.bit_count()
         self._remove(group, mask)
         self._count(state, reason, mask.bit_count())

@@ -351,7 +351,9 @@ def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:
 def test_without_a_pipeline_whatever_ends_counts_as_admitted() -> None:
     ledger = Ledger(admits_on_end=True)
     ledger.end(group(), "filtered", "x")
-    assert ledger.balance().admitted == 2
+    ledger.commit(TrainBatch.pack([group(instance_id="a")]), step=1)
+    ledger.end(group(instance_id="a"), "rejected", "it came again")
+    assert ledger.balance().admitted == 6
     assert ledger.balance().balanced
 
 
