@@ -5,6 +5,7 @@ from .columns import Array
 from .errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch
 from .group import Trajectory, TrajectoryGroup
 from .ids import GroupId, StopReason, TrajectoryId
+from .tokenizer import TokenizerIdentity, check_tokenizers, identity_of
 
 __all__ = [
     "Array",
@@ -17,8 +18,11 @@ __all__ = [
     "PenstockError",
     "ProtocolMismatch",
     "StopReason",
+    "TokenizerIdentity",
     "TrainBatch",
     "Trajectory",
     "TrajectoryGroup",
     "TrajectoryId",
+    "check_tokenizers",
+    "identity_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["UNREADABLE", "InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch"]
+__all__ = ["UNREADABLE", "InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch", "TokenizersDiffer"]
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that it cannot decode, or that are not of the type that was asked for."""
@@ -24,3 +24,7 @@ class InvalidConfig(PenstockError, ValueError):
 
 class ProtocolMismatch(PenstockError):
     """The other end speaks another protocol version, or carries another kind of record."""
+
+
+class TokenizersDiffer(PenstockError):
+    """Parts of a run have different tokenizers; the message says in what, with the identity of each."""

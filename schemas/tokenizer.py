@@ -1,0 +1,130 @@
+"""Which tokenizer it is: an identity that can be compared without having the tokenizer.
+
+Ids mean nothing without the tokenizer they were made with, and a run in which two parts disagree about it trains on
+noise without ever failing. So what counts is compared: the vocabulary, the special tokens, the end token, the chat
+template. Names and revisions are told and not compared: one tokenizer may lie in two folders, and two of one name may
+differ. Knows the methods that transformers and tokenizers give theirs, and imports neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import msgspec
+
+from .errors import TokenizersDiffer
+
+__all__ = ["TokenizerIdentity", "check_tokenizers", "disagreements", "identity_of"]
+
+
+class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What distinguishes one tokenizer from another. None is what is not known, and is not compared."""
+
+    name: str
+    """The folder or name that it was loaded from; else its class. Not compared."""
+    revision: str | None = None
+    """Of what it was loaded from. Not compared."""
+    vocabulary: int
+    """How many tokens it has, those that were added included."""
+    vocabulary_hash: str
+    """SHA-256 of all tokens and their ids."""
+    special_tokens: tuple[tuple[str, int], ...] | None = None
+    """Tokens that stand for no text, with their ids, by id."""
+    eos_id: int | None = None
+    """The token that ends a completion."""
+    chat_template_hash: str | None = None
+    """SHA-256 of what makes a prompt of messages."""
+
+    def __str__(self) -> str:
+        """In words, hashes cut short."""
+        special = (
+            "?" if self.special_tokens is None else f"{len(self.special_tokens)} #{_hash(self.special_tokens)[:8]}"
+        )
+        return (
+            f"{self.name}{f' at {self.revision}' if self.revision else ''}: "
+            f"{self.vocabulary} tokens #{self.vocabulary_hash[:8]}, special tokens {special}, "
+            f"end token {'?' if self.eos_id is None else self.eos_id}, "
+            f"chat template {f'#{self.chat_template_hash[:8]}' if self.chat_template_hash else '?'}"
+        )
+
+
+def identity_of(tokenizer: Any) -> TokenizerIdentity:
+    """The identity of a tokenizer: transformers', tokenizers', or any other with a `get_vocab() -> {token: id}`.
+
+    >>> class Bits:
+    ...     eos_id = 2
+    ...
+    ...     def get_vocab(self):
+    ...         return {"0": 0, "1": 1, ".": 2}
+    >>> str(identity_of(Bits()))
+    'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?'
+
+    Raises:
+        TypeError: it has no vocabulary to look at.
+    """
+    if not hasattr(tokenizer, "get_vocab"):
+        raise TypeError(f"expected a tokenizer with get_vocab() -> {{token: id}}, got {type(tokenizer).__name__}")
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    template = getattr(tokenizer, "chat_template", None)
+    return TokenizerIdentity(
+        name=str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+        revision=getattr(tokenizer, "revision", None) or getattr(tokenizer, "init_kwargs", {}).get("_commit_hash"),
+        vocabulary=len(vocabulary),
+        vocabulary_hash=_hash(sorted((index, token) for token, index in vocabulary.items())),
+        special_tokens=_special_tokens(tokenizer),
+        eos_id=getattr(tokenizer, "eos_id", getattr(tokenizer, "eos_token_id", None)),
+        chat_template_hash=_hash(template) if template else None,
+    )
+
+
+def _special_tokens(tokenizer: Any) -> tuple[tuple[str, int], ...] | None:
+    """Of transformers' `added_tokens_decoder` or tokenizers' `get_added_tokens_decoder()`, whichever there is."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):
+        added = tokenizer.get_added_tokens_decoder()
+    if added is None:
+        return None
+    return tuple((token.content, index) for index, token in sorted(added.items()) if token.special)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
+
+
+def disagreements(identities: Mapping[str, TokenizerIdentity]) -> Iterator[str]:
+    """For each two parts of a run, by name, that have different tokenizers: what differs, and both identities."""
+    for (one, first), (other, second) in combinations(identities.items(), 2):
+        differing = [
+            words for field, words in COMPARED.items() if _differ(getattr(first, field), getattr(second, field))
+        ]
+        if differing:
+            yield f"{one} and {other} have tokenizers of different {', '.join(differing)}\n  {first}\n  {second}"
+
+
+COMPARED = {
+    "vocabulary_hash": "vocabulary",
+    "special_tokens": "special tokens",
+    "eos_id": "end token",
+    "chat_template_hash": "chat template",
+}
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def check_tokenizers(parts: Mapping[str, Any]) -> None:
+    """Hold the tokenizers of all parts of a run to each other; `parts` are tokenizers or identities, by name.
+
+    Raises:
+        TokenizersDiffer: listing what differs, with both identities.
+    """
+    identities = {
+        part: tokenizer if isinstance(tokenizer, TokenizerIdentity) else identity_of(tokenizer)
+        for part, tokenizer in parts.items()
+    }
+    if found := list(disagreements(identities)):
+        raise TokenizersDiffer("\n".join(found))

@@ -1,0 +1,114 @@
+"""The tokenizer in a folder, beside the libraries that made the folder."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+
+from penstock.errors import InvalidConfig
+from penstock.schemas import check_tokenizers, identity_of
+from penstock.stages.policies import Tokenizer
+from penstock.stages.pretrained_tokenizer import PretrainedTokenizer
+
+WORDS = ["what", "is", "one", "and", "?", "[unknown]"]
+
+
+def backend(words: list[str] = WORDS) -> tokenizers.Tokenizer:
+    """A tokenizer of words, which would add a token at either end."""
+    made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unknown]"))  # noqa: S106 (no password)
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([AddedToken("<begin>", special=True), AddedToken("<end>", special=True)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <end>", special_tokens=[("<begin>", len(words)), ("<end>", len(words) + 1)]
+    )
+    made.enable_truncation(3)
+    return made
+
+
+def saved(folder: Path, config: dict[str, Any] | None = None, words: list[str] = WORDS) -> Path:
+    folder.mkdir()
+    backend(words).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"} if config is None else config))
+    return folder
+
+
+def test_text_becomes_its_tokens_and_nothing_is_added_or_cut(tmp_path: Path) -> None:
+    tokenizer: Tokenizer = PretrainedTokenizer(saved(tmp_path / "words"))
+
+    ids = tokenizer.encode("what is one and one ?")
+
+    assert list(ids) == [0, 1, 2, 3, 2, 4]
+    assert tokenizer.decode([*ids[:2], 7]) == "what is <end>"
+    assert tokenizer.eos_id == 7
+
+
+@pytest.mark.parametrize("told", ["<end>", {"content": "<end>", "special": True}])
+def test_the_end_token_is_told_by_name_or_with_its_properties(tmp_path: Path, told: object) -> None:
+    assert PretrainedTokenizer(saved(tmp_path / "words", {"eos_token": told})).eos_id == 7
+
+
+def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_identity(tmp_path: Path) -> None:
+    plain = PretrainedTokenizer(saved(tmp_path / "plain"))
+    configured = PretrainedTokenizer(saved(tmp_path / "configured", {"eos_token": "<end>", "chat_template": "{{ m }}"}))
+    filed = PretrainedTokenizer(saved(tmp_path / "filed"))
+    (tmp_path / "filed" / "chat_template.jinja").write_text("{{ m }}")
+
+    hashes = [identity_of(each).chat_template_hash for each in (plain, configured, filed)]
+
+    assert hashes[0] is None
+    assert hashes[1] == hashes[2] is not None
+
+
+def test_it_is_the_same_tokenizer_as_the_library_has_it_in_memory(tmp_path: Path) -> None:
+    tokenizer = PretrainedTokenizer(saved(tmp_path / "words"))
+
+    check_tokenizers({"folder": tokenizer, "library": backend()})
+
+    assert identity_of(tokenizer).special_tokens == (("<begin>", 6), ("<end>", 7))
+
+
+def test_it_is_the_same_tokenizer_as_transformers_loads_and_saves(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 (seconds, for one test)
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend(), eos_token="<end>", chat_template="{{ messages }}")  # noqa: S106 (no password)
+    theirs.save_pretrained(tmp_path / "theirs")
+
+    ours = PretrainedTokenizer(tmp_path / "theirs")
+
+    check_tokenizers({"ours": ours, "theirs": theirs})
+    assert ours.encode("one and one") == theirs.encode("one and one", add_special_tokens=False)
+    fields = ("vocabulary_hash", "special_tokens", "eos_id", "chat_template_hash")
+    assert [getattr(identity_of(ours), field) for field in fields] == [
+        getattr(identity_of(theirs), field) for field in fields
+    ]
+
+
+def test_a_folder_of_the_hubs_cache_tells_its_revision(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+
+    tokenizer = PretrainedTokenizer(saved(tmp_path / "snapshots" / "0f1e2d"))
+
+    assert identity_of(tokenizer).revision == "0f1e2d"
+
+
+def test_it_travels_to_workers_as_its_folder(tmp_path: Path) -> None:
+    tokenizer = PretrainedTokenizer(saved(tmp_path / "words"))
+    tokenizer.encode("what")
+
+    pickled = pickle.dumps(tokenizer)
+
+    assert len(pickled) < 500
+    assert pickle.loads(pickled).encode("is ?") == [1, 4]  # noqa: S301 (our own bytes)
+
+
+def test_what_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"nowhere/tokenizer.json: expected a tokenizer saved by"):
+        PretrainedTokenizer(tmp_path / "nowhere").encode("what")
+    with pytest.raises(
+        InvalidConfig, match=r"tokenizer_config.json: expected an eos_token of the vocabulary, got None"
+    ):
+        PretrainedTokenizer(saved(tmp_path / "words", {})).eos_id  # noqa: B018 (asking is the test)
