@@ -10,6 +10,7 @@ What is below `Driver` has never run: it was written without a GPU at hand. All 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,9 +68,11 @@ class _Mapped:
 
     def __init__(self, index: int, address: int, nbytes: int, *, own: bool) -> None:
         self.index, self.address, self.nbytes, self._own = index, address, nbytes, own
+        self._driver = driver()
 
     def __del__(self) -> None:
-        driver().let_go(self.index, self.address, own=self._own)
+        with suppress(OSError):  # the driver may have gone before
+            self._driver.let_go(self.index, self.address, own=self._own)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -83,7 +86,10 @@ _own: dict[bytes, torch.Tensor] = {}
 class DeviceMemory:
     """Memory of one device; see `weight_memory.VersionMemory`."""
 
-    def __init__(self, whole: torch.Tensor, handle: DeviceHandle) -> None:
+    stays = False
+
+    def __init__(self, index: int, whole: torch.Tensor, handle: DeviceHandle) -> None:
+        self._index = index
         self._whole = whole
         self.handle = handle
 
@@ -104,7 +110,7 @@ class DeviceMemory:
             raise OutOfSharedMemory(f"expected {nbytes} bytes of {device} to share, got none: {error}") from error
         whole = driver().tensor(index, mapped)
         _own[handle] = whole
-        return cls(whole, DeviceHandle(driver().uuid(index), nbytes, handle))
+        return cls(index, whole, DeviceHandle(driver().uuid(index), nbytes, handle))
 
     @classmethod
     def open(cls, handle: DeviceHandle) -> DeviceMemory:
@@ -114,19 +120,19 @@ class DeviceMemory:
             NoDevice: there is no driver, or this process may not use that device.
             StaleHandle: the driver knows no such memory: its owner died, say.
         """
-        if handle.handle in _own:
-            return cls(_own[handle.handle], handle)
         known = {driver().uuid(index): index for index in driver().indices()}
         if handle.device not in known:
             raise NoDevice(f"expected device {handle.device}, got {sorted(known)}: set CUDA_VISIBLE_DEVICES")
         index = known[handle.device]
+        if handle.handle in _own:
+            return cls(index, _own[handle.handle], handle)
         try:
             if len(handle.handle) != HANDLE_BYTES or handle.nbytes < 1:
                 raise OSError(f"{len(handle.handle)} bytes of handle for {handle.nbytes} bytes of memory")  # noqa: TRY301
             address = driver().open(index, handle.handle)
         except OSError as error:
             raise StaleHandle(f"expected memory of a living publisher on {handle.device}, got none: {error}") from error
-        return cls(driver().tensor(index, _Mapped(index, address, handle.nbytes, own=False)), handle)
+        return cls(index, driver().tensor(index, _Mapped(index, address, handle.nbytes, own=False)), handle)
 
     @property
     def device(self) -> str:
@@ -142,7 +148,7 @@ class DeviceMemory:
 
     def flush(self) -> None:
         """As `VersionMemory.flush`."""
-        driver().synchronize(_index_of(self.device))
+        driver().synchronize(self._index)
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
         """As `VersionMemory.tensor`."""

@@ -28,6 +28,11 @@ class VersionMemory(Protocol):
         """Where it is, in torch's words: "cpu", "cuda:0"."""
         ...
 
+    @property
+    def stays(self) -> bool:
+        """Whether it is still there when whoever made it has closed it."""
+        ...
+
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         """Copy `tensor` there, as `spec` says it is to be: in C order, of that dtype."""
         ...
@@ -42,9 +47,10 @@ class VersionMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that is mapped in this process, from `address` on; kept by `owner`, which every view keeps alive."""
+    """Memory of the host that is mapped in this process; every view keeps the mapping."""
 
     device = "cpu"
+    stays = True
 
     def __init__(self, memory: memoryview) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)

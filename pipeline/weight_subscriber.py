@@ -262,6 +262,8 @@ class WeightSubscriber:
         try:
             while not self._final:
                 self._note(await door.hear())
+            if not self._opened().memory.stays:
+                self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
         except anyio.EndOfStream:
             self._failure = PeerLost(f"{self._publisher} at {self.url} died: its door is closed")
         except ProtocolMismatch as error:
