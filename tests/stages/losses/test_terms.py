@@ -85,22 +85,25 @@ def test_k1_and_k3_average_to_the_divergence_and_k3_is_never_negative() -> None:
     assert [(p * each).sum().item() for each in (k1, k3)] == pytest.approx([divergence, divergence])
 
 
-def test_on_policy_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_is_none() -> None:
+def test_on_policy_k2_has_the_gradient_of_the_divergence_k3_that_of_the_other_way_round_and_k1_none() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = (torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
     log_p, log_q = torch.log_softmax(logits, 0), torch.log_softmax(other, 0).detach()
     p = log_p.detach().exp()
 
-    exact, k1, k2 = (
+    exact, other_way, k1, k2, k3 = (
         torch.autograd.grad(value, logits, retain_graph=True)[0]
         for value in (
             (log_p.exp() * (log_p - log_q)).sum(),
+            (log_q.exp() * (log_q - log_p)).sum(),
             (p * kl_estimate(log_p - log_q, "k1")).sum(),
             (p * kl_estimate(log_p - log_q, "k2")).sum(),
+            (p * kl_estimate(log_p - log_q, "k3")).sum(),
         )
     )
 
     torch.testing.assert_close(k2, exact)
+    torch.testing.assert_close(k3, other_way)
     torch.testing.assert_close(k1, torch.zeros_like(k1))
 
 
