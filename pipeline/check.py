@@ -8,6 +8,9 @@ A stage may help by plain attributes or properties, all of them optional:
     sees_everything: bool               it gathers what belongs together, so it cannot be spread over processes
     stage_name: str                     what it is called, where the name of its class does not say enough
     sends: type                         what it sends, where the annotation of its outbox does not say
+    tokenizer: Any                      what it makes tokens of text with, or text of tokens
+
+A `tokenizer` of its `trainer` or of its `policy` counts as its own.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..schemas import TrainBatch, TrajectoryGroup
+from ..schemas import TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
+from ..schemas.tokenizer import disagreements
 from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, sends
 from .placement import Processes
 
@@ -38,7 +42,25 @@ def problems(links: Sequence[Link]) -> list[str]:
         found += _of_joint(before, after)
         if sends(before.stage) is not TrainBatch:
             found += _of_sizes(before, after, group_tokens)
+    return [*found, *disagreements(_identities(links))]
+
+
+def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
+    """Of every tokenizer that has one, with the stage that has it; one that several share is looked at once."""
+    known: dict[int, TokenizerIdentity] = {}
+    found: list[tuple[str, TokenizerIdentity]] = []
+    for name, tokenizer in _tokenizers(links):
+        if hasattr(tokenizer, "get_vocab"):
+            known[id(tokenizer)] = known.get(id(tokenizer)) or identity_of(tokenizer)
+            found.append((name, known[id(tokenizer)]))
     return found
+
+
+def _tokenizers(links: Sequence[Link]) -> Iterator[tuple[str, Any]]:
+    for link in links:
+        yield from _tokenizers(getattr(link.stage, "links", ()))
+        for whose in (link.stage, getattr(link.stage, "trainer", None), getattr(link.stage, "policy", None)):
+            yield link.name, getattr(whose, "tokenizer", None)
 
 
 def _of_stage(link: Link, *, first: bool) -> Iterator[str]:

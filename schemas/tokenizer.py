@@ -9,7 +9,7 @@ differ. Knows the methods that transformers and tokenizers give theirs, and impo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -94,9 +94,9 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
 
 
-def disagreements(identities: Mapping[str, TokenizerIdentity]) -> Iterator[str]:
+def disagreements(identities: Iterable[tuple[str, TokenizerIdentity]]) -> Iterator[str]:
     """For each two parts of a run, by name, that have different tokenizers: what differs, and both identities."""
-    for (one, first), (other, second) in combinations(identities.items(), 2):
+    for (one, first), (other, second) in combinations(identities, 2):
         differing = [
             words for field, words in COMPARED.items() if _differ(getattr(first, field), getattr(second, field))
         ]
@@ -122,9 +122,9 @@ def check_tokenizers(parts: Mapping[str, Any]) -> None:
     Raises:
         TokenizersDiffer: listing what differs, with both identities.
     """
-    identities = {
-        part: tokenizer if isinstance(tokenizer, TokenizerIdentity) else identity_of(tokenizer)
+    identities = [
+        (part, tokenizer if isinstance(tokenizer, TokenizerIdentity) else identity_of(tokenizer))
         for part, tokenizer in parts.items()
-    }
+    ]
     if found := list(disagreements(identities)):
         raise TokenizersDiffer("\n".join(found))

@@ -28,6 +28,10 @@ class CharacterTokenizer:
         """How many different tokens there are."""
         return len(CHARACTERS)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id: what distinguishes this tokenizer from another."""
+        return {character: index for index, character in enumerate(CHARACTERS)}
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`.
 

@@ -2,19 +2,39 @@
 
 import json
 import pickle
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
-from penstock.errors import InvalidConfig
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, source
+from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.schemas import check_tokenizers, identity_of
 from penstock.stages.policies import Tokenizer
 from penstock.stages.pretrained_tokenizer import PretrainedTokenizer
 
 WORDS = ["what", "is", "one", "and", "?", "[unknown]"]
+
+
+@dataclass(frozen=True)
+class Says:
+    tokenizer: Tokenizer
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Send nothing."""
+
+
+@dataclass(frozen=True)
+class Collect:
+    tokenizer: Tokenizer
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        """Take nothing."""
 
 
 def backend(words: list[str] = WORDS) -> tokenizers.Tokenizer:
@@ -54,8 +74,8 @@ def test_the_end_token_is_told_by_name_or_with_its_properties(tmp_path: Path, to
 def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_identity(tmp_path: Path) -> None:
     plain = PretrainedTokenizer(saved(tmp_path / "plain"))
     configured = PretrainedTokenizer(saved(tmp_path / "configured", {"eos_token": "<end>", "chat_template": "{{ m }}"}))
-    filed = PretrainedTokenizer(saved(tmp_path / "filed"))
-    (tmp_path / "filed" / "chat_template.jinja").write_text("{{ m }}")
+    (saved(tmp_path / "filed") / "chat_template.jinja").write_text("{{ m }}")
+    filed = PretrainedTokenizer(tmp_path / "filed")
 
     hashes = [identity_of(each).chat_template_hash for each in (plain, configured, filed)]
 
@@ -74,7 +94,11 @@ def test_it_is_the_same_tokenizer_as_the_library_has_it_in_memory(tmp_path: Path
 def test_it_is_the_same_tokenizer_as_transformers_loads_and_saves(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 (seconds, for one test)
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=backend(), eos_token="<end>", chat_template="{{ messages }}")  # noqa: S106 (no password)
+    theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend(),
+        eos_token="<end>",  # noqa: S106 (no password)
+        chat_template="{{ messages }}",
+    )
     theirs.save_pretrained(tmp_path / "theirs")
 
     ours = PretrainedTokenizer(tmp_path / "theirs")
@@ -97,7 +121,6 @@ def test_a_folder_of_the_hubs_cache_tells_its_revision(tmp_path: Path) -> None:
 
 def test_it_travels_to_workers_as_its_folder(tmp_path: Path) -> None:
     tokenizer = PretrainedTokenizer(saved(tmp_path / "words"))
-    tokenizer.encode("what")
 
     pickled = pickle.dumps(tokenizer)
 
@@ -107,8 +130,20 @@ def test_it_travels_to_workers_as_its_folder(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"nowhere/tokenizer.json: expected a tokenizer saved by"):
-        PretrainedTokenizer(tmp_path / "nowhere").encode("what")
+        PretrainedTokenizer(tmp_path / "nowhere")
     with pytest.raises(
         InvalidConfig, match=r"tokenizer_config.json: expected an eos_token of the vocabulary, got None"
     ):
-        PretrainedTokenizer(saved(tmp_path / "words", {})).eos_id  # noqa: B018 (asking is the test)
+        PretrainedTokenizer(saved(tmp_path / "words", {}))
+
+
+@pytest.mark.parametrize(("words", "fine"), [(WORDS, True), (WORDS[::-1], False)])
+def test_a_run_looks_at_it_before_it_starts(tmp_path: Path, words: list[str], *, fine: bool) -> None:
+    ours, theirs = (
+        PretrainedTokenizer(saved(tmp_path / "ours")),
+        PretrainedTokenizer(saved(tmp_path / "theirs", words=words)),
+    )
+    pipeline = source(Says(ours)).sink(Collect(theirs))
+
+    with nullcontext() if fine else pytest.raises(InvalidPipeline, match="have tokenizers of different vocabulary"):
+        anyio.run(pipeline.run)

@@ -1,0 +1,107 @@
+"""Parts of a chain that have different tokenizers are found before anything runs, wherever they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.pipeline.flow_stages import Groups, Pack, Train
+
+from arithmetic.tokenizer import TOKENIZER
+from penstock import NoOpPolicy, Pipeline, ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
+from penstock.errors import InvalidPipeline
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer, as far as its identity goes."""
+
+    words: tuple[str, ...] = ("yes", "no")
+    eos_id: int = 1
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+OTHER = Words(("no", "yes"))
+
+
+@dataclass(frozen=True)
+class Says(Groups):
+    count: int = 1
+    tokenizer: Any = field(default=None, kw_only=True)
+    policy: Any = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A stage between source and trainer."""
+
+    tokenizer: Any = None
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            await outbox.send(group)
+
+
+@dataclass
+class Has:
+    """Anything with a tokenizer."""
+
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Trains(Train):
+    trainer: Any = field(default=None)
+
+
+def chain(says: Says, reads: Reads, trains: Trains) -> Pipeline:
+    return source(says).then(reads).then(Pack()).sink(trains)
+
+
+def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> None:
+    chain(Says(tokenizer=Words()), Reads(Words()), Trains(trainer=Has(Words()))).check()
+    chain(Says(tokenizer=Words()), Reads(object()), Trains()).check()
+    chain(Says(tokenizer=TOKENIZER, policy=NoOpPolicy()), Reads(TOKENIZER), Trains()).check()
+
+
+@pytest.mark.parametrize(
+    ("says", "reads", "trains", "who"),
+    [
+        (Says(tokenizer=Words()), Reads(OTHER), Trains(), "Says and Reads"),
+        (Says(tokenizer=Words()), Reads(), Trains(trainer=Has(OTHER)), "Says and Trains"),
+        (Says(policy=Has(OTHER)), Reads(Words()), Trains(), "Says and Reads"),
+        (Says(tokenizer=OTHER, policy=Has(Words())), Reads(), Trains(), "Says and Says"),
+        (Says(tokenizer=TOKENIZER), Reads(Words()), Trains(), "Says and Reads"),
+    ],
+)
+def test_two_that_differ_are_refused_with_both_identities(says: Says, reads: Reads, trains: Trains, who: str) -> None:
+    with pytest.raises(InvalidPipeline, match=f"{who} have tokenizers of different vocabulary") as refused:
+        chain(says, reads, trains).check()
+
+    assert (
+        str(refused.value).count("Words: 2 tokens #") + str(refused.value).count("CharacterTokenizer: 14 tokens") == 2
+    )
+
+
+def test_a_source_in_processes_and_a_stage_within_a_fragment_are_looked_at_too() -> None:
+    fragment = source(Says(tokenizer=Words())).then(Reads(OTHER))
+
+    with pytest.raises(InvalidPipeline, match="Says and Reads have tokenizers of different vocabulary"):
+        source(fragment, on=processes(2)).then(Pack()).sink(Train()).check()
+
+
+def test_one_tokenizer_that_all_share_is_looked_at_once() -> None:
+    class Counted(Words):
+        looks = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            Counted.looks += 1
+            return super().get_vocab()
+
+    shared = Counted()
+    chain(Says(tokenizer=shared), Reads(shared), Trains(trainer=Has(shared))).check()
+
+    assert Counted.looks == 1
