@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 1024
 @torch.no_grad()
 def diagnostics(scored: Scored) -> dict[str, Metric]:
     """`entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
-    entropy = torch.cat([entropy_of(rows) for rows in scored.predicted.split(ROWS_AT_ONCE)])
+    entropy = torch.cat([entropy_of(rows) for rows in torch.split(scored.predicted, ROWS_AT_ONCE)])
     said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
     if scored.behavior_logprobs is not None:
         log_ratio = scored.log_ratio("behavior")
