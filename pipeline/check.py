@@ -50,7 +50,7 @@ def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
     known: dict[int, TokenizerIdentity] = {}
     found: list[tuple[str, TokenizerIdentity]] = []
     for name, tokenizer in _tokenizers(links):
-        if hasattr(tokenizer, "get_vocab"):
+        if isinstance(tokenizer, TokenizerIdentity) or hasattr(tokenizer, "get_vocab"):
             known[id(tokenizer)] = known.get(id(tokenizer)) or identity_of(tokenizer)
             found.append((name, known[id(tokenizer)]))
     return found

@@ -62,9 +62,13 @@ def identity_of(tokenizer: Any) -> TokenizerIdentity:
     >>> str(identity_of(Bits()))
     'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?'
 
+    An identity is its own.
+
     Raises:
         TypeError: it has no vocabulary to look at.
     """
+    if isinstance(tokenizer, TokenizerIdentity):
+        return tokenizer
     if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(f"expected a tokenizer with get_vocab() -> {{token: id}}, got {type(tokenizer).__name__}")
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
@@ -122,9 +126,5 @@ def check_tokenizers(parts: Mapping[str, Any]) -> None:
     Raises:
         TokenizersDiffer: listing what differs, with both identities.
     """
-    identities = [
-        (part, tokenizer if isinstance(tokenizer, TokenizerIdentity) else identity_of(tokenizer))
-        for part, tokenizer in parts.items()
-    ]
-    if found := list(disagreements(identities)):
+    if found := list(disagreements((part, identity_of(tokenizer)) for part, tokenizer in parts.items())):
         raise TokenizersDiffer("\n".join(found))

@@ -12,11 +12,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from ..pipeline.context import Worker, current
 from ..pipeline.errors import EngineRefused, InvalidConfig, PenstockError, ProtocolMismatch
 from ..pipeline.telemetry import get_logger
 from .backoff import Backoff
+from .checkpoint import latest_checkpoint
 from .completion_stream import Events, StreamedCompletion
 from .gate import Gate, Reason
 from .inference_servers import SERVERS, Call, Server
@@ -37,6 +40,8 @@ log = get_logger("penstock.http_policy")
 
 UNDO_S = 30.0
 """How long a server may take to sample again, once the pause that it was told of is given up."""
+
+SCHEME = "file://"
 
 T = TypeVar("T")
 
@@ -226,25 +231,27 @@ class HttpEngine:
     # -- weights and memory --------------------------------------------------------------------------------------------
 
     async def update_weights(self, url: str, version: int) -> None:
-        """Have the server load the weights in a folder that it can read; `url` is `file:///folder`. See `Engine`.
+        """Have the server load weights from a folder that it can read, `file:///folder`; see `Engine`.
+
+        Of a WeightFolder it is the newest version, and of any other the folder as it is.
 
         Raises:
-            EngineRefused: the server cannot, sleeps, or does not like the weights.
+            EngineRefused: the server cannot, sleeps, or does not like the weights; or there is no such version.
         """
         update = self._can("update", self._dialect.update)
-        parts = urlsplit(url)
-        if parts.scheme != "file" or parts.netloc:
+        if not url.startswith(f"{SCHEME}/"):
             raise EngineRefused(f"expected weights in a folder that the server can read, file:///…, got {url}")
+        folder, found = await anyio.to_thread.run_sync(_newest, Path(url.removeprefix(SCHEME)), version)
         async with self._one_at_a_time:
             if "asleep" in self._gate.shut_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
             async with self._held():
                 await self._gate.shut("weightless")  # and so it stays, if the server fails halfway
-                for call in update(unquote(parts.path), version):
+                for call in update(str(folder), found):
                     await self._tell(call)
                 if self._policy.versions == "asked" and self._dialect.set_version is not None:
-                    await self._tell(self._dialect.set_version(version))
-                self._version = version
+                    await self._tell(self._dialect.set_version(found))
+                self._version = found
             self._gate.open("weightless")
 
     @asynccontextmanager
@@ -329,3 +336,14 @@ class HttpEngine:
             raise
         if answer.get("success") is False:
             raise EngineRefused(f"{self._client.url}{call.path}: {answer.get('message')}")
+
+
+def _newest(folder: Path, version: int) -> tuple[Path, int]:
+    """Where the newest version in `folder` is, and which it is. Blocks."""
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        return folder, version
+    found = int(newest.name.rpartition("-")[2])
+    if found < version:
+        raise EngineRefused(f"expected version {version} or newer in {folder}, got version {found}")
+    return newest, found

@@ -75,7 +75,9 @@ class Server:
         self.load(folder)
 
     def load(self, folder: str) -> None:
-        self.table = load_file(Path(folder) / "model.safetensors")["table"]
+        if not (files := sorted(Path(folder).glob("*.safetensors"))):
+            raise FileNotFoundError(f"No such file: {folder}/*.safetensors")
+        self.table = load_file(files[0])["table"]
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

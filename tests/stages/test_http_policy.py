@@ -479,3 +479,18 @@ async def test_weights_that_are_not_in_files_are_refused(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
         with pytest.raises(EngineRefused, match="expected weights in a folder that the server can read, file:///…"):
             await opened.update_weights("shm:///tmp/door", 1)
+
+
+async def test_of_a_folder_of_versions_the_newest_is_loaded(serve: Serve, tmp_path: Path) -> None:
+    for version, seed in ((3, 1), (4, 2)):
+        weights(tmp_path / f"step-{version:08d}", seed)
+
+    async with engine(serve("vllm")) as opened:
+        await opened.update_weights(f"file://{tmp_path}", 3)
+        completion = await one(opened)
+        with pytest.raises(EngineRefused, match=r"expected version 5 or newer in .*, got version 4"):
+            await opened.update_weights(f"file://{tmp_path}", 5)
+        await opened.update_weights(weights(tmp_path / "0", 0), 6)
+
+    assert_logprobs(completion, seed=2)
+    assert set(completion.policy_versions.tolist()) == {4}

@@ -1,0 +1,147 @@
+"""Engines that have the newest weights while they are used, and sleep when they are not: over real weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from tests import inference_server
+from tests.tiny_model import TinyModel
+
+from penstock import HttpPolicy, WeightFolder, WeightPublisher
+from penstock.pipeline.context import Worker
+from penstock.pipeline.engine_sync import synced
+from penstock.stages.policies import Completion, Engine
+from penstock.stages.torch_policy import TorchPolicy
+
+PROMPT = np.array([1, 2], np.int32)
+EOS = 99
+
+
+async def one(engine: Engine) -> Completion:
+    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+    return completion
+
+
+async def untrained(seed: int) -> list[int]:
+    """What a model that was made with `seed` says."""
+    async with TorchPolicy(partial(TinyModel, seed=seed), EOS).open(Worker()) as engine:
+        completion = await one(engine)
+        return [int(token) for token in completion.tokens]
+
+
+class Colocated:
+    """A model whose memory is looked at, the engine that samples it, and its publisher."""
+
+    def __init__(self, publisher: WeightPublisher) -> None:
+        self.publisher = publisher
+        self.model = TinyModel()
+        self.engine: Engine
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.model.state_dict().values())
+
+    @property
+    def is_awake(self) -> bool:
+        return "asleep" not in repr(self.engine)
+
+
+@asynccontextmanager
+async def colocated() -> AsyncIterator[Colocated]:
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        both = Colocated(publisher)
+        async with TorchPolicy(lambda: both.model, EOS).open(Worker()) as both.engine:
+            yield both
+
+
+async def test_the_body_samples_with_the_newest_weights_and_their_memory_is_free_after_it() -> None:
+    held: list[int] = []
+    said: list[Completion] = []
+    async with colocated() as both:
+        for version in (1, 2):
+            await both.publisher.publish(TinyModel(seed=version).state_dict(), version)
+            async with synced(both.publisher, both.engine) as engine:
+                held.append(both.nbytes)
+                said.append(await one(engine))
+            held.append(both.nbytes)
+
+    assert [completion.tokens.tolist() for completion in said] == [await untrained(1), await untrained(2)]
+    assert [int(completion.policy_versions[0]) for completion in said] == [1, 2]
+    assert held[0] == held[2] > held[1] == held[3] == 0
+
+
+async def test_an_engine_sleeps_also_when_the_body_raises_or_is_cancelled() -> None:
+    async def fail(both: Colocated) -> NoReturn:
+        async with synced(both.publisher, both.engine):
+            assert both.is_awake
+            raise ValueError("mine")
+
+    async with colocated() as both:
+        await both.publisher.publish(TinyModel().state_dict(), 0)
+        with pytest.raises(ValueError, match="mine"):
+            await fail(both)
+        after_raising = both.is_awake
+        with anyio.CancelScope() as scope:
+            async with synced(both.publisher, both.engine):
+                scope.cancel()
+                await anyio.sleep_forever()
+
+        assert (after_raising, both.is_awake) == (False, False)
+
+
+async def test_an_engine_that_cannot_take_the_weights_is_left_asleep() -> None:
+    async with colocated() as both, WeightPublisher({"other": torch.zeros(3)}) as other:
+        await other.publish({"other": torch.zeros(3)}, 0)
+        with pytest.raises(Exception, match="tensors differ"):
+            async with synced(other, both.engine):
+                pytest.fail("these are other weights")
+
+        assert not both.is_awake
+
+
+async def test_weights_that_nobody_has_published_yet_are_not_waited_for() -> None:
+    async with colocated() as both:
+        with pytest.raises(RuntimeError, match="expected weights to be published before an engine samples with them"):
+            async with synced(both.publisher, both.engine):
+                pytest.fail("there are none")
+
+
+# -- a server ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL of a server of a table of zeros."""
+    save_file({"table": np.zeros((inference_server.VOCABULARY,) * 2, np.float32)}, folder / "model.safetensors")
+    command = [sys.executable, inference_server.__file__, "0", "sglang", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout
+        try:
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        finally:
+            server.kill()
+
+
+async def test_a_server_loads_the_newest_version_of_a_folder(tmp_path: Path) -> None:
+    table = torch.eye(inference_server.VOCABULARY).roll(1, dims=1)  # what follows a token is the next one
+    with served(tmp_path) as url:
+        policy = HttpPolicy(url=url, model="bigram", server="sglang")
+        async with WeightFolder(tmp_path / "weights", {"table": table}) as folder, policy.open(Worker()) as engine:
+            await folder.publish({"table": table}, 7)
+            async with synced(folder, engine):
+                completion = await one(engine)
+
+            assert completion.tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+            assert set(completion.policy_versions.tolist()) == {7}
+            assert "asleep" in repr(engine)
