@@ -58,7 +58,7 @@ class PeerClosed(PenstockError, anyio.BrokenResourceError):
 
 
 class NobodyListens(PenstockError, ConnectionError):
-    """No receiver answers at the URL of a channel."""
+    """Nobody answers at a URL: no receiver of a channel, no publisher of weights, no inference server."""
 
 
 class OutOfSharedMemory(PenstockError, MemoryError):

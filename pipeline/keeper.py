@@ -109,7 +109,8 @@ def _end(wakes: int, deadline: float, reap: Callable[[], object]) -> None:
     asked: set[int] = set()
     poll = select.poll()
     poll.register(wakes, select.POLLIN)
-    while children := _children():
+    while _has_children():
+        children = _children()
         left_s = deadline - time.monotonic()
         for child in children - asked if left_s > 0 else children:
             with contextlib.suppress(PermissionError):  # a program that became another user's
@@ -120,8 +121,24 @@ def _end(wakes: int, deadline: float, reap: Callable[[], object]) -> None:
         reap()
 
 
+def _has_children() -> bool:
+    """Whether any is left, ended or not."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def _children() -> set[int]:
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    """Children that there are now; one that becomes one meanwhile may be missing."""
+    me, found = str(os.getpid()), set[int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            *_, after_the_name = path.read_text().rpartition(")")
+            if after_the_name.split()[1] == me:
+                found.add(int(path.parent.name))
+    return found
 
 
 def _tell(words: int, word: str) -> None:
