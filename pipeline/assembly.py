@@ -132,16 +132,15 @@ class Assembly:
 
     def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: _Gathering) -> list[Parting]:
         """`piece` holds what `gathering` lacks."""
-        if gathering.mask | mask == self._whole:
-            gathering.mask |= mask
+        gathering.mask |= mask
+        if gathering.mask == self._whole:
             gathering.pieces.append(piece)
             return [self._close(group, gathering, "whole")]
         nbytes = piece.nbytes
-        self._waiting[group] = gathering
-        gathering.mask |= mask
-        gathering.nbytes += nbytes
         gathering.pieces.append(piece.owned())
+        gathering.nbytes += nbytes
         self._nbytes += nbytes
+        self._waiting[group] = gathering
         return self._make_room(group, gathering)
 
     def _make_room(self, group: GroupId, grown: _Gathering) -> list[Parting]:

@@ -425,6 +425,7 @@ class Ledger:
             del self._origins[group]
         for origin, sampled in origins.items():
             if ended := sampled & mask:
+                origins[origin] = sampled & ~mask
                 origin(group, ended, state, self.step)
 
     def _count(self, state: EndState, reason: str, count: int) -> None:

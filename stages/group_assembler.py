@@ -29,7 +29,7 @@ log = get_logger("penstock.group_assembler")
 Stragglers: TypeAlias = Literal["drop", "shrink", "wait"]
 
 CLOSED_PER_PLACE = 16
-"""Groups that are remembered to have left, for each that may wait: one takes some 200 bytes. What comes later than so
+"""Groups that are remembered to have left, for each that may wait: one takes some 250 bytes. What comes later than so
 many others have closed is not known to be late."""
 
 REASONS: dict[Why, str] = {
@@ -90,15 +90,19 @@ class GroupAssembler:
         """See `Stage`. A group that comes whole passes as it is, one that came in pieces is a copy."""
         assembling, pieces, held_up_s = _Assembling(self), at_hand(inbox), 0.0
         while True:
-            arrived = await _arrived(pieces, assembling.due_s + held_up_s)
-            now_s = anyio.current_time()
-            leaving = assembling.finish() if arrived is None else assembling.take(arrived, now_s - held_up_s)
-            ended = arrived is None
+            due_s = assembling.due_s
+            arrived = await _arrived(pieces, due_s + held_up_s)
+            if arrived is None:
+                break
+            sending_s = anyio.current_time()
+            now_s = sending_s - held_up_s
+            if not arrived:
+                now_s = max(now_s, due_s)  # a timer may be early by a hair
+            leaving = assembling.take(arrived, now_s)
             del arrived  # what waits was copied, and the next may be long in coming
             await send_each(outbox, leaving)
-            held_up_s += anyio.current_time() - now_s
-            if ended:
-                return
+            held_up_s += anyio.current_time() - sending_s
+        await send_each(outbox, assembling.finish())
 
 
 async def _arrived(pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float) -> list[TrajectoryGroup] | None:
@@ -150,7 +154,7 @@ class _Assembling:
             return self._joined(parting)
         if parting.why == "duplicate":
             self._refuse(parting)
-        elif not parting.pieces:
+        elif not parting.pieces:  # what is late was admitted again, for behind a joint no copy of it is in flight
             drop(trajectories(parting.group, parting.mask), "rejected", REASONS[parting.why])
         elif not self._shrinks:
             drop(trajectories(parting.group, parting.mask), "filtered", REASONS[parting.why])

@@ -211,8 +211,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _receive(self, worker: Worker) -> None:
         fates = worker.wire.popleft()
-        refused = self.trainer.take_over(_record(fates), lambda *ended: worker.unheard.append(ended), worker.account)
+        refused = self.trainer.take_over(_record(fates), lambda *ended: self._tell(worker, *ended), worker.account)
         self._arrived(fates, refused)
+
+    def _tell(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
+        ended = {fate.one for fate in self._at("trainer", worker)}
+        if state == "rejected":
+            ended.update(fate.one for fate in self._at("wire", worker))  # a copy is refused as it arrives
+        hold(PACED, ended.issuperset(_ids(name, mask)), f"{worker.name} hears of {name} {mask:b}, which is another's")
+        worker.unheard.append((name, mask, state, step))
 
     def _arrived(self, fates: list[Fate], refused: int) -> None:
         why = {fate.one.repetition_id: reason for fate in fates if (reason := self._why_a_copy(fate.one))}

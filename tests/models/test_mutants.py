@@ -8,8 +8,7 @@ A search or a machine that finds nothing proves something only if it finds what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,27 +23,65 @@ from tests.models import (
     slot_machine,
     waiting_machine,
 )
+from tests.models.assembly_faults import (
+    BeginsAnew,
+    ClosesBeforeItLeaves,
+    EveryPieceIsGivenTime,
+    EvictionsAreNotTold,
+    ExpiresASecondLate,
+    ExpiresOneAtATime,
+    KeepsTheRest,
+    KeepsTheSlot,
+    LeavesTooEarly,
+    LeavesTwice,
+    MergesCopies,
+    NobodyMakesWay,
+    RemembersForEver,
+    RoomIsNotGivenBack,
+    SwallowsInPassing,
+    SwallowsTheLate,
+    TakesCopiesForLate,
+    TheLastComeLeaveFirst,
+    TheLateStretchTheirGroup,
+    TheNewestMakesWay,
+    WaitsForMore,
+)
 from tests.models.assembly_machine import AssemblyMachine
 from tests.models.books_machine import RelayMachine, SourceMachine
 from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
 from tests.models.explore import Broken, Step
+from tests.models.ledger_faults import (
+    AdmitsAgain,
+    AllowancesAreNotFreed,
+    ClosesTwice,
+    CommitsAgain,
+    CommitsHalf,
+    CopiesAreTheWorkers,
+    EndsCountTwice,
+    EndsWhatHasEnded,
+    FailedSendsCount,
+    ForgetsWhatWasTrained,
+    LosesNothing,
+    NobodyHearsOfCopies,
+    SendsCopies,
+    SettlesWithoutCounting,
+    TakesCopies,
+    TakesOverWithoutSaying,
+    TheDeadAreForgotten,
+    WorkersAreNotHeard,
+)
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
 from tests.models.memory_machine import MemoryMachine, Record
 from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
-from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock.errors import IllegalTransition, LedgerImbalance
-from penstock.pipeline.account import Account, EndState
-from penstock.pipeline.assembly import Assembly, Parting, Why
-from penstock.pipeline.ledger import Origin
+from penstock.errors import IllegalTransition
+from penstock.pipeline.assembly import Assembly
 from penstock.pipeline.memory import MemoryReceiver, MemorySender, _Queue
-from penstock.pipeline.repetitions import mask_of
 from penstock.pipeline.slots import SlotTable, Span
 from penstock.pipeline.waiting import Waiters
 from penstock.pipeline.worker_books import RelayBooks, SourceBooks
-from penstock.schemas import GroupId
 
 # -- faults of the slot table ------------------------------------------------------------------------------------------
 
@@ -295,171 +332,6 @@ class HearsOfAnothers(Line):
         """Would find it before it is heard."""
 
 
-# -- faults of the ledger ----------------------------------------------------------------------------------------------
-
-
-class EndsCountTwice(Ledger):
-    """An end is counted twice."""
-
-    def _count(self, state: EndState, reason: str, count: int) -> None:
-        super()._count(state, reason, 2 * count)
-
-
-class TakesOverWithoutSaying(Ledger):
-    """What was taken over from a worker counts as in flight in both places."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
-        refused = super().take_over(record, origin, account)
-        if account is not None:
-            account.taken_over -= len(record)
-        return refused
-
-
-class TakesCopies(Ledger):
-    """What is in flight already is taken over once more."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
-        super().take_over(record, origin, account)
-        return 0
-
-
-class SendsCopies(Ledger):
-    """What was handed over already goes once more."""
-
-    def hand_over(self, record: Any) -> int:
-        super().hand_over(record)
-        return 0
-
-
-class CopiesAreTheWorkers(Ledger):
-    """A copy is refused, and left in the account of the worker that it came from."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
-        refused = super().take_over(record, origin, account)
-        if account is not None:
-            account.taken_over -= refused.bit_count()
-        return refused
-
-
-class NobodyHearsOfCopies(Ledger):
-    """A worker is not told that a copy was refused."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
-        entered = False
-
-        def told_later(*ended: Any) -> None:
-            if entered and origin is not None:
-                origin(*ended)
-
-        refused = super().take_over(record, told_later, account)
-        entered = True
-        return refused
-
-
-class FailedSendsCount(Ledger):
-    """What could not be sent was sent."""
-
-    def take_back(self, record: Any) -> None:
-        """Not at all."""
-
-
-class AdmitsAgain(Ledger):
-    """What is in flight is admitted once more."""
-
-    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
-        listed = list(repetitions)
-        new = super().admit(group, listed)
-        if not new:
-            self._admitted += len(listed)
-        return len(listed)
-
-
-class WorkersAreNotHeard(Ledger):
-    """What a worker counts stays with it."""
-
-    def open_account(self, account: Account) -> None:
-        super().open_account(Account(bytearray(account._words.nbytes), account.name))
-
-
-class TheDeadAreForgotten(Ledger):
-    """What a dead worker held is in nobody's books."""
-
-    def close_account(self, account: Account, reason: str) -> int:
-        self._accounts = [each for each in self._accounts if each is not account]
-        return 0
-
-
-class ClosesTwice(Ledger):
-    """A worker that died twice lost twice."""
-
-    def close_account(self, account: Account, reason: str) -> int:
-        closed = super().close_account(account, reason)
-        if not closed and account not in self._accounts:
-            self._count("lost", reason, 1)
-            self._admitted += 1
-        return closed
-
-
-class AllowancesAreNotFreed(Ledger):
-    """A worker that hears of an end makes no room."""
-
-    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        self.step = max(self.step, step)
-
-
-class SettlesWithoutCounting(Ledger):
-    """A worker that hears of an end forgets the trajectory, and not how it ended."""
-
-    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        before = self._ended.copy()
-        super().settle(group, mask, state, step)
-        self._ended = before
-
-
-class EndsWhatHasEnded(Ledger):
-    """What is not in flight may end."""
-
-    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
-        ids = list(what.ids if isinstance(what, TrajectoryGroup) else what)
-        super().end([one for one in ids if self.is_open(one)], state, reason)
-
-
-class CommitsHalf(Ledger):
-    """A batch that is refused was counted up to where it is wrong."""
-
-    def commit(self, batch: TrainBatch, step: int) -> None:
-        try:
-            super().commit(batch, step)
-        except LedgerImbalance:
-            for one in batch.ids:
-                if self.is_open(one):
-                    self._leave(one.group, 1 << one.repetition_id, "trained", "")
-            raise
-
-
-class CommitsAgain(Ledger):
-    """What was trained may be trained again."""
-
-    def commit(self, batch: TrainBatch, step: int) -> None:
-        with suppress(LedgerImbalance):
-            super().commit(batch, step)
-
-
-class ForgetsWhatWasTrained(Ledger):
-    """A committed id may come back."""
-
-    def commit(self, batch: TrainBatch, step: int) -> None:
-        super().commit(batch, step)
-        self._committed = {}
-
-
-class LosesNothing(Ledger):
-    """At the end of a run, what is in flight is left so."""
-
-    def lose(self, reason: str) -> int:
-        return sum(self.close_account(account, reason) for account in list(self._accounts))
-
-
 # -- faults of waiting -------------------------------------------------------------------------------------------------
 
 
@@ -549,190 +421,6 @@ class PassesCopiesOn(SourceBooks):
     def received(self, peer: Any, record: Any) -> Any:
         super().received(peer, record)
         return record
-
-
-# -- faults of the assembly --------------------------------------------------------------------------------------------
-
-
-class MergesCopies(Assembly):
-    """What waits is not compared with what comes."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        gathering = self._waiting.get(piece.id)
-        if gathering is not None:
-            gathering.mask = 0
-        return super().take(piece, now_s)
-
-
-class TakesCopiesForLate(Assembly):
-    """A copy is not told from a straggler."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        parted = super().take(piece, now_s)
-        return [parting._replace(why="late") if parting.why == "duplicate" else parting for parting in parted]
-
-
-class BeginsAnew(Assembly):
-    """A group that has left is forgotten at once."""
-
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
-        parting = super()._close(group, gathering, why)
-        self._closed.clear()
-        return parting
-
-
-class RemembersForEver(Assembly):
-    """No group that has left is ever forgotten."""
-
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
-        self._max_closed += 1
-        return super()._close(group, gathering, why)
-
-
-class TheLateStretchTheirGroup(Assembly):
-    """Who comes late is noted as if its group had left just now."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        parted = super().take(piece, now_s)
-        if any(parting.why == "late" for parting in parted):
-            self._closed.pop(piece.id)
-            self._closed[piece.id] = None
-        return parted
-
-
-class LeavesTooEarly(Assembly):
-    """Two make a group of three."""
-
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
-        parted = super()._gather(group, mask, piece, gathering)
-        if group in self._waiting and gathering.mask.bit_count() == 2:
-            parted.append(self._close(group, gathering, "whole"))
-        return parted
-
-
-class WaitsForMore(Assembly):
-    """A group of three takes a fourth."""
-
-    def __init__(self, group_size: int, **options: Any) -> None:
-        super().__init__(group_size + 1, **options)
-
-
-class EveryPieceIsGivenTime(Assembly):
-    """The deadline counts from the last piece."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        parted = super().take(piece, now_s)
-        if (gathering := self._waiting.get(piece.id)) is not None:
-            gathering.due_s = now_s + self._deadline_s
-        return parted
-
-
-class ExpiresASecondLate(Assembly):
-    """A group waits beyond its deadline."""
-
-    def expire(self, now_s: float) -> list[Parting]:
-        return super().expire(now_s - 1)
-
-
-class ExpiresOneAtATime(Assembly):
-    """Of groups that are due together, the others leave another time."""
-
-    def expire(self, now_s: float) -> list[Parting]:
-        return [self._close_oldest("overdue")] if self.due_s <= now_s else []
-
-
-class RoomIsNotGivenBack(Assembly):
-    """Bytes of what has left still count."""
-
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
-        before = self._nbytes
-        parting = super()._close(group, gathering, why)
-        self._nbytes = before
-        return parting
-
-
-class NobodyMakesWay(Assembly):
-    """The stash takes what comes."""
-
-    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
-        return []
-
-
-class TheNewestMakesWay(Assembly):
-    """Who came last leaves first."""
-
-    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
-        crowded = self.groups > self._max_groups or self.nbytes > self._max_bytes
-        return [self._close(group, grown, "evicted")] if crowded else []
-
-
-class EvictionsAreNotTold(Assembly):
-    """Who makes way is gone."""
-
-    def _make_room(self, group: GroupId, grown: Any) -> list[Parting]:
-        super()._make_room(group, grown)
-        return []
-
-
-class LeavesTwice(Assembly):
-    """A group that has left whole waits on."""
-
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Parting:
-        waits = group in self._waiting
-        parting = super()._close(group, gathering, why)
-        if why == "whole" and waits:
-            self._waiting[group] = gathering
-            self._nbytes += gathering.nbytes
-        return parting
-
-
-class SwallowsTheLate(Assembly):
-    """Of what is late nothing is told."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        return [parting for parting in super().take(piece, now_s) if parting.why != "late"]
-
-
-class SwallowsInPassing(Assembly):
-    """Of a piece that is refused in part, the rest is not taken."""
-
-    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Parting]:
-        refused = mask_of(piece.repetition_ids.tolist()) & ~self._whole
-        if refused:
-            return [*self.expire(now_s), Parting(piece.id, refused, "beyond")]
-        return super().take(piece, now_s)
-
-
-class TheLastComeLeaveFirst(Assembly):
-    """Groups that are due together leave in any order."""
-
-    def expire(self, now_s: float) -> list[Parting]:
-        return super().expire(now_s)[::-1]
-
-
-class KeepsTheSlot(Assembly):
-    """What waits lies where it came from."""
-
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
-        parted = super()._gather(group, mask, piece, gathering)
-        gathering.pieces[-1] = piece
-        return parted
-
-
-class ClosesBeforeItLeaves(Assembly):
-    """A group that waits is taken for one that has left."""
-
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Parting]:
-        parted = super()._gather(group, mask, piece, gathering)
-        self._closed[group] = None
-        return parted
-
-
-class KeepsTheRest(Assembly):
-    """What waits when the stream ends waits on."""
-
-    def finish(self) -> list[Parting]:
-        return []
 
 
 # -- faults of the memory channel --------------------------------------------------------------------------------------
@@ -969,7 +657,12 @@ MUTANTS = [
     Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), books_machine.COUNTED),
     Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), books_machine.COPIES),
     Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), books_machine.BALANCED),
-    Mutant(DoesNotWaitForTheReaper, machine(RelayMachine, books_type=DoesNotWaitForTheReaper), books_machine.SETTLED),
+    Mutant(
+        DoesNotWaitForTheReaper,
+        machine(RelayMachine, books_type=DoesNotWaitForTheReaper),
+        books_machine.SETTLED,
+        or_rule=books_machine.TOLD,
+    ),
     Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), books_machine.SETTLED),
 ]
 

@@ -1,0 +1,198 @@
+"""Ledgers with one small fault each, for test_mutants: every one breaks a rule that is known by name."""
+
+# ruff: noqa: ARG002 (not to heed an argument may well be the fault)
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock.errors import LedgerImbalance
+from penstock.pipeline.account import Account, EndState
+from penstock.pipeline.ledger import Origin
+from penstock.schemas import GroupId
+
+__all__ = [
+    "AdmitsAgain",
+    "AllowancesAreNotFreed",
+    "ClosesTwice",
+    "CommitsAgain",
+    "CommitsHalf",
+    "CopiesAreTheWorkers",
+    "EndsCountTwice",
+    "EndsWhatHasEnded",
+    "FailedSendsCount",
+    "ForgetsWhatWasTrained",
+    "LosesNothing",
+    "NobodyHearsOfCopies",
+    "SendsCopies",
+    "SettlesWithoutCounting",
+    "TakesCopies",
+    "TakesOverWithoutSaying",
+    "TheDeadAreForgotten",
+    "WorkersAreNotHeard",
+]
+
+
+class EndsCountTwice(Ledger):
+    """An end is counted twice."""
+
+    def _count(self, state: EndState, reason: str, count: int) -> None:
+        super()._count(state, reason, 2 * count)
+
+
+class TakesOverWithoutSaying(Ledger):
+    """What was taken over from a worker counts as in flight in both places."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        refused = super().take_over(record, origin, account)
+        if account is not None:
+            account.taken_over -= len(record)
+        return refused
+
+
+class TakesCopies(Ledger):
+    """What is in flight already is taken over once more."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        super().take_over(record, origin, account)
+        return 0
+
+
+class SendsCopies(Ledger):
+    """What was handed over already goes once more."""
+
+    def hand_over(self, record: Any) -> int:
+        super().hand_over(record)
+        return 0
+
+
+class CopiesAreTheWorkers(Ledger):
+    """A copy is refused, and left in the account of the worker that it came from."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        refused = super().take_over(record, origin, account)
+        if account is not None:
+            account.taken_over -= refused.bit_count()
+        return refused
+
+
+class NobodyHearsOfCopies(Ledger):
+    """A worker is not told that a copy was refused."""
+
+    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+        entered = False
+
+        def told_later(*ended: Any) -> None:
+            if entered and origin is not None:
+                origin(*ended)
+
+        refused = super().take_over(record, told_later, account)
+        entered = True
+        return refused
+
+
+class FailedSendsCount(Ledger):
+    """What could not be sent was sent."""
+
+    def take_back(self, record: Any) -> None:
+        """Not at all."""
+
+
+class AdmitsAgain(Ledger):
+    """What is in flight is admitted once more."""
+
+    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
+        listed = list(repetitions)
+        new = super().admit(group, listed)
+        if not new:
+            self._admitted += len(listed)
+        return len(listed)
+
+
+class WorkersAreNotHeard(Ledger):
+    """What a worker counts stays with it."""
+
+    def open_account(self, account: Account) -> None:
+        super().open_account(Account(bytearray(account._words.nbytes), account.name))
+
+
+class TheDeadAreForgotten(Ledger):
+    """What a dead worker held is in nobody's books."""
+
+    def close_account(self, account: Account, reason: str) -> int:
+        self._accounts = [each for each in self._accounts if each is not account]
+        return 0
+
+
+class ClosesTwice(Ledger):
+    """A worker that died twice lost twice."""
+
+    def close_account(self, account: Account, reason: str) -> int:
+        closed = super().close_account(account, reason)
+        if not closed and account not in self._accounts:
+            self._count("lost", reason, 1)
+            self._admitted += 1
+        return closed
+
+
+class AllowancesAreNotFreed(Ledger):
+    """A worker that hears of an end makes no room."""
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        self.step = max(self.step, step)
+
+
+class SettlesWithoutCounting(Ledger):
+    """A worker that hears of an end forgets the trajectory, and not how it ended."""
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        before = self._ended.copy()
+        super().settle(group, mask, state, step)
+        self._ended = before
+
+
+class EndsWhatHasEnded(Ledger):
+    """What is not in flight may end."""
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        ids = list(what.ids if isinstance(what, TrajectoryGroup) else what)
+        super().end([one for one in ids if self.is_open(one)], state, reason)
+
+
+class CommitsHalf(Ledger):
+    """A batch that is refused was counted up to where it is wrong."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        try:
+            super().commit(batch, step)
+        except LedgerImbalance:
+            for one in batch.ids:
+                if self.is_open(one):
+                    self._leave(one.group, 1 << one.repetition_id, "trained", "")
+            raise
+
+
+class CommitsAgain(Ledger):
+    """What was trained may be trained again."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        with suppress(LedgerImbalance):
+            super().commit(batch, step)
+
+
+class ForgetsWhatWasTrained(Ledger):
+    """A committed id may come back."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        super().commit(batch, step)
+        self._committed = {}
+
+
+class LosesNothing(Ledger):
+    """At the end of a run, what is in flight is left so."""
+
+    def lose(self, reason: str) -> int:
+        return sum(self.close_account(account, reason) for account in list(self._accounts))
