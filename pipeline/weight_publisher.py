@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -38,6 +38,7 @@ from ..schemas.control import (
 )
 from .blocking import enter_in_thread
 from .door import Door, serve_door
+from .engine_sync import Syncable, synced
 from .telemetry import get_logger
 from .waiting import Waiters
 from .weight_door import opened_door
@@ -59,6 +60,9 @@ PAUSE_S = 60.0
 
 PATIENCE_S = 60.0
 """How long a buffer that is sampled from is not written to: as long as a pause is waited for, for the same reason."""
+
+
+E = TypeVar("E", bound=Syncable)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,6 +233,13 @@ class WeightPublisher:
             if not self._holders:
                 self._pause = 0
                 self._ring()
+
+    def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
+        """Within the body `engine` is awake and has the newest version; after it, however it ends, it sleeps.
+
+        See `engine_sync.synced` for what entering and leaving may raise.
+        """
+        return synced(self, engine)
 
     async def _all_stopped(self, timeout_s: float) -> None:
         with anyio.move_on_after(timeout_s):

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,12 +29,15 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from ..pipeline.engine_sync import Syncable, synced
 from ..pipeline.errors import WeightsInUse
 from ..pipeline.weight_specs import Fused, Tensor, TensorSpec, fitted, packed, specs_of
 from ..pipeline.weights import NO_VERSION
 from .checkpoint import write_checkpoint
 
 __all__ = ["MANIFEST", "OWNER", "SCHEME", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
+
+E = TypeVar("E", bound=Syncable)
 
 SCHEME = "file://"
 LOCK = "lock"
@@ -147,6 +150,10 @@ class WeightFolder:
                 raise ValueError(f"expected a version above {self._version}, got {version}")
             await anyio.to_thread.run_sync(self._write, tensors, version)
             self._version = version
+
+    def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
+        """Within the body `engine` is awake and has the newest version; as `WeightPublisher.sync`."""
+        return synced(self, engine)
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Refuse: nobody hears what happens in a folder.

@@ -20,7 +20,6 @@ from tests.tiny_model import TinyModel
 
 from penstock import HttpPolicy, WeightFolder, WeightPublisher
 from penstock.pipeline.context import Worker
-from penstock.pipeline.engine_sync import synced
 from penstock.stages.policies import Completion, Engine
 from penstock.stages.torch_policy import TorchPolicy
 
@@ -71,7 +70,7 @@ async def test_the_body_samples_with_the_newest_weights_and_their_memory_is_free
     async with colocated() as both:
         for version in (1, 2):
             await both.publisher.publish(TinyModel(seed=version).state_dict(), version)
-            async with synced(both.publisher, both.engine) as engine:
+            async with both.publisher.sync(both.engine) as engine:
                 held.append(both.nbytes)
                 said.append(await one(engine))
             held.append(both.nbytes)
@@ -83,7 +82,7 @@ async def test_the_body_samples_with_the_newest_weights_and_their_memory_is_free
 
 async def test_an_engine_sleeps_also_when_the_body_raises_or_is_cancelled() -> None:
     async def fail(both: Colocated) -> NoReturn:
-        async with synced(both.publisher, both.engine):
+        async with both.publisher.sync(both.engine):
             assert both.is_awake
             raise ValueError("mine")
 
@@ -93,7 +92,7 @@ async def test_an_engine_sleeps_also_when_the_body_raises_or_is_cancelled() -> N
             await fail(both)
         after_raising = both.is_awake
         with anyio.CancelScope() as scope:
-            async with synced(both.publisher, both.engine):
+            async with both.publisher.sync(both.engine):
                 scope.cancel()
                 await anyio.sleep_forever()
 
@@ -104,7 +103,7 @@ async def test_an_engine_that_cannot_take_the_weights_is_left_asleep() -> None:
     async with colocated() as both, WeightPublisher({"other": torch.zeros(3)}) as other:
         await other.publish({"other": torch.zeros(3)}, 0)
         with pytest.raises(Exception, match="tensors differ"):
-            async with synced(other, both.engine):
+            async with other.sync(both.engine):
                 pytest.fail("these are other weights")
 
         assert not both.is_awake
@@ -113,7 +112,7 @@ async def test_an_engine_that_cannot_take_the_weights_is_left_asleep() -> None:
 async def test_weights_that_nobody_has_published_yet_are_not_waited_for() -> None:
     async with colocated() as both:
         with pytest.raises(RuntimeError, match="expected weights to be published before an engine samples with them"):
-            async with synced(both.publisher, both.engine):
+            async with both.publisher.sync(both.engine):
                 pytest.fail("there are none")
 
 
@@ -139,7 +138,7 @@ async def test_a_server_loads_the_newest_version_of_a_folder(tmp_path: Path) -> 
         policy = HttpPolicy(url=url, model="bigram", server="sglang")
         async with WeightFolder(tmp_path / "weights", {"table": table}) as folder, policy.open(Worker()) as engine:
             await folder.publish({"table": table}, 7)
-            async with synced(folder, engine):
+            async with folder.sync(engine):
                 completion = await one(engine)
 
             assert completion.tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
