@@ -198,7 +198,9 @@ def _packed(
             lines.append(f"{rule.whole}: expected tensors named {', '.join(rule.parts)}, found none")
         for each in instances:
             members = [known.get(part) for part in each.parts]
-            if (whole := _whole(each.whole, members)) is None:
+            if each.whole in known:
+                lines.append(f"{each.whole}: expected to be made of parts, found {known[each.whole]} already")
+            elif (whole := _whole(each.whole, members)) is None:
                 found = ", ".join(f"{part} {known.get(part, 'none')}" for part in each.parts)
                 lines.append(f"{each.whole}: expected parts that differ in their rows alone, found {found}")
             else:

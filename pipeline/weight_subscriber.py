@@ -184,6 +184,8 @@ class WeightSubscriber:
         reader = self._opened()
         if self._target is None:
             raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
+        if self._failure is not None and not reader.memory.stays:
+            raise self._failure
         if reader.latest > self._version:
             brought = self._target.bring()
             if brought is not None:

@@ -192,6 +192,8 @@ async def test_when_a_publisher_closes_its_memory_on_a_device_is_sampled_from_no
         with pytest.raises(PeerLost, match="closed, and its memory on"):
             async with subscriber.sampling():
                 pass
+        with pytest.raises(PeerLost, match="closed, and its memory on"):
+            subscriber.refresh()
 
 
 def test_a_machine_without_a_driver_says_so() -> None:

@@ -65,9 +65,13 @@ def test_what_is_the_same_on_both_sides_needs_no_splitting() -> None:
     [
         ({"layers.0.q.weight": (4, 4), "layers.0.k.weight": (2, 4)}, "layers.0.v.weight none"),
         ({"layers.0.q.weight": (4, 4), "layers.0.k.weight": (2, 5), "layers.0.v.weight": (2, 4)}, "float32 [2, 5]"),
+        (
+            {f"layers.0.{name}.weight": (2, 4) for name in ("q", "k", "v", "qkv")},
+            "expected to be made of parts, found float32 [2, 4] already",
+        ),
         ({"other": (1,)}, "expected tensors named layers.*.q.weight, layers.*.k.weight, layers.*.v.weight, found none"),
     ],
-    ids=["absent", "other columns", "no layer"],
+    ids=["absent", "other columns", "whole already", "no layer"],
 )
 def test_parts_that_make_no_whole_are_refused(given: dict[str, tuple[int, ...]], found: str) -> None:
     specs = [TensorSpec(name, "float32", shape) for name, shape in given.items()]

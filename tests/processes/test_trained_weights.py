@@ -17,11 +17,11 @@ from penstock.schemas import TrainBatch
 from penstock.stages.losses import AdvantageWeighted
 from penstock.stages.sink_trainer import SinkTrainer
 from penstock.stages.torch_trainer import TorchTrainer
-from penstock.testing import batch, drive_sink
+from penstock.testing import drive_sink, group
 
 
-def made() -> TrainBatch:
-    packed = batch(groups=1)
+def made(instance: int) -> TrainBatch:
+    packed = TrainBatch.pack([group(instance_id=str(instance))])
     tokens = packed.tokens % 11
     return msgspec.structs.replace(packed, tokens=tokens, advantages=np.ones(len(tokens), np.float32))
 
@@ -39,11 +39,14 @@ async def test_a_sampler_holds_the_trainers_weights_after_every_step() -> None:
     sampled, before = TinyModel(seed=2), TinyModel(seed=1)
 
     async with WeightPublisher(trainer.weights()) as publisher, WeightSubscriber(publisher.url) as subscriber:
-        subscriber.attach(sampled.state_dict())
+        subscriber.attach(sampled)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(drive_sink, SinkTrainer(trainer, publisher, sampling="pause"), [made()])
-            assert await subscriber.newer(than=0) == 1
-        assert await anyio.to_thread.run_sync(subscriber.refresh) == trainer.steps == 1
+            tasks.start_soon(drive_sink, SinkTrainer(trainer, publisher, sampling="pause"), map(made, range(4)))
+            for step in range(5):
+                await subscriber.newer(than=step - 1)
+                async with subscriber.sampling():
+                    await anyio.to_thread.run_sync(subscriber.refresh)
+        assert await anyio.to_thread.run_sync(subscriber.refresh) == trainer.steps == 4
 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(sampled.parameters(), model.parameters(), strict=True))
     assert not torch.equal(sampled.head.weight, before.head.weight)
