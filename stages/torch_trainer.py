@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..pipeline.weight_specs import check_weights, specs_of
-from ..schemas import Array, GroupId, InvalidRecord, TrainBatch
+from ..schemas import Array, GroupId, TrainBatch
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
-from .losses import Loss, Mean, Metric, PPOClip, Scored, diagnostics, merge
+from .losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .micro_batches import MicroBatch, micro_batches
 from .scoring import Likelihood, likelihood
 from .step_clock import StepClock
@@ -146,7 +146,7 @@ class TorchTrainer:
         `timing_s/{prepare,forward,backward,optimizer}`. Of several updates they are means, or the extremes of all.
 
         Raises:
-            InvalidRecord: the batch lacks a column that training needs.
+            InvalidRecord: the batch lacks what the loss needs; the model is as it was before.
             FloatingPointError: the gradient is not finite; the model is as it was before the update.
         """
         clock = StepClock(self._device)
@@ -159,7 +159,9 @@ class TorchTrainer:
             merge(metrics, {name: metric.over(self._updates) for name, metric in said.items()})
         self._steps += 1
         rate = float(self._optimizer.param_groups[0]["lr"])
-        return {name: metric.value() for name, metric in metrics.items()} | {"lr": rate} | clock.seconds()
+        found = {name: metric.value() for name, metric in metrics.items()}
+        unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # a teacher whom no loss heeds is to be seen
+        return unused | found | {"lr": rate} | clock.seconds()
 
     @property
     def _device(self) -> torch.device:
@@ -171,6 +173,7 @@ class TorchTrainer:
         metrics: dict[str, Metric] = {}
         for part in parts:
             merge(metrics, self._accumulate(part, batch, clock))
+        check_used(metrics)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not norm.isfinite():
             found = {name: metric.value() for name, metric in metrics.items()}
@@ -201,6 +204,8 @@ class TorchTrainer:
         scored = Scored(
             predicted=predicted,
             logprobs=logprobs,
+            tokens=part.targets,
+            temperature=self._temperature,
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
@@ -273,8 +278,6 @@ class TorchTrainer:
 
 def _known(batch: TrainBatch) -> dict[str, Array]:
     """What the batch tells a loss of its tokens."""
-    if batch.advantages is None:
-        raise InvalidRecord("advantages: expected a column, got none: put an AdvantageNormalizer before the trainer")
     return {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
 
 

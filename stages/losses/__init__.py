@@ -1,10 +1,11 @@
 """What a trainer minimises: terms that say what each token costs, and how they become one number."""
 
 from .diagnostics import diagnostics
+from .distillation import TOKENS_USED, Distillation, Divergence, Mode, SampledDistillation
 from .entropy import Entropy
 from .importance import Beyond, ImportanceWeight, Level, Weighted
 from .kl import KL, kl_estimate
-from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, merge, weights_metrics
+from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, Used, check_used, merge, weights_metrics
 from .policy import CISPO, GSPO, AdvantageWeighted, PolicyTerm, PPOClip
 from .scored import OldPolicy, Scored, entropy_of
 from .terms import Aggregated, Aggregation, Loss, LossValue, PerToken, Sum, Summand, Term
@@ -13,10 +14,13 @@ __all__ = [
     "CISPO",
     "GSPO",
     "KL",
+    "TOKENS_USED",
     "AdvantageWeighted",
     "Aggregated",
     "Aggregation",
     "Beyond",
+    "Distillation",
+    "Divergence",
     "EffectiveSamples",
     "Entropy",
     "Highest",
@@ -27,15 +31,19 @@ __all__ = [
     "Lowest",
     "Mean",
     "Metric",
+    "Mode",
     "OldPolicy",
     "PPOClip",
     "PerToken",
     "PolicyTerm",
+    "SampledDistillation",
     "Scored",
     "Sum",
     "Summand",
     "Term",
+    "Used",
     "Weighted",
+    "check_used",
     "diagnostics",
     "entropy_of",
     "kl_estimate",

@@ -12,9 +12,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from ...schemas import InvalidRecord
 from .scored import Scored
 
-__all__ = ["EffectiveSamples", "Highest", "Lowest", "Mean", "Metric", "merge", "weights_metrics"]
+__all__ = ["EffectiveSamples", "Highest", "Lowest", "Mean", "Metric", "Used", "check_used", "merge", "weights_metrics"]
 
 
 class Metric(Protocol):
@@ -115,6 +116,39 @@ class EffectiveSamples:
         """See `Metric`."""
         square = self.mean_square.value()
         return self.mean.value() ** 2 / square if square else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """How many tokens of the global batch a term could do something with. None is an error: see `check_used`."""
+
+    count: Tensor
+    """[] detached."""
+    otherwise: str
+    """What may be wrong where it is none."""
+
+    def merged(self, other: Used, /) -> Used:
+        """See `Metric`."""
+        return Used(self.count + other.count, self.otherwise)
+
+    def over(self, updates: int, /) -> Used:
+        """See `Metric`."""
+        return Used(self.count / updates, self.otherwise)
+
+    def value(self) -> float:
+        """See `Metric`."""
+        return self.count.item()
+
+
+def check_used(metrics: Mapping[str, Metric]) -> None:
+    """Make sure that no term of the loss did nothing at all; to be called with the metrics of a whole batch.
+
+    Raises:
+        InvalidRecord: one did, which would otherwise look as if it had been trained.
+    """
+    for name, metric in metrics.items():
+        if isinstance(metric, Used) and not metric.value():
+            raise InvalidRecord(f"{name}: expected some of the tokens that train, got none: {metric.otherwise}")
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:

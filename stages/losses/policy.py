@@ -70,7 +70,7 @@ class AdvantageWeighted(PolicyTerm):
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`."""
-        return PerToken(-scored.advantages * scored.logprobs, {})
+        return PerToken(-scored.advantage() * scored.logprobs, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class PPOClip(PolicyTerm):
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. `pg_clipfrac`: share of tokens that are clipped; `/low`, `/high`, `/dual`: at which bound."""
-        ratio, advantages = scored.log_ratio(self.old).exp(), scored.advantages
+        ratio, advantages = scored.log_ratio(self.old).exp(), scored.advantage()
         values, metrics = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         if self.dual_clip is not None:
             bound = -self.dual_clip * advantages
@@ -164,7 +164,7 @@ class CISPO(PolicyTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. Metrics as of `PPOClip`; they tell of either sign of the advantage."""
         ratio = scored.log_ratio(self.old).detach().exp()
-        values = -ratio.clamp(self.lowest, self.highest) * scored.advantages * scored.logprobs
+        values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
         return PerToken(values, _clip_fractions(ratio < self.lowest, ratio > self.highest, scored))
 
 
@@ -178,7 +178,7 @@ def _clipped(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """[T] −min(r · A, clip(r) · A), which bounds what is gained and never what is lost; and who is at a bound."""
     low, high = bounds
-    advantages = scored.advantages
+    advantages = scored.advantage()
     values = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     return values, _clip_fractions((of_which < low) & (advantages < 0), (of_which > high) & (advantages > 0), scored)
 

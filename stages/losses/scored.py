@@ -34,14 +34,18 @@ class Scored:
     """[T, V] log-probability of the whole vocabulary where each token stands; the gradient flows through it."""
     logprobs: Tensor
     """[T] log-probability of each token itself; the gradient flows through it."""
-    advantages: Tensor
-    """[T]."""
+    tokens: Tensor
+    """[T] int64, which tokens they are."""
     lengths: Tensor
     """[S] int64, how many of the T tokens each sequence has; they lie one sequence after another."""
     loss_tokens: int
     """Tokens that train in the *global* batch."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch."""
+    temperature: float = 1.0
+    """At which `predicted` and `logprobs` are taken."""
+    advantages: Tensor | None = None
+    """[T]."""
     behavior_logprobs: Tensor | None = None
     """[T] log-probability under the policy that sampled."""
     ref_logprobs: Tensor | None = None
@@ -53,6 +57,19 @@ class Scored:
     """[T, K] candidates of the teacher, −1 where there are fewer."""
     teacher_logprobs: Tensor | None = None
     """[T, K]."""
+
+    def advantage(self) -> Tensor:
+        """[T] the advantage of each token.
+
+        Raises:
+            InvalidRecord: the batch does not tell it.
+        """
+        if self.advantages is None:
+            raise InvalidRecord(
+                "advantages: expected a column, got none: put an AdvantageNormalizer before the trainer, "
+                "or train with Distillation alone"
+            )
+        return self.advantages
 
     def log_ratio(self, old: OldPolicy) -> Tensor:
         """[T] log π/π_old of each token, clamped to ±20.
@@ -91,6 +108,23 @@ class Scored:
                 "or leave KL out of the loss"
             )
         return self.ref_logprobs
+
+    def teacher(self) -> tuple[Tensor, Tensor]:
+        """[T, K] the teacher's candidates, and their log-probabilities.
+
+        Raises:
+            InvalidRecord: the batch does not tell them.
+        """
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            raise InvalidRecord(
+                "teacher_ids, teacher_logprobs: expected columns, got none: put a Teacher before the Batcher, "
+                "or leave distillation out of the loss"
+            )
+        return self.teacher_ids, self.teacher_logprobs
+
+    def untempered(self) -> Tensor:
+        """[T, V] `predicted` at temperature 1."""
+        return self.predicted if self.temperature == 1 else torch.log_softmax(self.predicted * self.temperature, dim=-1)
 
     def token_mean(self, values: Tensor) -> Tensor:
         """[] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""

@@ -265,7 +265,7 @@ def test_a_batch_that_trains_nothing_changes_nothing_by_itself() -> None:
 
 def test_a_batch_without_advantages_says_what_to_put_before_the_trainer() -> None:
     with pytest.raises(InvalidRecord, match="put an AdvantageNormalizer before the trainer"):
-        trainer().step(batch())
+        trainer().step(msgspec.structs.replace(made(), advantages=None))
 
 
 def test_without_behavior_log_probabilities_the_advantage_weighted_loss_trains_and_ppo_says_what_is_missing() -> None:

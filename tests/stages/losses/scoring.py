@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
     kept = [len(logprobs)] if lengths is None else lengths
     given: dict[str, Any] = {
         "predicted": logprobs[:, None],
+        "tokens": torch.zeros(len(logprobs), dtype=torch.int64),
         "lengths": torch.tensor(kept),
         "loss_tokens": len(logprobs),
         "loss_sequences": sum(length > 0 for length in kept),
@@ -79,8 +80,10 @@ def part_of(whole: Scored, sequences: Tensor) -> Scored:
     """A micro-batch: some sequences of the whole, with the totals of the whole."""
     owner = torch.arange(len(whole.lengths)).repeat_interleave(whole.lengths)
     tokens = torch.isin(owner, sequences)
-    columns = ("predicted", "logprobs", "advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs")
-    taken = {name: getattr(whole, name)[tokens] for name in columns}
+    columns = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    taken = {
+        name: column[tokens] for name, column in columns.items() if isinstance(column, Tensor) and name != "lengths"
+    }
     return replace(whole, lengths=whole.lengths[sequences], **taken)
 
 
