@@ -81,7 +81,7 @@ def part_of(whole: Scored, sequences: Tensor) -> Scored:
     owner = torch.arange(len(whole.lengths)).repeat_interleave(whole.lengths)
     tokens = torch.isin(owner, sequences)
     columns = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    taken = {
+    taken: dict[str, Any] = {
         name: column[tokens] for name, column in columns.items() if isinstance(column, Tensor) and name != "lengths"
     }
     return replace(whole, lengths=whole.lengths[sequences], **taken)

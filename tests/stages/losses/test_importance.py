@@ -131,7 +131,7 @@ def test_weights_that_make_no_sense_are_refused(make: Callable[[], ImportanceWei
 
 def test_a_weight_of_one_changes_nothing() -> None:
     given = random()
-    given = scored(given.logprobs, given.advantages, behavior_logprobs=given.logprobs, lengths=given.lengths.tolist())
+    given = scored(given.logprobs, given.advantage(), behavior_logprobs=given.logprobs, lengths=given.lengths.tolist())
 
     weighted: Weighted = PPOClip(old="proximal") * ImportanceWeight()
 

@@ -112,7 +112,7 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_sequence() -> None:
     assert given.behavior_logprobs is not None
     apart = given.logprobs - given.behavior_logprobs
     ratios = [apart[:2].mean().exp().item()] * 2 + [apart[2:].mean().exp().item()] * 3
-    expected = [-min(r * a, min(max(r, 0.9), 1.2) * a) for r, a in zip(ratios, given.advantages.tolist(), strict=True)]
+    expected = [-min(r * a, min(max(r, 0.9), 1.2) * a) for r, a in zip(ratios, given.advantage().tolist(), strict=True)]
 
     values = GSPO(clip_low=0.1, clip_high=0.2).per_token(given).values
 
@@ -128,7 +128,7 @@ def test_the_gradient_of_gspo_is_each_tokens_own() -> None:
 
     assert given.behavior_logprobs is not None
     ratio = (given.logprobs - given.behavior_logprobs).mean().exp()
-    torch.testing.assert_close(gradient, -ratio * given.advantages / 2)
+    torch.testing.assert_close(gradient, -ratio * given.advantage() / 2)
 
 
 def test_gspo_clips_whole_sequences() -> None:

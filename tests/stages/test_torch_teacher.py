@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from tests.stages.test_distilled_training import VOCABULARY, expected_by
+from tests.tiny_model import TinyModel
+from torch import Tensor
+
+from arithmetic.tokenizer import TOKENIZER
+from penstock import TrainBatch, TrajectoryGroup
+from penstock.pipeline.context import Worker
+from penstock.stages.causal_model import KVCache
+from penstock.stages.losses import Distillation
+from penstock.stages.teacher import Teacher
+from penstock.stages.torch_teacher import TorchTeacher
+from penstock.stages.torch_trainer import TorchTrainer
+from penstock.testing import drive, group
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads than on one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(instance_id: str, lengths: list[int]) -> TrajectoryGroup:
+    count = sum(lengths) + 2 * len(lengths)
+    tokens = np.random.default_rng(int(instance_id)).integers(0, VOCABULARY, count)
+    return group(instance_id=instance_id, completion_lengths=lengths, tokens=tokens)
+
+
+@pytest.mark.parametrize(("top_k", "micro_batch_tokens"), [(3, 16_384), (3, 16), (1, 1), (50, 16_384)])
+async def test_candidates_are_those_of_every_sequence_scored_alone(top_k: int, micro_batch_tokens: int) -> None:
+    """What stands at a token is what was expected before it: the likeliest tokens, and itself."""
+    groups = [made("0", [9, 2, 3]), made("1", [1, 5])]
+    recipe = TorchTeacher(partial(TinyModel, seed=1), TOKENIZER, micro_batch_tokens)
+
+    out = await drive(Teacher(recipe, TOKENIZER, top_k=top_k), groups)
+
+    batch = TrainBatch.pack(sorted(out, key=lambda each: each.instance_id))
+    expected = expected_by(TinyModel(seed=1), batch)
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logprobs is not None
+    for token, ids, logprobs, trains, among in zip(
+        batch.tokens, batch.teacher_ids, batch.teacher_logprobs, batch.loss_mask, expected, strict=True
+    ):
+        wanted = {*np.argsort(among)[-top_k:].tolist(), int(token)} if trains else set()
+        assert set(ids.tolist()) - {-1} == wanted
+        np.testing.assert_allclose(logprobs[ids >= 0], among[ids[ids >= 0]], atol=1e-5)
+
+
+def step(batch: TrainBatch) -> dict[str, float]:
+    return TorchTrainer(TinyModel(), optimizer=torch.optim.AdamW, loss=Distillation()).step(batch)
+
+
+async def test_a_teacher_of_the_same_weights_has_nothing_to_teach() -> None:
+    recipe = TorchTeacher(TinyModel, TOKENIZER)
+
+    out = await drive(Teacher(recipe, TOKENIZER, top_k=4), [made("0", [9, 2, 3])])
+
+    metrics = await anyio.to_thread.run_sync(step, TrainBatch.pack(out))
+    assert metrics["loss"] == pytest.approx(0, abs=1e-6)
+    assert metrics["distill/tokens_used"] == 14
+
+
+class Counted(TinyModel):
+    """Notes how many sequences each call is given."""
+
+    calls: list[int]
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        self.calls.append(int((positions == 0).sum()))
+        return super().forward(tokens, positions=positions, attend=attend, cache=cache)
+
+
+async def test_what_is_asked_in_the_same_moment_is_scored_together() -> None:
+    model = Counted()
+    model.calls = []
+    async with TorchTeacher(lambda: model, TOKENIZER).open(Worker()) as engine, anyio.create_task_group() as tasks:
+        for length in (3, 4, 5):
+            tasks.start_soon(engine.candidates, np.arange(length, dtype=np.int32), np.arange(length) > 0, 2)
+
+    assert len(model.calls) == 1
+    assert model.calls[0] >= 3
+
+
+async def test_an_error_of_the_model_is_raised_to_whoever_asked_and_the_next_question_is_answered() -> None:
+    async with TorchTeacher(TinyModel, TOKENIZER).open(Worker()) as engine:
+        with pytest.raises(IndexError):
+            await engine.candidates(np.array([1, 99], np.int32), np.array([False, True]), 2)
+
+        told = await engine.candidates(np.array([1, 2], np.int32), np.array([False, True]), 2)
+
+    assert told.counts.tolist() in ([0, 2], [0, 3])
+
+
+async def test_somebody_who_gives_up_disturbs_nobody_else() -> None:
+    question = (np.array([1, 2], np.int32), np.array([False, True]), 2)
+    async with TorchTeacher(TinyModel, TOKENIZER).open(Worker()) as engine, anyio.create_task_group() as tasks:
+        with anyio.move_on_after(0):
+            tasks.start_soon(engine.candidates, *question)
+            await engine.candidates(*question)
+
+        told = await engine.candidates(*question)
+
+        assert told.counts[0] == 0
+        assert told.counts[1] >= 2
