@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
+    from .stages.engine_publisher import EnginePublisher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.group_assembler import GroupAssembler
     from .stages.http_policy import HttpPolicy
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Completion",
     "Context",
     "Engine",
+    "EnginePublisher",
     "Entropy",
     "EnvironmentFailed",
     "Flow",
@@ -172,6 +174,7 @@ _HOMES = {
     ),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
+    "stages.engine_publisher": ("EnginePublisher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.group_assembler": ("GroupAssembler",),
     "stages.http_policy": ("HttpPolicy",),

@@ -8,17 +8,28 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import anyio
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 from tests import inference_server
+from tests.fake_policy import Letters
 from tests.tiny_model import TinyModel
 
-from penstock import HttpPolicy, WeightFolder, WeightPublisher
+from penstock import (
+    Batcher,
+    EnginePublisher,
+    HttpPolicy,
+    SinkTrainer,
+    SourceEnv,
+    TrainBatch,
+    WeightFolder,
+    WeightPublisher,
+    source,
+)
 from penstock.pipeline.context import Worker
 from penstock.stages.policies import Completion, Engine
 from penstock.stages.torch_policy import TorchPolicy
@@ -119,11 +130,19 @@ async def test_weights_that_nobody_has_published_yet_are_not_waited_for() -> Non
 # -- a server ------------------------------------------------------------------------------------------------------
 
 
+VOCABULARY = inference_server.VOCABULARY
+
+
+def counting(by: int) -> dict[str, torch.Tensor]:
+    """Weights with which the token that follows is surely the one `by` above."""
+    return {"table": 100 * torch.eye(VOCABULARY).roll(by, dims=1)}
+
+
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The URL of a server of a table of zeros."""
-    save_file({"table": np.zeros((inference_server.VOCABULARY,) * 2, np.float32)}, folder / "model.safetensors")
-    command = [sys.executable, inference_server.__file__, "0", "sglang", str(folder)]
+def served(folder: Path, kind: str = "sglang") -> Iterator[str]:
+    """The URL of a server that counts by one."""
+    save_file(counting(1), folder / "model.safetensors")
+    command = [sys.executable, inference_server.__file__, "0", kind, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         assert server.stdout
         try:
@@ -133,14 +152,63 @@ def served(folder: Path) -> Iterator[str]:
 
 
 async def test_a_server_loads_the_newest_version_of_a_folder(tmp_path: Path) -> None:
-    table = torch.eye(inference_server.VOCABULARY).roll(1, dims=1)  # what follows a token is the next one
     with served(tmp_path) as url:
         policy = HttpPolicy(url=url, model="bigram", server="sglang")
-        async with WeightFolder(tmp_path / "weights", {"table": table}) as folder, policy.open(Worker()) as engine:
-            await folder.publish({"table": table}, 7)
+        async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
+            await folder.publish(counting(2), 7)
             async with folder.sync(engine):
                 completion = await one(engine)
 
-            assert completion.tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+            assert completion.tokens.tolist() == [4, 6, 8, 10, 0]
             assert set(completion.policy_versions.tolist()) == {7}
             assert "asleep" in repr(engine)
+
+
+class Counts:
+    """A trainer whose version k counts by k + 1. It notes by how much each trained token is above the one before."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.trained: list[tuple[int, int]] = []
+        """(version that a token says it was sampled with, how much it is above the one before)."""
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        self.steps += 1
+        versions = np.repeat(batch.policy_versions, batch.lengths())
+        above = np.diff(batch.tokens, prepend=0) % VOCABULARY
+        self.trained += zip(versions[batch.loss_mask].tolist(), above[batch.loss_mask].tolist(), strict=True)
+        return {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return counting(self.steps + 1)
+
+
+class Numbers:
+    """Questions of one token; every answer is as good as its length."""
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"question": chr(index % VOCABULARY)}
+
+    def score_answer(self, answer: str, entry: Any) -> float:
+        return float(len(answer)) if entry else 0.0
+
+
+@pytest.mark.parametrize("sampling", ["overlap", "pause"])
+async def test_a_run_trains_what_it_samples_at_a_server(tmp_path: Path, sampling: Literal["overlap", "pause"]) -> None:
+    trainer = Counts()
+    with served(tmp_path, "vllm") as url:
+        policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="asked")
+        async with WeightFolder(tmp_path / "weights", counting(1)) as folder, policy.open(Worker()) as engine:
+            await (
+                source(SourceEnv(Numbers, policy, Letters(), group_size=2, max_tokens=4, concurrency=4))
+                .then(Batcher(max_tokens=40))
+                .sink(SinkTrainer(trainer, EnginePublisher(folder, [engine]), sampling=sampling, max_steps=3))
+                .run()
+            )
+
+    assert trainer.steps == 3
+    assert {version for version, _ in trainer.trained} >= {0, 1}
+    assert all(above > version for version, above in trainer.trained), "a token says a newer version than it has"
