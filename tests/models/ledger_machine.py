@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -112,9 +113,12 @@ class LedgerMachine(RuleBasedStateMachine):
             hold(PACED, any(mask >> fate.one.repetition_id & 1 for _, mask, _, _ in told), f"{fate.one} is not told")
         fate.place, fate.state, fate.reason = "ended", state, reason
 
+    def _trained(self) -> set[TrajectoryId]:
+        return {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
+
     def _why_a_copy(self, one: TrajectoryId) -> str:
         """Why the trainer's books refuse it now; empty if they do not."""
-        if one in self.trained_before or any(fate.one == one and fate.state == "trained" for fate in self.fates):
+        if one in self._trained():
             return "trained already"
         return "in flight already" if any(fate.one == one for fate in self._at("trainer")) else ""
 
@@ -133,37 +137,35 @@ class LedgerMachine(RuleBasedStateMachine):
         worker.allowance.update(ids)
         self.fates += [Fate(one, worker, "worker") for one in ids]
 
-    @precondition(lambda self: any(worker.allowance for worker in self._alive()))
     @rule(pick=PICKS)
-    def admit_again(self, pick: int) -> None:
-        worker, one = any_of([(worker, one) for worker in self._alive() for one in sorted(worker.allowance)], pick)
-        hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == 0, one)
-
-    @rule(pick=PICKS)
-    def admit_what_another_sampled(self, pick: int) -> None:
-        """Or what it sampled itself and knows to have ended."""
+    def admit_what_was_before(self, pick: int) -> None:
+        """What another sampled, or it itself, or the run before."""
         worker, one = any_of(self._alive(), pick), any_of(self._ever(), pick)
-        if one not in worker.allowance:
-            hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == 1, one)
-            self._entered(worker, [one])
+        new = [] if one in worker.allowance else [one]
+        hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == len(new), one)
+        self._entered(worker, new)
+
+    def _sampling(self) -> list[Fate]:
+        """What is with workers that live."""
+        return [fate for fate in self._at("worker") if fate.worker is not None and fate.worker.alive]
 
     def _ever(self) -> list[TrajectoryId]:
         return sorted({fate.one for fate in self.fates} | self.trained_before)
 
-    @precondition(lambda self: self._at("worker"))
+    @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["timeout", "too long"]))
     def end_in_the_worker(self, pick: int, state: EndState, reason: str) -> None:
-        fate = any_of(self._at("worker"), pick)
+        fate = any_of(self._sampling(), pick)
         assert fate.worker is not None
         fate.worker.ledger.end([fate.one], state, reason)
         fate.worker.allowance.remove(fate.one)
         self._end(fate, state, f"in {fate.worker.name}")
 
-    @precondition(lambda self: self._at("worker"))
+    @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, fails_first=st.booleans())
     def send(self, pick: int, *, fails_first: bool) -> None:
         """What a worker still has of a prompt leaves as one group, at the first attempt or at the second."""
-        fate = any_of(self._at("worker"), pick)
+        fate = any_of(self._sampling(), pick)
         worker = fate.worker
         assert worker is not None
         together = [each for each in self._at("worker", worker) if each.one.group == fate.one.group]
@@ -198,10 +200,6 @@ class LedgerMachine(RuleBasedStateMachine):
         worker.ledger.settle(name, mask, state, step)
         worker.allowance.difference_update(_ids(name, mask))
 
-    @rule(pick=PICKS)
-    def hear_of_a_predecessors(self, pick: int) -> None:
-        any_of(self._alive(), pick).ledger.settle(GroupId("test", "of another process"), 0b11, "trained", 0)
-
     # -- in the trainer's process ------------------------------------------------------------------------------------
 
     @precondition(lambda self: any(worker.wire for worker in self.workers))
@@ -230,20 +228,13 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 fate.place = "trainer"
 
-    @rule(size=st.integers(1, 3), sampled_here=st.booleans())
-    def receive_from_a_stranger(self, size: int, *, sampled_here: bool) -> None:
-        """Or from a source in the trainer's process."""
-        self._arrive_without_account(_ids(self._new_prompt(), (1 << size) - 1), sampled_here=sampled_here)
-
-    @rule(pick=PICKS, sampled_here=st.booleans())
-    def receive_what_was_before(self, pick: int, *, sampled_here: bool) -> None:
-        self._arrive_without_account([any_of(self._ever(), pick)], sampled_here=sampled_here)
-
-    def _arrive_without_account(self, ids: list[TrajectoryId], *, sampled_here: bool) -> None:
+    @rule(pick=PICKS, new=st.booleans(), sampled_here=st.booleans())
+    def receive_from_elsewhere(self, pick: int, *, new: bool, sampled_here: bool) -> None:
+        """From a source in the trainer's process, or one that keeps no account; a new group, or what was before."""
+        ids = _ids(self._new_prompt(), 0b111) if new else [any_of(self._ever(), pick)]
         fates = [Fate(one, None, "wire") for one in ids]
         take = self.trainer.hand_over if sampled_here else self.trainer.take_over
-        refused = take(_record(fates))
-        self._arrived(fates, refused)
+        self._arrived(fates, take(_record(fates)))
         self.fates += fates
 
     @precondition(lambda self: self._at("trainer"))
@@ -269,45 +260,29 @@ class LedgerMachine(RuleBasedStateMachine):
     def _here(self) -> list[TrajectoryId]:
         return [fate.one for fate in self._at("trainer")]
 
-    @precondition(lambda self: bool(set(self._ever()) - set(self._here())))
     @rule(pick=PICKS)
-    def end_again(self, pick: int) -> None:
-        """Or what is still with a worker."""
-        one = any_of(sorted(set(self._ever()) - set(self._here())), pick)
-        self._refused(ONE_END, self.trainer.end, [*self._here(), one], "filtered")
-        self._refused(ONE_COMMIT, self.trainer.commit, _batch([*self._here(), one]), self.trainer.step + 1)
-
-    @precondition(lambda self: self._at("trainer"))
-    @rule(pick=PICKS)
-    def commit_twice_in_one_batch(self, pick: int) -> None:
-        one = any_of(self._here(), pick)
-        self._refused(ONE_COMMIT, self.trainer.commit, _batch([one], [one]), self.trainer.step + 1)
-
-    @precondition(lambda self: self._at("trainer"))
-    @rule(pick=PICKS)
-    def receive_a_batch_with_a_copy(self, pick: int) -> None:
-        """It cannot go on without it."""
-        batch = _batch([any_of(self._here(), pick)], [TrajectoryId("test", "never", 0)])
-        self._refused(COPIES, self.trainer.take_over, batch)
-        self._refused(COPIES, self.trainer.hand_over, batch)
-
-    @rule(pick=PICKS)
-    def end_what_never_was(self, pick: int) -> None:
-        never = TrajectoryId("test", "never", pick % 3)
-        self._refused(ONE_END, self.trainer.end, [never], "stale")
+    def be_refused(self, pick: int) -> None:
+        """To end or train what is not here, or twice; to admit what was trained; a batch that holds a copy."""
+        here, never = self._here(), TrajectoryId("test", "never", pick % 3)
+        elsewhere = any_of(sorted({*self._ever(), never} - set(here)), pick)
+        self._refused(ONE_END, self.trainer.end, [*here, elsewhere], "filtered")
+        self._refused(ONE_COMMIT, self.trainer.commit, _batch([*here, elsewhere]), self.trainer.step + 1)
         self._refused(ONE_END, any_of(self._alive(), pick).ledger.end, [never], "stale")
-
-    @rule(pick=PICKS)
-    def admit_what_was_trained(self, pick: int) -> None:
-        trained = {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
-        one = any_of(sorted(trained), pick)
-        self._refused(ONE_COMMIT, self.trainer.admit, one.group, [one.repetition_id])
+        any_of(self._alive(), pick).ledger.settle(never.group, 0b11, "trained", 0)  # it hears of its predecessor's
+        trained = any_of(sorted(self._trained()), pick)
+        self._refused(ONE_COMMIT, self.trainer.admit, trained.group, [trained.repetition_id])
+        if here:
+            one = any_of(here, pick)
+            self._refused(ONE_COMMIT, self.trainer.commit, _batch([one], [one]), self.trainer.step + 1)
+            self._refused(COPIES, self.trainer.take_over, _batch([one], [never]))
+            self._refused(COPIES, self.trainer.hand_over, _batch([one], [never]))
 
     def _refused(self, name: str, step: Callable[..., Any], *arguments: Any) -> None:
-        """An imbalance is an error, and nothing is counted: that is seen by the invariants."""
+        """An imbalance is an error, and nothing is counted."""
         try:
             step(*arguments)
         except LedgerImbalance:
+            self.the_trainer_knows_what_is_where()
             return
         raise Broken(name, f"{step.__name__}{arguments} was taken")
 
@@ -373,7 +348,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_trainer_knows_what_is_where(self) -> None:
         here = Counter(self._here())
-        trained = {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
+        trained = self._trained()
         for one in self._ever():
             hold(OPEN, self.trainer.is_open(one) == here[one], one)
             hold(OPEN, self.trainer.is_committed(one) == (one in trained), one)
@@ -394,9 +369,12 @@ def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
 
 def _record(fates: list[Fate]) -> TrajectoryGroup:
     """The group that these leave as."""
-    repetitions = [fate.one.repetition_id for fate in fates]
-    name = fates[0].one.instance_id
-    return group(completion_lengths=[1] * len(fates), instance_id=name, repetition_ids=repetitions)
+    return _group(fates[0].one.instance_id, tuple(fate.one.repetition_id for fate in fates))
+
+
+@cache
+def _group(name: str, repetitions: tuple[int, ...]) -> TrajectoryGroup:
+    return group(completion_lengths=[1] * len(repetitions), instance_id=name, repetition_ids=repetitions)
 
 
 def _batch(*parts: list[TrajectoryId]) -> TrainBatch:
@@ -406,8 +384,5 @@ def _batch(*parts: list[TrajectoryId]) -> TrainBatch:
         by_prompt: dict[str, list[int]] = {}
         for one in ids:
             by_prompt.setdefault(one.instance_id, []).append(one.repetition_id)
-        groups += [
-            group(completion_lengths=[1] * len(repetitions), instance_id=name, repetition_ids=repetitions)
-            for name, repetitions in by_prompt.items()
-        ]
+        groups += [_group(name, tuple(repetitions)) for name, repetitions in by_prompt.items()]
     return TrainBatch.pack(groups)
