@@ -40,22 +40,35 @@ if TYPE_CHECKING:
     )
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
+    from .stages.candidates import Candidates
     from .stages.engine_publisher import EnginePublisher
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.group_assembler import GroupAssembler
     from .stages.http_policy import HttpPolicy
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
-    from .stages.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
+    from .stages.losses import (
+        CISPO,
+        GSPO,
+        KL,
+        AdvantageWeighted,
+        Distillation,
+        Entropy,
+        ImportanceWeight,
+        PPOClip,
+        SampledDistillation,
+    )
     from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
     from .stages.pretrained_tokenizer import PretrainedTokenizer
     from .stages.reward_bridge import RewardBridge
     from .stages.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_env import SourceEnv
+    from .stages.teacher import Teacher, TeacherEngine, TeacherPolicy
     from .stages.torch_folder_subscriber import FolderSubscriber
     from .stages.torch_policy import TorchPolicy
     from .stages.torch_reference import TorchReference
+    from .stages.torch_teacher import TorchTeacher
     from .stages.torch_trainer import TorchTrainer
     from .stages.torch_weight_folder import WeightFolder
 
@@ -66,9 +79,11 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Balance",
     "Batcher",
     "CISPO",
+    "Candidates",
     "ChannelStatistics",
     "Completion",
     "Context",
+    "Distillation",
     "Engine",
     "EnginePublisher",
     "Entropy",
@@ -103,6 +118,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "RewardBridge",
     "RewardFunction",
     "Rollout",
+    "SampledDistillation",
     "ScoredDataset",
     "SendChannel",
     "Sink",
@@ -112,10 +128,14 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Stage",
     "StepEnvironment",
     "StopReason",
+    "Teacher",
+    "TeacherEngine",
+    "TeacherPolicy",
     "Tokenizer",
     "TokenizerIdentity",
     "TorchPolicy",
     "TorchReference",
+    "TorchTeacher",
     "TorchTrainer",
     "TrainBatch",
     "Trainer",
@@ -174,22 +194,35 @@ _HOMES = {
     ),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
+    "stages.candidates": ("Candidates",),
     "stages.engine_publisher": ("EnginePublisher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.group_assembler": ("GroupAssembler",),
     "stages.http_policy": ("HttpPolicy",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
-    "stages.losses": ("CISPO", "GSPO", "KL", "AdvantageWeighted", "Entropy", "ImportanceWeight", "PPOClip"),
+    "stages.losses": (
+        "CISPO",
+        "GSPO",
+        "KL",
+        "AdvantageWeighted",
+        "Distillation",
+        "Entropy",
+        "ImportanceWeight",
+        "PPOClip",
+        "SampledDistillation",
+    ),
     "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
     "stages.pretrained_tokenizer": ("PretrainedTokenizer",),
     "stages.reward_bridge": ("RewardBridge",),
     "stages.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_env": ("SourceEnv",),
+    "stages.teacher": ("Teacher", "TeacherEngine", "TeacherPolicy"),
     "stages.torch_folder_subscriber": ("FolderSubscriber",),
     "stages.torch_policy": ("TorchPolicy",),
     "stages.torch_reference": ("TorchReference",),
+    "stages.torch_teacher": ("TorchTeacher",),
     "stages.torch_trainer": ("TorchTrainer",),
     "stages.torch_weight_folder": ("WeightFolder",),
 }
