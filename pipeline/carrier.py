@@ -23,6 +23,7 @@ from ..schemas import Array, Packer
 from ..schemas.descriptor import Descriptor
 from ..schemas.layout import Form, Lengths, Schema
 from .keys import Key
+from .silence import expect_signs_of_life
 
 __all__ = [
     "HANDSHAKE_S",
@@ -171,7 +172,7 @@ def _may_run_as_batch_work() -> bool:
     return True
 
 
-def dealer(endpoint: str, identity: bytes, key: Key | None = None) -> zmq.Socket[bytes]:
+def dealer(endpoint: str, identity: bytes, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
     """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
     socket = _context().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -180,13 +181,14 @@ def dealer(endpoint: str, identity: bytes, key: Key | None = None) -> zmq.Socket
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    expect_signs_of_life(socket, silence_s)
     if key is not None:
         key.protect(socket, "sender")
     socket.connect(endpoint)
     return socket
 
 
-def router(largest: int = LARGEST_MESSAGE, key: Key | None = None) -> zmq.Socket[bytes]:
+def router(largest: int = LARGEST_MESSAGE, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
     """A receiver's socket, not yet bound, that takes frames of `largest` bytes at most."""
     socket = _context().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -194,6 +196,7 @@ def router(largest: int = LARGEST_MESSAGE, key: Key | None = None) -> zmq.Socket
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, largest)
+    expect_signs_of_life(socket, silence_s)
     if key is not None:
         key.protect(socket, "receiver")
     return socket

@@ -14,6 +14,7 @@ from .keys import Key
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
+from .silence import DEFAULT_SILENCE_S
 from .tcp import connect_tcp, serve_tcp
 
 __all__ = ["connect", "serve"]
@@ -39,6 +40,7 @@ def serve(
     listener: PeerListener | None = None,
     name: str | None = None,
     key: Key | None = None,
+    silence_s: float | None = DEFAULT_SILENCE_S,
 ) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
     """The receiving end of a channel, open within the `async with`.
 
@@ -54,6 +56,8 @@ def serve(
         listener: is told of senders' losses instead of `receive` raising PeerLost.
         name: who this is, for messages.
         key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in.
+        silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; a busy one is not.
+            None waits for it as long as its process exists.
 
     Raises:
         ValueError: a capacity below 1, an unknown scheme, a key that is missing, or one that shm has no use for.
@@ -68,17 +72,31 @@ def serve(
         listener=listener,
         name=name or f"process {os.getpid()}",
         key=key,
+        silence_s=silence_s,
     )
     opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
     return opened(url, record_type, terms)
 
 
 def connect(
-    url: str, record_type: type[R], *, name: str | None = None, key: Key | None = None
+    url: str,
+    record_type: type[R],
+    *,
+    name: str | None = None,
+    key: Key | None = None,
+    silence_s: float | None = DEFAULT_SILENCE_S,
 ) -> AbstractAsyncContextManager[RemoteSender[R]]:
     """The sending end of a channel, open within the `async with`.
 
     Leaving waits until the receiver has everything, or is gone, which `outbox.failure` tells.
+
+    Args:
+        url: what `inbox.url` says.
+        record_type: what the receiver receives.
+        name: who this is, for messages.
+        key: what the receiver knows too, over tcp.
+        silence_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one is not,
+            except where it is to answer an introduction. None waits for it as long as its process exists.
 
     Raises:
         NobodyListens: no receiver answers at `url`.
@@ -90,8 +108,8 @@ def connect(
     """
     name = name or f"process {os.getpid()}"
     if _scheme(url, key) == "shm":
-        return connect_shm(url, record_type, name=name)
-    return connect_tcp(url, record_type, name=name, key=key)
+        return connect_shm(url, record_type, name=name, silence_s=silence_s)
+    return connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s)
 
 
 def _scheme(url: str, key: Key | None) -> str:

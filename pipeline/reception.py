@@ -65,13 +65,16 @@ class Refusals:
 
 
 class Reception(Generic[G]):
-    """Serves a door. Those who are let in are made guests by `admit`; `gone` is told when one's door is closed."""
+    """Serves a door. Those who are let in are made guests by `admit`; `gone` is told when one's door is closed.
+
+    What `gone` returns is for a guest that was shown out, and may hear it later.
+    """
 
     def __init__(
         self,
         guests: Collection[bytes],
         admit: Callable[[Hello, Door, Inlet], G],
-        gone: Callable[[G], None],
+        gone: Callable[[G], Exception | None],
         refusals: Refusals,
         *,
         carrier: str,
@@ -112,7 +115,8 @@ class Reception(Generic[G]):
         guest = await self._introduced(door, enter)
         if guest is not None:
             await self._until_gone(door)
-            self._gone(guest)
+            if (error := self._gone(guest)) is not None:
+                await _tell(door, error)
 
     async def _introduced(self, door: Door, enter: Enter) -> G | None:
         self.entering += 1
@@ -167,6 +171,6 @@ class Reception(Generic[G]):
 
 
 async def _tell(door: Door, error: Exception) -> None:
-    """Say why the introduction failed, to whoever still listens."""
+    """Say why somebody is not, or no longer, let in, to whoever still listens."""
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(FAREWELL_S):
         await door.say(Refused(type(error).__name__, str(error)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -46,6 +47,7 @@ from .ledger import EndState
 from .memory import CHECKPOINT_EVERY
 from .reception import Enter, Reception, Refusals
 from .repetitions import bits
+from .silence import SILENT, Severances
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
@@ -79,6 +81,12 @@ class Peer:
         """Until it says goodbye, or is lost."""
         self.expelled = False
         """Whether it broke the protocol. Of what it sent nothing more is believed."""
+        self.connected = False
+        """Whether anything was heard of it since it was let in."""
+        self.silent_for: float | None = None
+        """Seconds, where it was given up because it was silent."""
+        self.since = time.monotonic()
+        """When it was let in."""
         self.sequence = 0
         """Its last record that arrived."""
         self.taken = 0
@@ -143,7 +151,8 @@ class Terms:
     max_senders: int
     listener: PeerListener | None
     name: str
-    key: Key | None = None
+    key: Key | None
+    silence_s: float | None
 
 
 class RemoteReceiver(Receiving[R]):
@@ -203,6 +212,9 @@ class RemoteReceiver(Receiving[R]):
         self._resources = AsyncExitStack()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
+        self._severances = (
+            None if terms.silence_s is None else Severances(socket, terms.silence_s, self._look_for_the_silent)
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -224,6 +236,8 @@ class RemoteReceiver(Receiving[R]):
     def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
         peer = self._peers[hello.identity] = Peer(hello, self._schedule)
         peer.door, peer.inlet = door, inlet
+        if self._severances is not None:
+            self._severances.expect()
         return peer
 
     def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
@@ -281,6 +295,7 @@ class RemoteReceiver(Receiving[R]):
             self._expel(peer, error)
 
     def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
+        peer.connected = True
         for descriptor in descriptors:
             if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
@@ -318,20 +333,43 @@ class RemoteReceiver(Receiving[R]):
         self._arrivals.append((peer, lost))
         self._say(peer, Closed())
 
-    def _gone(self, peer: Peer) -> None:
-        """Its door is closed. If it had not said goodbye it died: take in what it left, then tell."""
+    def _look_for_the_silent(self) -> None:
+        """A connection has ended. Whose door is still open has not died: it is given up as if it had."""
         self._drain(None)
+        for peer in [peer for peer in self._peers.values() if peer.open and not self._reaches(peer)]:
+            peer.silent_for = self._terms.silence_s
+            peer.door.hang_up()
+        self._on_readable()
+
+    def _reaches(self, peer: Peer) -> bool:
+        """Whether there is a connection to `peer`: ZeroMQ tells only who tries to send, so this gives back nothing."""
+        try:
+            self._socket.send_multipart([peer.identity, encode(Release(()))], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            settled = peer.connected or time.monotonic() - peer.since >= (self._terms.silence_s or 0)
+            return error.errno != zmq.EHOSTUNREACH or not settled
+        return True
+
+    def _gone(self, peer: Peer) -> PeerLost | None:
+        """Its door is closed. If it had not said goodbye it died: take in what it left, then tell.
+
+        Returns:
+            What it is to be told itself, should it ever wake: it was silent, and is given up.
+        """
+        self._drain(None)
+        given_up = None
         if peer.open:
             peer.open = False
             for parcel in peer.inlet.salvage(peer.sequence):
                 self._take_in(peer, parcel)
-            error = PeerLost(
-                f"{peer.name} (pid {peer.pid}) closed its door without saying goodbye after record {peer.sequence}"
-            )
+            how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its door without saying goodbye"
+            error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._arrivals.append((peer, error))
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
+            given_up = error if peer.silent_for else None
         self._peers.pop(peer.identity, None)
         self._waiting.wake_all()
+        return given_up
 
     # -- answering them ----------------------------------------------------------------------------------------------
 
@@ -549,6 +587,8 @@ class RemoteReceiver(Receiving[R]):
         self._flush()
         self._closed = True
         self._loop.remove_reader(self._fd)
+        if self._severances is not None:
+            self._severances.close()
         self._waiting.wake_all()
         with anyio.CancelScope(shield=True):
             for peer in list(self._peers.values()):

@@ -7,8 +7,6 @@ of a sender share it.
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Generic
@@ -19,15 +17,13 @@ import zmq
 
 from ..schemas import ProtocolMismatch
 from ..schemas.control import (
-    PROTOCOL_VERSION,
     Closed,
     Ended,
     Farewell,
     Goodbye,
-    Hello,
     Message,
     Observed,
-    Ready,
+    Publish,
     Refused,
     Release,
     Welcome,
@@ -38,17 +34,19 @@ from .carrier import Outlet, R, Record
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Closing
-from .errors import ChannelFull, OutOfSharedMemory, PeerClosed, PeerLost, PenstockError, StaleDescriptor, TooManySenders
+from .errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
 from .ledger import Origin
 from .memory import CHECKPOINT_EVERY
+from .silence import GRACE_S, SILENT
 from .telemetry import get_logger
 from .waiting import WaitClock, Waiters
 
-__all__ = ["RemoteSender", "SenderLine", "introduce", "let_in"]
+__all__ = ["RemoteSender", "SenderLine"]
 
 log = get_logger("penstock.channel")
 
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what an exception does
+EVENTS = int(zmq.EVENTS)  # asking costs half of what an exception does
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 FLUSH_AT = 64
 """Records in one message: beyond this a message a batch costs nothing measurable."""
@@ -60,7 +58,9 @@ PARTING_S = 10.0
 class SenderLine:
     """The connection that all clones of a sender share."""
 
-    def __init__(self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes], silence_s: float | None
+    ) -> None:
         self.outlet = outlet
         self.welcome = welcome
         """What the receiver granted."""
@@ -75,24 +75,32 @@ class SenderLine:
         self.waiting = Waiters()
         self._door = door
         self._socket = socket
+        self._silence_s = silence_s
+        """How long the receiver may be silent."""
         self._loop = asyncio.get_running_loop()
         self._unposted = 0
         """Records that were taken in since the last message."""
         self._severed = False
         """Whether the socket has nobody to send to any more."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Runs out when the door has not said why."""
         self._flush_scheduled = False
         self._parted = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
         self._watch = self._loop.create_task(self._watch_door(), name="penstock sender door")
+        self.tell(Publish(()))  # nothing yet: from now on the receiver knows this connection
 
     async def _watch_door(self) -> None:
         """Until the receiver closes the channel, or dies: then nothing can be sent any more."""
         failure: PeerClosed | PeerLost = PeerLost(f"{self.welcome.name}, the receiver, died: its door is closed")
         with suppress(anyio.EndOfStream, ProtocolMismatch):
-            if isinstance(await self._door.hear(), Closed):
-                failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
+            match await self._door.hear():
+                case Closed():
+                    failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
+                case Refused(_, reason):
+                    failure = PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}")
         self.drain()
         self._fail(failure)
 
@@ -157,11 +165,20 @@ class SenderLine:
 
     @contextmanager
     def _noticing_severance(self) -> Iterator[None]:
-        """ZeroMQ refuses to send when the other end is gone; whether it closed or died, the door is about to tell."""
+        """ZeroMQ refuses to send when the other end is gone."""
         try:
             yield
         except zmq.Again:
+            self._sever()
+
+    def _sever(self) -> None:
+        """There is nobody to send to. If the receiver closed or died, the door is about to tell; else it is silent."""
+        if not self._severed:
             self._severed = True
+            self._grace = self._loop.call_later(GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._fail(PeerLost(f"{self.welcome.name}, the receiver, {SILENT.format(self._silence_s)}"))
 
     def tell(self, message: Message) -> None:
         """Send a message of control, after the descriptors that precede it."""
@@ -173,7 +190,12 @@ class SenderLine:
 
     def drain(self) -> None:
         """Hear all that the receiver has said."""
-        while not self._socket.closed and int(self._socket.getsockopt(EVENTS)) & POLLIN:
+        while not self._socket.closed:
+            events = int(self._socket.getsockopt(EVENTS))
+            if not events & POLLIN:
+                if not events & POLLOUT:
+                    self._sever()
+                return
             try:
                 self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
             except (ProtocolMismatch, StaleDescriptor) as error:
@@ -204,6 +226,8 @@ class SenderLine:
         if bound.cancelled_caught:
             log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
         self._watch.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
         with anyio.CancelScope(shield=True):
@@ -306,47 +330,3 @@ class RemoteSender(Closing, Generic[R]):
             waiting_for=self._clock.waiting_for,
             waited_s=self._clock.waited_s,
         )
-
-
-REFUSALS: dict[str, type[PenstockError]] = {
-    error.__name__: error for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TooManySenders)
-}
-"""What a refusal at the door raises at the sender, by the name that travels."""
-
-
-async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Welcome, bytes]:
-    """Ask to be let in; returns what was granted, and the identity to use.
-
-    Raises:
-        ProtocolMismatch: the receiver carries something else, or speaks another version.
-        TooManySenders: its budget of memory is given out.
-        PeerClosed: it refused for another reason, or went away.
-    """
-    identity = b"p" + secrets.token_bytes(15)
-    await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
-    answer = await _answer(door)
-    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
-        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
-    return answer, identity
-
-
-async def let_in(door: Door) -> None:
-    """Wait for the last word of an introduction.
-
-    Raises:
-        OutOfSharedMemory: the receiver cannot map this sender's segment.
-        PeerClosed: it refused for another reason, or went away.
-    """
-    answer = await _answer(door)
-    if not isinstance(answer, Ready):
-        raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
-
-
-async def _answer(door: Door) -> Message:
-    try:
-        answer = await door.hear()
-    except anyio.EndOfStream:
-        raise PeerClosed("the receiver closed the door without an answer") from None
-    if isinstance(answer, Refused):
-        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
-    return answer

@@ -26,8 +26,9 @@ from .blocking import enter_in_thread
 from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, PeerLost, RecordTooLarge
+from .introduction import answering_within, introduce, let_in
 from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine, introduce, let_in
+from .remote_sender import RemoteSender, SenderLine
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable, Span
 from .socket_directory import socket_directory, sweep
@@ -253,7 +254,7 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
         raise ValueError(f"expected {SCHEME} and nothing behind it, got {url!r}: senders are given `inbox.url`")
     async with AsyncExitStack() as stack:
         directory = await enter_in_thread(stack, socket_directory())
-        socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory)
+        socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory, terms.silence_s)
         stack.callback(socket.close)
         listener_at_door = await SocketListener.from_socket(door)
         receiver = RemoteReceiver(
@@ -269,7 +270,9 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
 
 @asynccontextmanager
-async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIterator[RemoteSender[R]]:
+async def connect_shm(
+    url: str, record_type: type[R], *, name: str, silence_s: float | None
+) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel on this host; see `connect`."""
     path = Path(url.removeprefix(SCHEME)) / DOOR
     try:
@@ -279,15 +282,16 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
         raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
-        welcome, identity = await introduce(door, "shm", record_type.schema.kind, name)
-        segment = await anyio.to_thread.run_sync(
-            SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
-        )
-        stack.callback(segment.close)
-        await door.say(Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-        await let_in(door)
+        with answering_within(silence_s, url):
+            welcome, identity = await introduce(door, "shm", record_type.schema.kind, name)
+            segment = await anyio.to_thread.run_sync(
+                SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
+            )
+            stack.callback(segment.close)
+            await door.say(Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
+            await let_in(door)
         outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
-        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity))
+        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity, silence_s=silence_s), silence_s)
         stack.pop_all()
         try:
             async with RemoteSender[R](line, "shm") as sender:
@@ -298,12 +302,12 @@ async def connect_shm(url: str, record_type: type[R], *, name: str) -> AsyncIter
                     await anyio.to_thread.run_sync(sweep)
 
 
-def _bind(directory: Path) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
+def _bind(directory: Path, silence_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
     """A receiver's two sockets, bound to files of mode 0600, and the ZeroMQ one's endpoint."""
     door = sockets.socket(sockets.AF_UNIX)
     door.bind(str(directory / DOOR))
     door.listen()
-    socket, endpoint = router(), f"ipc://{directory / DATA}"
+    socket, endpoint = router(silence_s=silence_s), f"ipc://{directory / DATA}"
     socket.bind(endpoint)
     for path in (directory / DOOR, directory / DATA):
         path.chmod(0o600)

@@ -94,6 +94,8 @@ class _Child:
         self.serving = anyio.Event()
         """Set when records may be sent to `url`."""
         self.url = ""
+        self.given_up = ""
+        """Why it was killed although it had not been told to stop; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
         self._word = word
@@ -152,6 +154,12 @@ class _Child:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    def give_up(self, why: str) -> None:
+        """It is of no more use."""
+        if self.running:
+            self.given_up = why
+            self.signal(signal.SIGKILL)
+
     async def stop(self, within_s: float) -> None:
         """Have it end: SIGTERM, a deadline, SIGKILL. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
@@ -177,6 +185,8 @@ class _Child:
             return f"swallowed by {who}"
         if self.failure is not None:
             return f"{who} {self.failure.error}"
+        if self.given_up:
+            return f"{who} {self.given_up}; it was killed"
         if status is not None and status < 0:
             return f"{who} was killed by {_signal_name(-status)}"
         return f"{who} exited with status {status} before its stage had returned"
@@ -269,6 +279,12 @@ class Supervisor:
     def _name_of(self, index: int, incarnation: int = 0) -> str:
         restarted = f", restart {incarnation}" if incarnation else ""
         return f"{self._name} {index + 1}/{self._on.count}{restarted}"
+
+    def give_up(self, worker: str, why: str) -> None:
+        """`worker` is there, and of no more use: it is killed, and replaced as often as that is allowed."""
+        for child in self._children.values():
+            if child.orders.name == worker:
+                child.give_up(why)
 
     async def run(self, channels: dict[str, Any], feed: Feed | None = None) -> None:
         """Run the workers until the stage has returned in all of them.

@@ -26,9 +26,10 @@ from ..schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_co
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
 from .door import Door
 from .errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
+from .introduction import answering_within, introduce, let_in
 from .keys import Key
 from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine, introduce, let_in
+from .remote_sender import RemoteSender, SenderLine
 
 __all__ = ["connect_tcp", "serve_tcp"]
 
@@ -157,7 +158,7 @@ def _address(url: str, key: Key | None) -> tuple[str, int]:
 async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
     host, port = await anyio.to_thread.run_sync(_address, url, terms.key)
-    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), terms.key)
+    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), terms.key, terms.silence_s)
     wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
@@ -186,7 +187,9 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
 
 @asynccontextmanager
-async def connect_tcp(url: str, record_type: type[R], *, name: str, key: Key | None) -> AsyncIterator[RemoteSender[R]]:
+async def connect_tcp(
+    url: str, record_type: type[R], *, name: str, key: Key | None, silence_s: float | None
+) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
     host, port = await anyio.to_thread.run_sync(_address, url, key)
     try:
@@ -195,13 +198,14 @@ async def connect_tcp(url: str, record_type: type[R], *, name: str, key: Key | N
         raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
-        if key is not None:
-            await _greet(door, key)
-        welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
-        await let_in(door)
+        with answering_within(silence_s, url):
+            if key is not None:
+                await _greet(door, key)
+            welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
+            await let_in(door)
         outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
-        data = dealer(_reached(welcome.endpoint, host), identity, key)
-        line = SenderLine(door, welcome, outlet, data)
+        data = dealer(_reached(welcome.endpoint, host), identity, key, silence_s)
+        line = SenderLine(door, welcome, outlet, data, silence_s)
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:
         yield sender

@@ -192,7 +192,7 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
 
 
 async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
-    async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name) as sender:
+    async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, silence_s=None) as sender:
         _tell(orders, Connected())
         sender.on_ended(context.ledger.settle)
         news = _Newsagent(sender, context)
@@ -228,6 +228,7 @@ async def _served(orders: Orders) -> AsyncIterator[Any]:
         capacity_bytes=orders.inbox_capacity_bytes,
         max_senders=1,
         name=orders.name,
+        silence_s=None,
     ) as inbox:
         _tell(orders, Serving(inbox.url))
         yield inbox

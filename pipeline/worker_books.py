@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,7 @@ from .ledger import Ledger
 from .remote_receiver import Peer, PeerListener
 from .repetitions import without
 from .shared_memory import scratch
+from .silence import SILENT
 from .telemetry import Absorbing, get_logger
 from .worker_messages import News
 
@@ -34,6 +35,9 @@ log = get_logger("penstock.pipeline")
 _decode_news = msgspec.msgpack.Decoder(News).decode
 
 RUN_ENDED = "in flight when the run ended"
+
+OnSilent: TypeAlias = Callable[[str, str], None]
+"""Is told of a worker that is lost and still there, and why: whoever started it ends it."""
 
 
 class Books(PeerListener, Protocol):
@@ -85,6 +89,7 @@ class SourceBooks:
         self._metrics = metrics
         self._passage = passage
         self._pages: dict[str, _Page] = {}
+        self.on_silent: OnSilent = _unheeded
 
     def open(self, worker: str) -> int:
         """A page for the counters of `worker`; see `Books.open`."""
@@ -115,8 +120,10 @@ class SourceBooks:
             page.account.reasons = news.reasons
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
-        """Everything was received that a dead worker had published; see `PeerListener`."""
+        """Everything was received that a lost worker had published; see `PeerListener`."""
         self.parted(peer)
+        if peer.silent_for is not None:
+            self.on_silent(peer.name, SILENT.format(peer.silent_for))
 
     def parted(self, peer: Peer) -> None:
         """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""
@@ -173,6 +180,7 @@ class RelayBooks:
         self._metrics = metrics
         self._passage = passage
         self._workers: dict[str, _Hands] = {}
+        self.on_silent: OnSilent = _unheeded
 
     def open(self, worker: str) -> int:
         """Note that `worker` begins, with empty hands; see `Books.open`."""
@@ -207,8 +215,10 @@ class RelayBooks:
                 self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
-        """Everything was received that a dead worker had published; see `PeerListener`."""
+        """Everything was received that a lost worker had published; see `PeerListener`."""
         self.parted(peer)
+        if peer.silent_for is not None:
+            self.on_silent(peer.name, SILENT.format(peer.silent_for))
 
     def parted(self, peer: Peer) -> None:
         """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""
@@ -233,6 +243,10 @@ class RelayBooks:
             del self._workers[worker]
             self._ledger.end(hands.ids, "lost", hands.how)
             _warn(worker, len(hands.ids), hands.how)
+
+
+def _unheeded(worker: str, why: str) -> None:
+    """Nobody looks after the workers."""
 
 
 def _page() -> int:

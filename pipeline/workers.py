@@ -21,6 +21,7 @@ from .joint import Passage
 from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, carried
 from .placement import Processes
 from .remote_receiver import RemoteReceiver
+from .silence import DEFAULT_SILENCE_S
 from .statistics import WorkerStatistics
 from .supervisor import Supervisor
 from .telemetry import WaitsHeard
@@ -31,6 +32,10 @@ __all__ = ["Workers"]
 HELD_OPEN = 2**62
 """Senders that a channel behind workers waits for: so many never come; when the last worker is done, none is awaited.
 Workers die and are started anew, so how many will have come and gone is not known before."""
+
+SILENCE_S = DEFAULT_SILENCE_S
+"""How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
+for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
 
 _WORKER_GONE = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
 """What a feed meets when its worker dies; that it died, and how, the supervisor says."""
@@ -52,6 +57,7 @@ class Workers:
         """Hands records to them; None for a source."""
         self._books = self._feeder.books if self._feeder else SourceBooks(context.ledger, self._heard, passage)
         self._supervisor = Supervisor(link.name, link.stage, on, self._books)
+        self._books.on_silent = self._supervisor.give_up
         self._outlet: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
 
@@ -67,6 +73,7 @@ class Workers:
             max_senders=self._on.count * (2 if self._on.restarts else 1),
             listener=self._books,
             name=self._after.name,
+            silence_s=SILENCE_S,
         ) as self._outlet:
             yield self._outlet
 
@@ -122,7 +129,7 @@ class _Feeder:
     async def feed(self, worker: str, url: str) -> None:
         """Hand records to `worker`, which serves `url`, until there are no more, or it is gone."""
         with suppress(*_WORKER_GONE):
-            async with connect(url, self.record_type, name=f"feed of {worker}") as outbox:
+            async with connect(url, self.record_type, name=f"feed of {worker}", silence_s=None) as outbox:
                 while (record := await self._next()) is not None:
                     await self._hand(worker, record, outbox)
                     del record  # what is handed on must not hold its slots until the next one comes

@@ -1,7 +1,8 @@
 """The cells of the kill matrix: who is struck, by what, in which moment; and the ones that make no sense, with why.
 
 Faults: what ends a process from outside (SIGKILL, SIGTERM) or from within (`os._exit`, an exception), and SIGSTOP in
-two forms. After a *stall* the others are still waiting, and go on. A *zombie* has been given up when it wakes.
+two forms. After a *stall* the others are still waiting, and go on. A *zombie* has been given up when it wakes: it was
+silent for longer than its peers bear, or whoever ran it had enough.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from itertools import product, starmap
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
+
+from penstock.pipeline.silence import DEFAULT_SILENCE_S
 
 __all__ = [
     "AT",
@@ -39,7 +42,7 @@ committing: the ledger has been told, nobody else has · shutdown: the end of th
 closed yet; a supervisor has just told its worker to stop."""
 
 BOUND_S = 0.3
-"""How long anyone in a cell waits for somebody who is silent: longer than a stall, were it not for that bound."""
+"""How long a zombie may be silent. A stall takes longer, and would be given up as well with that bound."""
 
 SEGMENT_BYTES = 2**18
 """What a sender may have in flight: a small segment is made fast."""
@@ -65,6 +68,11 @@ class Cell(msgspec.Struct, frozen=True):
     def stops(self) -> bool:
         """Whether the process is stopped, and goes on later."""
         return self.fault in {"stall", "zombie"}
+
+    @property
+    def silence_s(self) -> float:
+        """What its peers bear."""
+        return BOUND_S if self.fault == "zombie" else DEFAULT_SILENCE_S
 
     @property
     def dies(self) -> bool:

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import anyio
 from anyio.abc import TaskGroup
 from tests.faults.actors import Play, commit, digest, note_salvage, number_of, record_number
-from tests.faults.cells import AT, BOUND_S, COUNT, SEGMENT_BYTES
+from tests.faults.cells import AT, COUNT, SEGMENT_BYTES
 
 from penstock import Ledger, ReceiveChannel, SendChannel, TrajectoryGroup, connect, serve
 from penstock.errors import PeerClosed, PeerLost
-from penstock.pipeline import remote_sender
 
-__all__ = ["consume", "consume_and_be_struck", "patience", "produce", "produce_and_be_struck"]
-
-
-@asynccontextmanager
-async def patience(play: Play) -> AsyncIterator[None]:
-    """Within the body a zombie is waited for no longer than the bound; everybody else for ever."""
-    async with anyio.create_task_group() as tasks:
-        if play.cell.fault == "zombie":
-            tasks.start_soon(_give_up, play, tasks.cancel_scope)
-        yield
-        tasks.cancel_scope.cancel()
-
-
-async def _give_up(play: Play, scope: anyio.CancelScope) -> None:
-    await play.struck()
-    await anyio.sleep(BOUND_S)
-    scope.cancel()
+__all__ = ["consume", "consume_and_be_struck", "produce", "produce_and_be_struck"]
 
 
 # -- the producer is struck ------------------------------------------------------------------------------------------
@@ -61,21 +43,25 @@ async def _send_and_be_struck(play: Play, outbox: SendChannel[TrajectoryGroup]) 
 
 
 async def consume(play: Play) -> None:
-    """Commit what the victim sends until it is gone, or its silence is longer than the bound."""
+    """Commit what the victim sends until it is gone, or is given up."""
     ledger, held = Ledger(), record_number(0)
     note_salvage(play.log)
     async with serve(
-        "shm://", TrajectoryGroup, capacity=COUNT, capacity_bytes=SEGMENT_BYTES, name="the consumer"
+        "shm://",
+        TrajectoryGroup,
+        capacity=COUNT,
+        capacity_bytes=SEGMENT_BYTES,
+        name="the consumer",
+        silence_s=play.cell.silence_s,
     ) as inbox:
         play.tell_url(inbox.url)
-        async with patience(play):
-            try:
-                async for record in inbox:
-                    held = record
-                    commit(ledger, record)
-                    play.log.committed(record)
-            except PeerLost as error:
-                play.log.told(error)
+        try:
+            async for record in inbox:
+                held = record
+                commit(ledger, record)
+                play.log.committed(record)
+        except PeerLost as error:
+            play.log.told(error)
     play.log("balance", ledger.balance())
     if play.cell.fault == "zombie":
         await _go_on_without(play)
@@ -128,10 +114,9 @@ async def _receive_and_be_struck(play: Play, inbox: ReceiveChannel[TrajectoryGro
 
 
 async def produce(play: Play) -> None:
-    """Send all records, unless the victim is gone, or silent for longer than the bound."""
-    if play.cell.fault == "zombie":
-        remote_sender.PARTING_S = BOUND_S
-    async with connect(await play.hear_url(), TrajectoryGroup, name="the producer") as outbox, patience(play):
+    """Send all records, unless the victim is gone, or is given up."""
+    url = await play.hear_url()
+    async with connect(url, TrajectoryGroup, name="the producer", silence_s=play.cell.silence_s) as outbox:
         try:
             await _send_all(play, outbox)
         except (PeerClosed, PeerLost) as error:

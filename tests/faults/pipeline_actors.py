@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
 from tests.faults.actors import Log, Play, Striker, number_of, record_number
 from tests.faults.cells import AT, BOUND_S, COUNT, SEGMENT_BYTES, Cell
-from tests.faults.channel_actors import patience
 
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, current, drop, processes, source
 from penstock.errors import StageFailed
@@ -83,6 +84,22 @@ class Middle:
             striker.armed = True  # the goodbye follows
 
 
+@asynccontextmanager
+async def _patience(play: Play) -> AsyncIterator[None]:
+    """Within the body a zombie is waited for no longer than the bound: whoever trains has enough then."""
+    async with anyio.create_task_group() as tasks:
+        if play.cell.fault == "zombie":
+            tasks.start_soon(_give_up, play, tasks.cancel_scope)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def _give_up(play: Play, scope: anyio.CancelScope) -> None:
+    await play.struck()
+    await anyio.sleep(BOUND_S)
+    scope.cancel()
+
+
 @dataclass(frozen=True)
 class Train:
     """The sink."""
@@ -90,7 +107,7 @@ class Train:
     play: Play
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        async with patience(self.play), anyio.create_task_group() as tasks:
+        async with _patience(self.play), anyio.create_task_group() as tasks:
             async for record in inbox:
                 number, at = number_of(record), number_of(record) == AT and self.play.cell.role == "supervisor"
                 if at and self.play.cell.moment == "reading":

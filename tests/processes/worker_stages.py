@@ -40,6 +40,22 @@ class SampleTwice:
 
 
 @dataclass(frozen=True)
+class SampleOneEach:
+    """Of each of `count` prompts, every worker samples one repetition; the second dies half way, and begins anew."""
+
+    count: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker = current().worker
+        for number in range(self.count):
+            if worker.index == 1 and not worker.incarnation and number == self.count // 2:
+                await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
+                os.kill(os.getpid(), signal.SIGKILL)
+            name = str(number)
+            await outbox.send(group(instance_id=name, completion_lengths=[3], repetition_ids=[worker.index]))
+
+
+@dataclass(frozen=True)
 class SampleAndDie(Sample):
     """The first worker admits one group more than it sends, and dies, unless it was restarted `lives` times."""
 
@@ -162,13 +178,14 @@ class Judge:
     """Drops every fifth group; a worker that is `mortal` dies at its third group, once."""
 
     mortal: bool = False
+    signal: int = signal.SIGKILL
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         worker, seen = current().worker, 0
         async for record in inbox:
             seen += 1
             if self.mortal and seen == 3 and not worker.incarnation:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.signal)
             current().metrics.total("judged", 1)
             if int(record.instance_id.partition(".")[0]) % 5:
                 await outbox.send(record)

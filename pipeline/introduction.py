@@ -1,0 +1,77 @@
+"""How a sender is let in: what it says at a receiver's door, and what may become of that."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+
+from ..schemas import ProtocolMismatch
+from ..schemas.control import PROTOCOL_VERSION, Hello, Message, Ready, Refused, Welcome
+from .door import Door
+from .errors import NobodyListens, OutOfSharedMemory, PeerClosed, PenstockError, TooManySenders
+
+__all__ = ["answering_within", "introduce", "let_in"]
+
+REFUSALS: dict[str, type[PenstockError]] = {
+    error.__name__: error for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TooManySenders)
+}
+"""What a refusal at the door raises at the sender, by the name that travels."""
+
+
+@contextmanager
+def answering_within(silence_s: float | None, url: str) -> Iterator[None]:
+    """Introductions in the body end in time.
+
+    Raises:
+        NobodyListens: the receiver was silent for `silence_s`.
+    """
+    try:
+        with anyio.fail_after(silence_s):
+            yield
+    except TimeoutError:
+        raise NobodyListens(
+            f"expected the receiver at {url} to answer, got silence for {silence_s} s: is its process stopped, or its "
+            f"event loop held up? Raise silence_s where that is usual"
+        ) from None
+
+
+async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Welcome, bytes]:
+    """Ask to be let in; returns what was granted, and the identity to use.
+
+    Raises:
+        ProtocolMismatch: the receiver carries something else, or speaks another version.
+        TooManySenders: its budget of memory is given out.
+        PeerClosed: it refused for another reason, or went away.
+    """
+    identity = b"p" + secrets.token_bytes(15)
+    await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
+    answer = await _answer(door)
+    if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
+    return answer, identity
+
+
+async def let_in(door: Door) -> None:
+    """Wait for the last word of an introduction.
+
+    Raises:
+        OutOfSharedMemory: the receiver cannot map this sender's segment.
+        PeerClosed: it refused for another reason, or went away.
+    """
+    answer = await _answer(door)
+    if not isinstance(answer, Ready):
+        raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
+
+
+async def _answer(door: Door) -> Message:
+    try:
+        answer = await door.hear()
+    except anyio.EndOfStream:
+        raise PeerClosed("the receiver closed the door without an answer") from None
+    if isinstance(answer, Refused):
+        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
+    return answer

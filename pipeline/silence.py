@@ -1,0 +1,79 @@
+"""Who is silent: a process that is stopped, or one on a host that hangs. Its door stays open, so no stream ends.
+
+ZeroMQ's own threads ask the other side for signs of life and answer without the interpreter: who is busy, however long,
+is not silent. They cut the connection of who does not answer, and say so on a monitor, though not whose connection it
+was. Knows sockets, not peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+__all__ = ["DEFAULT_SILENCE_S", "GRACE_S", "SILENT", "Severances", "expect_signs_of_life"]
+
+DEFAULT_SILENCE_S = 30.0
+"""How long a peer may be silent: longer than a machine that swaps, or a debugger that looks at a process, takes."""
+
+GRACE_S = 0.1
+"""How long the door has to tell of a death before the end of a connection is taken for silence: it takes 1 ms."""
+
+SILENT = "was silent for {} s, for its process was stopped or its host hung"
+"""What is said of whoever is given up."""
+
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def expect_signs_of_life(socket: zmq.Socket[bytes], silence_s: float | None) -> None:
+    """Have connections of `socket`, which has none yet, cut where the other side is silent for `silence_s`.
+
+    It is asked every third of that time, two messages that wake a thread on each side, and has the rest to answer.
+    """
+    if silence_s is not None:
+        third_ms = max(1, int(1000 * silence_s / 3))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * third_ms)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, third_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * third_ms)
+
+
+class Severances:
+    """Has `look` called a little after connections of a socket have ended, and when a newcomer must have one."""
+
+    def __init__(self, socket: zmq.Socket[bytes], silence_s: float, look: Callable[[], None]) -> None:
+        self._socket = socket
+        self._silence_s = silence_s
+        self._look = look
+        self._loop = asyncio.get_running_loop()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._fd = int(self._monitor.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._hear)
+        self._hear()  # the descriptor tells of what comes after a look, and of nothing before the first
+
+    def expect(self) -> None:
+        """Someone was let in whose connection is not there yet."""
+        self._look_in(self._silence_s)
+
+    def _hear(self) -> None:
+        while int(self._monitor.getsockopt(EVENTS)) & POLLIN:
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+            self._look_in(GRACE_S)
+
+    def _look_in(self, delay_s: float) -> None:
+        def look() -> None:
+            self._timers.discard(timer)
+            self._look()
+
+        timer = self._loop.call_later(delay_s, look)
+        self._timers.add(timer)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._loop.remove_reader(self._fd)
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
