@@ -17,6 +17,7 @@ from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import worker_stages as stages
 
 from penstock import (
+    GroupAssembler,
     Metrics,
     Pipeline,
     ReceiveChannel,
@@ -97,6 +98,18 @@ async def test_what_workers_send_twice_and_what_two_of_them_send_is_trained_once
     assert report.balance.ended["trained"] == 20
     assert report.balance.ended["rejected"] == 60
     assert report.balance.admitted == 80
+
+
+async def test_groups_whose_pieces_come_from_several_workers_are_trained_whole_and_once_though_one_began_anew() -> None:
+    assembler = GroupAssembler(2, stragglers="wait")
+
+    report = await source(stages.SampleOneEach(20), on=processes(2)).then(assembler).then(Pack()).sink(Train()).run()
+
+    assert report.ended_by == "end of stream"
+    assert report.balance.ended["trained"] == 40
+    assert report.balance.ended["rejected"] == 10  # what the second had sent before it died, it sent again
+    assert report.balance.ended["filtered"] == report.balance.ended["lost"] == 0
+    assert report.balance.admitted == 50
 
 
 async def test_a_worker_hears_how_its_trajectories_ended() -> None:
