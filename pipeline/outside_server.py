@@ -186,9 +186,10 @@ class OutsideServer:
         """Start it, wait until it is ready, and end all of it with the body. If it ends first, so does the body.
 
         Raises:
-            ServerFailed: it could not be started, was not ready in time, or ended before the body did; with the last
-                that it printed.
+            ServerFailed: somebody answers already; or it could not be started, was not ready in time, or ended before
+                the body did, with the last that it printed.
         """
+        await self._until_nobody_answers()
         stack = AsyncExitStack()
         try:
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -202,10 +203,13 @@ class OutsideServer:
         finally:
             await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
 
+    @property
+    def _called(self) -> str:
+        return self.name or Path(self.command[0]).name
+
     def _start(self) -> RunningServer:
         worker = current().worker
-        name = self.name or Path(self.command[0]).name
-        label = f"{name}-{worker.index}" if worker.count > 1 else name
+        label = f"{self._called}-{worker.index}" if worker.count > 1 else self._called
         path = Path(self.logs).absolute() / f"{label}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         (hears_orders, orders), (words, says_words) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
@@ -230,23 +234,44 @@ class OutsideServer:
             os.close(says_words)
         return RunningServer(label, path, popen, orders, words)
 
+    async def _until_nobody_answers(self) -> None:
+        """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""
+        with anyio.move_on_after(self.stop_within_s):
+            async for met in self._probed():
+                if met is not None:
+                    return
+        raise ServerFailed(
+            f"expected the probe to fail before {self._called} is started, it succeeded for {self.stop_within_s:g} s: "
+            f"another server answers in its place; end that one, or choose another port"
+        )
+
     async def _until_ready(self, server: RunningServer) -> None:
-        began, pause_s = anyio.current_time(), FIRST_PAUSE_S
-        last: BaseException = TimeoutError("it has not been probed yet")
+        began = anyio.current_time()
+        last: BaseException | None = None
         with anyio.move_on_after(self.ready_within_s):
-            while True:
-                try:
-                    with anyio.fail_after(PROBE_S):
-                        await self.ready()
-                except Exception as error:  # noqa: BLE001 (whatever a probe raises means: not yet)
-                    last = error.__cause__ or error
-                else:
+            async for met in self._probed():
+                if met is None:
                     waited_s = round(anyio.current_time() - began, 2)
                     log.info("server_ready", server=server.name, pid=server.pid, waited_s=waited_s)
                     return
-                await anyio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                last = met
         raise await _failed(server, f"was not ready within {self.ready_within_s:g} s: {last!r}")
+
+    async def _probed(self) -> AsyncIterator[BaseException | None]:
+        """What one probe after another met; None where it succeeded."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            yield await self._probe()
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _probe(self) -> BaseException | None:
+        try:
+            with anyio.fail_after(PROBE_S):
+                await self.ready()
+        except Exception as error:  # noqa: BLE001 (whatever a probe raises means: not yet)
+            return error.__cause__ or error
+        return None
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,15 @@ def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 10, stop
         ready_within_s=ready_within_s,
         stop_within_s=stop_within_s,
     )
+
+
+async def settled(port: int) -> None:
+    """Return when somebody answers."""
+    with anyio.fail_after(ENDS_S):
+        while True:
+            with suppress(OSError):
+                await ask(port, "/")
+                return
 
 
 async def ask(port: int, path: str) -> bytes:
@@ -173,8 +182,29 @@ async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tm
     assert server.how == "was killed by SIGKILL"
 
 
-async def test_what_runs_the_same_program_at_the_same_port_is_none_of_our_business(port: int, tmp_path: Path) -> None:
+async def test_whoever_answers_in_its_place_is_not_taken_for_it_and_left_alone(port: int, tmp_path: Path) -> None:
     with child(command(port)) as (stranger, _):
+        await settled(port)
+        with pytest.raises(ServerFailed, match="expected the probe to fail before server is started, it succeeded for"):
+            async with recipe(port, tmp_path, stop_within_s=0.05).open():
+                pytest.fail("somebody else was there")
+
+        assert stranger.poll() is None
+        assert not (tmp_path / "server.log").exists()
+
+
+async def test_one_from_before_that_is_about_to_end_is_waited_for(port: int, tmp_path: Path) -> None:
+    with child(command(port)) as (before, _):
+        await settled(port)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, port, "/die")
+            async with recipe(port, tmp_path).open() as server:
+                assert await anyio.to_thread.run_sync(before.wait) == 4
+                assert pids_in(server.log.read_text()) == [server.pid]
+
+
+async def test_what_runs_the_same_program_is_none_of_our_business(port: int, tmp_path: Path) -> None:
+    with child(command(port, "deaf")) as (stranger, _):
         async with recipe(port, tmp_path, "stubborn", stop_within_s=0.05).open():
             pass
         assert stranger.poll() is None
