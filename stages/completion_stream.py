@@ -8,7 +8,8 @@ that were sampled. Log-probabilities are those that the server gave, or none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -56,6 +57,10 @@ class Events:
                 yield b"\n".join(data)
 
 
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""As records hold it."""
+
+
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] | None = None
@@ -63,7 +68,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
@@ -74,6 +79,7 @@ class _Chunk(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Chunk)
+_id_decoder = msgspec.json.Decoder(TokenId)
 
 
 class StreamedCompletion:
@@ -112,7 +118,10 @@ class StreamedCompletion:
         self._tokens += ids
         if ids and self._logprobs is not None:
             given = choice.logprobs.token_logprobs if choice.logprobs else None
-            self._logprobs = None if given is None else self._logprobs + _as_many(given, ids)
+            if given is None:
+                self._logprobs = None
+            else:
+                self._logprobs += _as_many(given, ids)
         if choice.finish_reason is not None:
             if choice.finish_reason not in STOP_REASONS:
                 wanted = ", ".join(STOP_REASONS)
@@ -136,9 +145,10 @@ def _ids(choice: _Choice) -> list[int]:
     if choice.token_ids is not None:
         return choice.token_ids
     tokens = choice.logprobs.tokens if choice.logprobs else []
-    ids = [token.removeprefix(AS_IDS) for token in tokens if token.startswith(AS_IDS)]
-    if len(ids) == len(tokens) and all(map(str.isdecimal, ids)) and (ids or not choice.text):
-        return list(map(int, ids))
+    with suppress(msgspec.MsgspecError):
+        ids = [_id_decoder.decode(token.removeprefix(AS_IDS)) for token in tokens if token.startswith(AS_IDS)]
+        if len(ids) == len(tokens) and (ids or not choice.text):
+            return ids
     raise ProtocolMismatch(
         f"expected the ids of sampled tokens (`token_ids`, or tokens written as `token_id:…`), got text alone, "
         f"{choice.text!r}: use a server that returns ids, as vLLM and SGLang do"

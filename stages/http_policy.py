@@ -205,6 +205,8 @@ class HttpEngine:
                 return (await self._streamed(encoded)).completion(version)
 
         completion = await self._client.retried("/v1/completions", attempt)
+        if len(completion.tokens) > body["max_tokens"]:
+            raise ProtocolMismatch(f"expected at most {body['max_tokens']} tokens, got {len(completion.tokens)}")
         current().metrics.total("rollout/tokens", len(completion.tokens))
         return completion
 

@@ -44,6 +44,7 @@ TROUBLE = {
     "too few logprobs": 111,
     "unknown reason": 112,
     "refusal in the stream": 113,
+    "too much": 114,
 }
 
 
@@ -236,6 +237,8 @@ class Server:
             choice["logprobs"] = None
         if trouble == "too few logprobs":
             logprobs["token_logprobs"] = []
+        if trouble == "too much":
+            choice |= {"token_ids": [token] * 9, "logprobs": None}
         if trouble == "unknown reason":
             choice["finish_reason"] = "boredom"
         return choice

@@ -58,5 +58,26 @@ def test_a_log_probability_that_is_missing_leaves_none_of_them(missing: object) 
     assert taken(known, {"token_ids": [6], "logprobs": missing}, known).completion(0).logprobs is None
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_ids": [-1]},
+        {"token_ids": [2**31]},
+        {"token_ids": ["5"]},
+        {"logprobs": {"tokens": ["token_id:-1"]}},
+        {"logprobs": {"tokens": ["token_id:4294967296"]}},
+        {"logprobs": {"tokens": ["token_id:5", "six"]}},
+        {"logprobs": {"tokens": ["token_id:"]}},
+    ],
+)
+def test_what_is_no_token_id_is_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolMismatch, match=r"expected (a part of a completion|the ids of sampled tokens)"):
+        taken(choice)
+
+
+def test_ids_in_the_place_of_tokens_are_read_as_such() -> None:
+    assert taken({"logprobs": {"tokens": ["token_id:5", "token_id:0"]}}).completion(0).tokens.tolist() == [5, 0]
+
+
 def test_a_stream_that_has_not_said_why_it_stopped_is_not_done() -> None:
     assert not taken({"token_ids": [5]}).done

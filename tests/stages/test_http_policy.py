@@ -260,6 +260,7 @@ async def test_a_source_samples_at_a_server(serve: Serve) -> None:
         ("refusal in the stream", EngineRefused, "attempt 1 of 3: 400: lost my mind"),
         ("text alone", ProtocolMismatch, "expected the ids of sampled tokens .* got text alone, '<.*>': use a server"),
         ("too few logprobs", ProtocolMismatch, "expected a log-probability for each of 1 tokens, got 0"),
+        ("too much", ProtocolMismatch, "expected at most 5 tokens, got "),
         ("unknown reason", ProtocolMismatch, "expected a finish_reason among stop, .*, got 'boredom'"),
     ],
 )
