@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Sample whatever is begun from now on with the weights published at `url`, of `version` or newer.
 
         Returns when they are in place. A completion that is being sampled is finished first, with the weights that it
-        began with.
+        began with; an engine that was made to update in flight goes on with it, and says which version sampled what.
         """
         ...
 
