@@ -1,4 +1,4 @@
-"""What holds for every test: nothing blocks the event loop, and real processes leave nothing behind."""
+"""What holds for every test: nothing blocks the event loop, real processes leave nothing, who hangs says why."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 from blockbuster import blockbuster_ctx
+from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
 REAPING_S = 2.0
 """How long ZeroMQ may take to close a socket that was closed here: its linger, and a busy machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from blockbuster import BlockingError
 
 import penstock
+
+ROOT = Path(__file__).parents[1]
 
 CONFTEST = Path(__file__).parent / "conftest.py"
 """Copied into a suite of its own, that leaks on purpose."""
@@ -37,8 +40,36 @@ def test_a_test_with_real_processes_that_leaves_something_behind_fails(leak: str
     body = f"def test_leaks():\n    global kept\n    {LEAKS[leak]}\n"
     (folder / "test_leaks.py").write_text(body)
 
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"it left ['{leak}" in failing(tmp_path)
 
-    assert ran.returncode == 1
-    assert f"it left ['{leak}" in ran.stdout
+
+HANGING = """
+import pytest
+from penstock import TrajectoryGroup, memory_channel
+
+@pytest.mark.timeout(0.2)
+async def test_hangs():
+    outbox, inbox = memory_channel[TrajectoryGroup](3)
+    await inbox.receive()
+"""
+
+
+def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_hangs.py").write_text(HANGING)
+
+    said = failing(tmp_path)
+
+    assert "what is waited for:" in said
+    assert "capacity=3" in said
+    assert "waiting_for='record'" in said
+    assert "await inbox.receive()" in said
+
+
+def failing(folder: Path) -> str:
+    """What pytest says of tests in `folder`, of which one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--rootdir", str(folder), str(folder)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout
+    return ran.stdout

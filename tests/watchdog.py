@@ -1,0 +1,70 @@
+"""What a test waits for that misses its deadline: every pipeline and channel that lives, and where every task stands.
+
+pytest-timeout fails the test and shows where its threads are; in an event loop that waits, that is nowhere. This prints
+the waits first. The hook is for a conftest to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import linecache
+import signal
+import sys
+from collections.abc import Generator, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+__all__ = ["pytest_timeout_set_timer", "waits"]
+
+TELLING = ("Pipeline", "MemorySender", "MemoryReceiver", "RemoteSender", "RemoteReceiver")
+"""Classes of penstock whose `statistics()` say what is waited for."""
+
+
+def waits() -> str:
+    """What everyone in this process waits for."""
+    return "\n".join(["what is waited for:", *_ends(), *_tasks()])
+
+
+def _ends() -> Iterator[str]:
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind.__name__ in TELLING and kind.__module__.startswith("penstock."):
+            yield f"  {each!r}\n    {each.statistics()}"
+
+
+def _tasks() -> Iterator[str]:
+    for task in [each for each in gc.get_objects() if isinstance(each, asyncio.Task) and not each.done()]:
+        yield f"  {task.get_name()}"
+        yield from _awaited(task.get_coro())
+
+
+def _awaited(awaitable: Any) -> Iterator[str]:
+    """Where a task stands, from its outermost coroutine to the innermost."""
+    while awaitable is not None:
+        for kind in ("cr", "ag", "gi"):
+            if frame := getattr(awaitable, f"{kind}_frame", None):
+                code = frame.f_code
+                line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+                yield f"    {code.co_filename}:{frame.f_lineno} {code.co_name}: {line}"
+                awaitable = getattr(awaitable, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+                break
+        else:
+            return
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:  # noqa: ARG001 (the names are given)
+    """Print the waits before a test is failed for its time."""
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def tell_and_fail(number: int, frame: FrameType | None) -> None:
+        sys.stderr.write(waits() + "\n")
+        fail(number, frame)
+
+    if callable(fail):
+        signal.signal(signal.SIGALRM, tell_and_fail)
+    return result
