@@ -22,6 +22,7 @@ __all__ = [
     "COUNT",
     "SEGMENT_BYTES",
     "SENSELESS",
+    "SILENCE_S",
     "Cell",
     "Fault",
     "Moment",
@@ -42,7 +43,10 @@ committing: the ledger has been told, nobody else has · shutdown: the end of th
 closed yet; a supervisor has just told its worker to stop."""
 
 BOUND_S = 0.3
-"""How long a zombie may be silent. A stall takes longer, and would be given up as well with that bound."""
+"""How long whoever runs a zombie has patience, and a worker to stop. A stall takes longer."""
+
+SILENCE_S = 0.5
+"""How long a zombie may be silent: longer than ZeroMQ's threads wait for a core on a busy machine."""
 
 SEGMENT_BYTES = 2**18
 """What a sender may have in flight: a small segment is made fast."""
@@ -72,7 +76,7 @@ class Cell(msgspec.Struct, frozen=True):
     @property
     def silence_s(self) -> float:
         """What its peers bear."""
-        return BOUND_S if self.fault == "zombie" else DEFAULT_SILENCE_S
+        return SILENCE_S if self.fault == "zombie" else DEFAULT_SILENCE_S
 
     @property
     def dies(self) -> bool:
