@@ -31,7 +31,7 @@ from penstock.pipeline.outside_server import RunningServer
 from penstock.testing import group
 
 SCRIPT = Path(__file__).with_name("outside.py")
-ENDS_S = 10.0
+ENDS_S = 30.0
 """How long a process that was killed may take to be gone, on a busy machine."""
 
 
@@ -48,7 +48,7 @@ def command(port: int, *traits: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(SCRIPT), str(port), *traits]
 
 
-def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 10, stop_within_s: float = 10) -> OutsideServer:
+def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_within_s: float = 30) -> OutsideServer:
     return OutsideServer(
         command=command(port, *traits),
         ready=answers(f"http://127.0.0.1:{port}/health"),

@@ -89,7 +89,7 @@ def process(kind: str, folder: Path) -> Iterator[str]:
 
 
 def policy(url: str, server: Server = "vllm", **options: Any) -> HttpPolicy:
-    chosen: dict[str, Any] = {"timeout_s": 10.0, "backoff": Backoff(attempts=3, first_s=0.001)} | options
+    chosen: dict[str, Any] = {"timeout_s": 30.0, "backoff": Backoff(attempts=3, first_s=0.001)} | options
     return HttpPolicy(url=url, model="bigram", server=server, **chosen)
 
 
@@ -98,6 +98,15 @@ async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIter
     async with policy(url, server, **options).open(Worker()) as opened:
         yield opened
         await opened.resume()
+
+
+@asynccontextmanager
+async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
+    """An engine that nobody has asked for its model yet."""
+    chosen: dict[str, Any] = {"timeout_s": 30.0, "random": lambda: 1.0} | options
+    backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
+    async with aiohttp.ClientSession() as session:
+        yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen))
 
 
 def prompt(*tokens: int) -> NDArray[np.int32]:
@@ -132,7 +141,7 @@ async def told(url: str) -> dict[str, Any]:
 
 async def until(url: str, name: str, value: int) -> None:
     """Ask until the server says so."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while (await told(url))[name] != value:
             await checkpoint()
 
@@ -273,7 +282,7 @@ async def test_trouble_is_told_for_what_it_is(
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
-    async with engine(serve("vllm"), timeout_s=0.05) as opened:
+    async with unchecked(serve("vllm"), timeout_s=0.05) as opened:
         with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected an answer within 0.05 s"):
             await one(opened, trouble("silent"))
         await until(serve("vllm"), "running", 0)
@@ -295,9 +304,8 @@ async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_resp
 
     async def busy(longest_s: float) -> None:
         backoff = Backoff(attempts=3, first_s=0.5, longest_s=longest_s)
-        async with aiohttp.ClientSession() as session:
-            client = ServerClient(serve("vllm"), session, backoff, timeout_s=10, random=lambda: 1.0, sleep=note)
-            await one(HttpEngine(policy(serve("vllm"), backoff=backoff), client), trouble("busy twice"))
+        async with unchecked(serve("vllm"), backoff=backoff, sleep=note) as opened:
+            await one(opened, trouble("busy twice"))
 
     context = Context()
     with entered(context):
