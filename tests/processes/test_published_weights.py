@@ -355,7 +355,10 @@ async def test_sampling_that_waits_for_the_end_of_a_pause_hears_of_the_publisher
                     pass
 
 
-async def test_a_killed_publisher_leaves_a_directory_that_the_next_one_sweeps() -> None:
+async def test_a_killed_publisher_leaves_a_directory_that_the_next_one_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where nobody else sweeps
     with child(PUBLISHING) as publisher:
         directory = Path((await line(publisher)).removeprefix("weights://"))
     assert exists(directory)

@@ -287,7 +287,10 @@ PUBLISHING = """
 """
 
 
-async def test_the_weights_of_a_killed_publisher_stay_and_what_it_left_is_swept_by_those_who_survive() -> None:
+async def test_the_weights_of_a_killed_publisher_stay_and_what_it_left_is_swept_by_those_who_survive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where nobody else sweeps
     model = nn.Linear(4, 4, bias=False)
 
     with child(PUBLISHING) as publisher:
@@ -301,5 +304,7 @@ async def test_the_weights_of_a_killed_publisher_stay_and_what_it_left_is_swept_
             assert values(model) == {2}
             assert subscriber.intact
             directory = anyio.Path(url.removeprefix("weights://"))
-            while await directory.exists():
-                await checkpoint()
+            assert directory.parent == anyio.Path(tmp_path)
+            with anyio.fail_after(10):
+                while await directory.exists():
+                    await checkpoint()
