@@ -28,7 +28,7 @@ from .context import current
 from .errors import ServerFailed
 from .telemetry import get_logger
 
-__all__ = ["OutsideServer", "Probe", "RunningServer", "answers", "listens"]
+__all__ = ["OutsideServer", "Probe", "RunningServer", "listens", "responds"]
 
 log = get_logger("penstock.outside_server")
 
@@ -48,7 +48,7 @@ Probe: TypeAlias = Callable[[], Awaitable[object]]
 """Raises until the server is ready; what it raises last is told where that is never."""
 
 
-def answers(url: str) -> Probe:
+def responds(url: str) -> Probe:
     """A probe: a GET of this `http://` URL is answered with a status from 200 to 299."""
     return partial(_get, url)
 
@@ -169,7 +169,7 @@ class OutsideServer:
     command: Sequence[str]
     """The program and its arguments; no shell."""
     ready: Probe
-    """Says when it can be used: `answers(url)`, `listens(port)`, or a coroutine function that raises until then."""
+    """Says when it can be used: `responds(url)`, `listens(port)`, or a coroutine function that raises until then."""
     name: str = ""
     """What it is called in messages and what its log is called; by default as its program."""
     logs: str | Path = "logs"

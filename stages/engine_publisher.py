@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import anyio
 
 from ..pipeline.causes import first_cause
+from ..pipeline.engine_sync import Published
 from ..pipeline.errors import PenstockError
 from .policies import Engine
 
@@ -22,18 +23,8 @@ RESUME_S = 30.0
 """How long engines may take to go on, once whoever paused them was cancelled."""
 
 
-class Weights(Protocol):
+class Weights(Published, Protocol):
     """Where versions of the weights lie: a `WeightFolder`, a `WeightPublisher`."""
-
-    @property
-    def url(self) -> str:
-        """What engines are told."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """The newest version that was published; −1 before the first."""
-        ...
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
         """Make `tensors` the newest weights."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .pipeline.keys import Key
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
-    from .pipeline.outside_server import OutsideServer, answers, listens
+    from .pipeline.outside_server import OutsideServer, listens, responds
     from .pipeline.placement import here, processes
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.statistics import PipelineStatistics, Report
@@ -147,7 +147,6 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "WeightSubscriber",
     "WeightedTrainer",
     "Worker",
-    "answers",
     "check_tokenizers",
     "connect",
     "current",
@@ -159,6 +158,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "listens",
     "memory_channel",
     "processes",
+    "responds",
     "serve",
     "source",
 ]
@@ -172,7 +172,7 @@ _HOMES = {
     "pipeline.keys": ("Key",),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
-    "pipeline.outside_server": ("OutsideServer", "answers", "listens"),
+    "pipeline.outside_server": ("OutsideServer", "listens", "responds"),
     "pipeline.placement": ("here", "processes"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.statistics": ("PipelineStatistics", "Report"),

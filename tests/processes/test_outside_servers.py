@@ -21,9 +21,9 @@ from penstock import (
     ReceiveChannel,
     SendChannel,
     TrajectoryGroup,
-    answers,
     listens,
     processes,
+    responds,
     source,
 )
 from penstock.errors import ServerFailed
@@ -51,7 +51,7 @@ def command(port: int, *traits: str) -> list[str]:
 def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_within_s: float = 30) -> OutsideServer:
     return OutsideServer(
         command=command(port, *traits),
-        ready=answers(f"http://127.0.0.1:{port}/health"),
+        ready=responds(f"http://127.0.0.1:{port}/health"),
         name="server",
         logs=logs,
         ready_within_s=ready_within_s,
