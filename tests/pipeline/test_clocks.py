@@ -1,0 +1,71 @@
+"""The time of day may jump: nothing waits by it, or decides by it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from penstock import TrajectoryGroup, connect, serve
+from penstock.testing import group
+
+ROOT = Path(__file__).parents[2]
+
+STEADY = {"monotonic", "perf_counter"}
+"""What may be taken of `time`."""
+
+YEAR_S = 365 * 24 * 3600.0
+
+
+def clocks_of(source: str) -> Iterator[str]:
+    """The clocks that a module reads, by name, and every import of one that tells the time of day."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="time"), attr=name):
+                yield name
+            case ast.ImportFrom(module="time", names=names):
+                yield from (each.name for each in names)
+            case ast.Import(names=names):
+                yield from (each.name for each in names if each.name == "datetime")
+            case ast.ImportFrom(module="datetime"):
+                yield "datetime"
+
+
+@pytest.mark.parametrize("folder", ["pipeline", "stages", "schemas"])
+def test_only_clocks_that_never_jump_are_read(folder: str) -> None:
+    read = {(path.name, clock) for path in (ROOT / folder).rglob("*.py") for clock in clocks_of(path.read_text())}
+
+    assert {(name, clock) for name, clock in read if clock not in STEADY} == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import time\ntime.time()", "from time import time_ns", "import datetime", "from datetime import datetime"],
+)
+def test_one_that_may_jump_would_be_seen(source: str) -> None:
+    assert set(clocks_of(source)) - STEADY
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+async def test_records_travel_while_the_time_of_day_jumps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = itertools.cycle([YEAR_S, -YEAR_S])
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + next(jumps))
+    sent = [group(instance_id=str(number)) for number in range(20)]
+
+    async def send(to: str) -> None:
+        async with connect(to, TrajectoryGroup, silence_s=5) as outbox:
+            for record in sent:
+                await outbox.send(record)
+
+    with anyio.fail_after(5):
+        async with serve(url, TrajectoryGroup, capacity=2, silence_s=5) as inbox, anyio.create_task_group() as tasks:
+            tasks.start_soon(send, inbox.url)
+            got = [record.instance_id async for record in inbox]
+
+    assert got == [record.instance_id for record in sent]
