@@ -300,6 +300,32 @@ async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path:
         await use()
 
 
+async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tmp_path: Path) -> None:
+    async def use() -> None:
+        async with recipe(port, tmp_path).open() as server:
+            os.kill(server._popen.pid, signal.SIGTERM)
+            await anyio.sleep_forever()
+
+    with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*goodbye$"):
+        await use()
+
+
+async def test_what_a_server_that_died_has_left_running_is_ended(port: int, tmp_path: Path) -> None:
+    async def use() -> None:
+        async with recipe(port, tmp_path, "family").open() as server:
+            family.extend(stack.enter_context(watched(pids_in(server.log.read_text()))))
+            with anyio.CancelScope(shield=True):
+                await ask(port, "/die")
+                await ended(family)
+            await anyio.sleep_forever()
+
+    family: list[int] = []
+    with ExitStack() as stack:
+        with pytest.raises(ServerFailed, match="exited with status 4"):
+            await use()
+        assert [is_alive(each) for each in family] == [False] * 4
+
+
 @dataclass(frozen=True)
 class AskingSource:
     """Has a server of its own, and sends a group for what that answers."""
