@@ -44,14 +44,14 @@ def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
 class Passage:
     """What is noted of the records that pass from one stage to the next."""
 
-    __slots__ = ("_admits_to", "_on_sent", "of_fragment", "trajectories")
+    __slots__ = ("_admits_to", "_leaves", "_on_sent", "trajectories")
 
     def __init__(
         self,
         admits_to: Ledger | None = None,
         on_sent: Callable[[], None] | None = None,
         *,
-        of_fragment: bool = False,
+        leaves: Ledger | None = None,
     ) -> None:
         self.trajectories = 0
         """How many have passed."""
@@ -59,22 +59,19 @@ class Passage:
         """The ledger, behind a source."""
         self._on_sent = on_sent
         """Called after every record, in a worker: passes on what was observed meanwhile."""
-        self.of_fragment = of_fragment
-        """Whether what passes here is sent on as if by one source: handed over is what leaves that."""
+        self._leaves = leaves
+        """The ledger, at the end of a fragment: what leaves it is handed over once more, by whoever runs it."""
 
     def admit(self, record: T) -> T | None:
         """`record` is about to be sent: what of it may go; None where all of it are copies."""
-        ledger = self._admits_to
-        if ledger is None or not isinstance(record, RECORDS):
+        if (self._admits_to is None and self._leaves is None) or not isinstance(record, RECORDS):
             return record
-        if self.of_fragment:
-            for group, repetitions in trajectories_of(record):
-                ledger.admit(group, repetitions)
-            return record
-        copies = ledger.hand_over(record)
-        if not copies or not isinstance(record, TrajectoryGroup):
-            return record
-        return cast("T | None", without(record, copies))
+        admitted: TrajectoryGroup | TrainBatch | None = record
+        if self._admits_to is not None and (copies := self._admits_to.hand_over(record)):
+            admitted = without(cast("TrajectoryGroup", record), copies)  # in a batch they are an error
+        if self._leaves is not None and admitted is not None:
+            self._leaves.take_back(admitted)
+        return cast("T | None", admitted)
 
     def take_back(self, record: object) -> None:
         """`record` was admitted and could not be sent."""

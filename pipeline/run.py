@@ -220,11 +220,12 @@ class Run:
             self._joints.append(joint)
         if self._outbox is not None:
             last = self._parts[-1]
-            last.outbox = Outbox(self._outbox.clone(), self._passage_behind(last))
+            passage = Passage(self._admits_to(last), leaves=self._context.ledger)
+            last.outbox = Outbox(self._outbox.clone(), passage)
             channels.push_async_callback(last.outbox.close_all)
 
     async def _open(self, before: _Part, after: _Part, channels: AsyncExitStack) -> Joint:
-        passage = self._passage_behind(before)
+        passage = Passage(self._admits_to(before))
         if isinstance(before.link.on, Processes):
             inbox = await channels.enter_async_context(self._staffed(before, before.link.on, after, passage).serve())
             return Joint(before.link.name, after.link.name, inbox, passage, None)
@@ -241,9 +242,8 @@ class Run:
         part.workers = Workers(part.link, on, part.context, passage, before=before, after=after.link)
         return part.workers
 
-    def _passage_behind(self, part: _Part) -> Passage:
-        ledger = self._context.ledger if part is self._parts[0] else None
-        return Passage(ledger, of_fragment=self._outbox is not None)
+    def _admits_to(self, part: _Part) -> Ledger | None:
+        return self._context.ledger if part is self._parts[0] else None
 
     # -- afterwards, and meanwhile -----------------------------------------------------------------------------------
 

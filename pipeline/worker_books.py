@@ -106,8 +106,6 @@ class SourceBooks:
         if copies := self._ledger.take_over(record, peer.ended, page.account if page else None):
             record = without(record, copies)
         if record is not None:
-            if self._passage.of_fragment:
-                self._ledger.take_back(record)  # it is not handed over before it leaves that
             self._passage.count(record)
         return record
 

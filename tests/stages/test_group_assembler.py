@@ -21,6 +21,7 @@ from penstock import (
     ReceiveChannel,
     SendChannel,
     SinkTrainer,
+    Source,
     TrainBatch,
     TrajectoryGroup,
     memory_channel,
@@ -466,15 +467,22 @@ class Stuck:
         await anyio.sleep_forever()
 
 
-async def test_what_comes_in_any_order_twice_or_never_is_trained_whole_and_once() -> None:
-    pipeline = (
-        source(Scattered(20))
-        .then(GroupAssembler(SIZE, stragglers="wait"))
-        .then(Batcher(max_tokens=64))
-        .sink(SinkTrainer(Counting()))
-    )
+@dataclass(frozen=True)
+class Running:
+    """A source that runs a fragment, as one in a process does."""
 
-    report = await pipeline.run()
+    fragment: Source[TrajectoryGroup]
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await self.fragment.run(outbox)
+
+
+@pytest.mark.parametrize("in_a_fragment", [False, True])
+async def test_what_comes_in_any_order_twice_or_never_is_trained_whole_and_once(*, in_a_fragment: bool) -> None:
+    assembled = source(Scattered(20)).then(GroupAssembler(SIZE, stragglers="wait"))
+    flow = source(Running(assembled)) if in_a_fragment else assembled
+
+    report = await flow.then(Batcher(max_tokens=640)).sink(SinkTrainer(Counting())).run()
 
     assert report.ended_by == "end of stream"
     assert report.balance.ended == {"trained": 57, "filtered": 2, "rejected": 15, "stale": 0, "failed": 0, "lost": 0}
