@@ -153,7 +153,7 @@ class Ledger:
         return refused
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
-        """In a source's process: `record` may be handed over again: it was not sent, or leaves but a part of a source."""
+        """In a source's process: `record` was not sent, or leaves a part of the source. It may be handed over again."""
         for group, mask in _masks(record):
             noted(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
