@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -120,8 +121,11 @@ def _check_same(module: nn.Module, again: nn.Module) -> None:
 
 
 def _essence(value: object) -> object:
+    """What two of a kind are compared by."""
     if isinstance(value, Tensor):
         return value.shape
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return getattr(value, "__func__", value)
 
 

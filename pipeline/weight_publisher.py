@@ -142,6 +142,7 @@ class WeightPublisher:
         Raises:
             OutOfSharedMemory: the machine has no room for the weights, twice.
             WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names a dtype that does not travel.
             NoDevice: this process cannot use `device`.
         """
         async with AsyncExitStack() as stack:

@@ -20,7 +20,18 @@ from .errors import WeightsMismatch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEM_BYTES", "Fused", "Part", "Tensor", "TensorSpec", "check_weights", "fitted", "packed", "specs_of"]
+__all__ = [
+    "ITEM_BYTES",
+    "Fused",
+    "Part",
+    "Tensor",
+    "TensorSpec",
+    "cast_specs",
+    "check_weights",
+    "fitted",
+    "packed",
+    "specs_of",
+]
 
 Tensor: TypeAlias = "Array | torch.Tensor"
 """Weights are given as numpy arrays or as torch tensors, on any device."""
@@ -86,6 +97,17 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     if isinstance(tensor, np.ndarray):
         return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides)
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())  # noqa: SLF001
+
+
+def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+    """What `specs` are with other dtypes: by dtype, and no others than those that `cast` names.
+
+    Raises:
+        ValueError: `cast` names a dtype that does not travel.
+    """
+    if unknown := {*cast, *cast.values()} - set(ITEM_BYTES):
+        raise ValueError(f"cast: expected dtypes among {', '.join(ITEM_BYTES)}, got {sorted(unknown)}")
+    return tuple(spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs)
 
 
 def check_weights(expected: Iterable[TensorSpec], found: Iterable[TensorSpec], whose: str) -> None:

@@ -65,13 +65,8 @@ class Views:
         complete(model, device)
         model.requires_grad_(requires_grad=False)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The model's tensors and where each lies among those that are published."""
-        return self._parts
-
     def views(self, memory: Callable[[Part], Tensor]) -> list[Tensor]:
-        """Tensors like the model's, in the order of `parts`, of the bytes that `memory` gives for each."""
+        """Tensors like the model's, in its order, of the bytes that `memory` gives for each."""
         return [memory(part).view(getattr(torch, part.spec.dtype)).view(part.spec.shape) for part in self._parts]
 
     def point_to(self, views: Sequence[Tensor]) -> None:

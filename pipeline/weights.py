@@ -27,7 +27,7 @@ from .device_memory import DeviceMemory
 from .errors import StaleHandle
 from .shared_memory import allocate, may_shrink
 from .weight_memory import HostMemory, VersionMemory
-from .weight_specs import ITEM_BYTES, Fused, Part, Tensor, TensorSpec, fitted, packed, specs_of
+from .weight_specs import ITEM_BYTES, Fused, Part, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
 
 __all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 
@@ -110,11 +110,8 @@ class WeightWriter:
             NoDevice: there is no such device.
             ValueError: `cast` names a dtype that does not travel.
         """
-        if unknown := {*cast, *cast.values()} - set(ITEM_BYTES):
-            raise ValueError(f"cast: expected dtypes among {', '.join(ITEM_BYTES)}, got {sorted(unknown)}")
         self._given = tuple(specs)
-        cast_specs = [spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs]
-        self.specs, self._parts = packed(cast_specs, fused, "weights to publish")
+        self.specs, self._parts = packed(cast_specs(specs, cast), fused, "weights to publish")
         """What is published."""
         self.generation = secrets.randbits(63)
         manifest = msgspec.msgpack.encode(self.specs)

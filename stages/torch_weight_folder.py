@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from ..pipeline.engine_sync import Syncable, synced
 from ..pipeline.errors import WeightsInUse
-from ..pipeline.weight_specs import Fused, Tensor, TensorSpec, fitted, packed, specs_of
+from ..pipeline.weight_specs import Fused, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
 from ..pipeline.weights import NO_VERSION
 from .checkpoint import write_checkpoint
 
@@ -95,12 +95,12 @@ class WeightFolder:
         Raises:
             TypeError: a value is no tensor, or has a dtype that does not travel.
             WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names a dtype that does not travel.
         """
         self.folder = Path(folder).absolute()
         self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
         self._given = specs_of(tensors)
-        cast_specs = [spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in self._given]
-        specs, self._parts = packed(cast_specs, fused, "weights to publish")
+        specs, self._parts = packed(cast_specs(self._given, cast), fused, "weights to publish")
         self._owner = Owner(self.name, secrets.randbits(63), specs)
         self._lock = -1
         self._version = NO_VERSION
@@ -203,7 +203,8 @@ class WeightFolder:
 
     def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
         write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
-        for old in sorted(self.folder.glob("step-*"))[:-KEPT]:
+        versions = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        for old in versions[:-KEPT]:
             shutil.rmtree(old)
 
     def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
