@@ -4,6 +4,8 @@ A stage may help by plain attributes or properties, all of them optional:
 
     sends_at_most_tokens: int | None    no group that it sends holds more tokens
     takes_at_most_tokens: int | None    a group of more tokens can never be taken in
+    begins_at_most: int | None          a source begins no more trajectories before a step trains some of them
+    waits_for: int | None               so many trajectories have to come before it sends anything
     keeps_groups: int                   groups that it keeps, as they came, before it sends anything
     sees_everything: bool               it gathers what belongs together, so it cannot be spread over processes
     stage_name: str                     what it is called, where the name of its class does not say enough
@@ -42,7 +44,18 @@ def problems(links: Sequence[Link]) -> list[str]:
         found += _of_joint(before, after)
         if sends(before.stage) is not TrainBatch:
             found += _of_sizes(before, after, group_tokens)
-    return [*found, *disagreements(_identities(links))]
+    return [*found, *_of_waits(links), *disagreements(_identities(links))]
+
+
+def _of_waits(links: Sequence[Link]) -> Iterator[str]:
+    begun = _hint(links[0].stage, "begins_at_most")
+    for link in links[1:]:
+        wanted = _hint(link.stage, "waits_for")
+        if begun is not None and wanted is not None and wanted > begun:
+            yield (
+                f"{links[0].name} → {link.name}: {link.name} waits for {wanted} trajectories, and {links[0].name} "
+                f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
+            )
 
 
 def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:

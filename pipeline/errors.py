@@ -28,6 +28,7 @@ __all__ = [
     "PenstockError",
     "ProtocolMismatch",
     "RecordTooLarge",
+    "RunInUse",
     "ServerFailed",
     "StageFailed",
     "StaleDescriptor",
@@ -115,6 +116,10 @@ class JournalFull(PenstockError, OSError):
 
 class JournalInUse(PenstockError):
     """Another process writes to the journal; the message names it."""
+
+
+class RunInUse(PenstockError):
+    """Another process runs in the folder that is to keep a run."""
 
 
 class LedgerImbalance(PenstockError):

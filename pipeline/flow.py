@@ -7,9 +7,13 @@ and placement belong to the joint, so they stand here and not in the stages.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .blocking import enter_in_thread
 from .channel import SendChannel
 from .check import problems
 from .context import Context, current
@@ -18,6 +22,7 @@ from .errors import InvalidPipeline
 from .ledger import Ledger
 from .link import Link, name_of, named, sends
 from .placement import HERE, Here, Placement
+from .resumption import kept_in
 from .run import Run
 from .stage import Sink, Source, Stage
 from .statistics import PipelineStatistics, Report
@@ -120,17 +125,22 @@ class Pipeline:
         """What every stage does and waits for, and what every joint holds: now, or as the last run left it."""
         return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), joints=())
 
-    async def run(self, *, ledger: Ledger | None = None, metrics: Metrics | None = None) -> Report:
+    async def run(
+        self, *, folder: str | Path | None = None, ledger: Ledger | None = None, metrics: Metrics | None = None
+    ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it has had enough.
 
         Whatever ends the run, cancellation too, `report` says afterwards what it came to.
 
         Args:
+            folder: keeps the run: its checkpoints, and its metrics in `metrics.jsonl`. Where it holds some of a run
+                before, that one is gone on with from its last checkpoint.
             ledger: the books to keep, a restored one to continue a run; new ones by default.
             metrics: where stages put their metrics; give one with sinks to see them.
 
         Raises:
-            InvalidPipeline: `check` found something.
+            InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
+            RunInUse: another process runs in `folder`.
             StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RuntimeError: the pipeline is running already.
@@ -140,14 +150,24 @@ class Pipeline:
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is on")
         context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
-        run = self._run = Run(self.links, context)
         self._running, self.report = True, None
+        try:
+            async with AsyncExitStack() as stack:
+                links: Sequence[Link] = self.links
+                if folder is not None:
+                    links = await enter_in_thread(stack, kept_in(Path(folder), links, context))
+                self.report = await self._run_once(Run(links, context), context.ledger)
+        finally:
+            self._running = False
+        return self.report
+
+    async def _run_once(self, run: Run, ledger: Ledger) -> Report:
+        self._run = run
         started = time.monotonic()
         try:
             await run.run()
         finally:
-            self._running = False
-            self.report = _report(run, context.ledger, time.monotonic() - started)
+            self.report = _report(run, ledger, time.monotonic() - started)
         return self.report
 
 

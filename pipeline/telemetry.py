@@ -8,6 +8,7 @@ reported once and left out from then on: watching a run must never end it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -225,16 +226,42 @@ class WaitsHeard:
 
 
 class JsonlSink:
-    """Writes one JSON object a step: {"step": 3, "reward": 0.5, …}. The file is whole after every line."""
+    """Writes one JSON object a step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        path: of the file; what is there already stays.
+        after_step: the step that this run goes on from: lines of later steps, which a run before wrote and no
+            checkpoint holds, are cut off, and one that it did not finish. None leaves all.
+    """
+
+    def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if after_step is not None and self._path.exists():
+            os.truncate(self._path, _bytes_until(self._path, after_step))
 
     def __repr__(self) -> str:
         return f"JsonlSink({str(self._path)!r})"
 
     def __call__(self, metrics: dict[str, float], step: int) -> None:
         """Append one line."""
+        self._write_line(msgspec.json.encode({"step": step} | metrics) + b"\n")
+
+    def _write_line(self, line: bytes) -> None:
         with self._path.open("ab") as file:
-            file.write(msgspec.json.encode({"step": step} | metrics) + b"\n")
+            file.write(line)
+
+
+class _Line(msgspec.Struct):
+    step: int
+
+
+def _bytes_until(path: Path, step: int) -> int:
+    """How long the file at `path` is up to the end of the line of `step`, or of the last one before it."""
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_Line).step > step:
+                break
+            kept += len(line)
+    return kept

@@ -67,6 +67,11 @@ class Batcher:
         """The largest group that fits; `Pipeline.check` compares it with what the source samples."""
         return self.max_tokens
 
+    @property
+    def waits_for(self) -> int | None:
+        """Trajectories without which no batch ships, for `pipeline.check()`."""
+        return self.sequences
+
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
         """See `Stage`.
 

@@ -4,7 +4,8 @@ If an optimizer step trains p trajectories of this process, then the one that is
 about n / p steps later. So a group is begun only while n + group_size <= (max_lag + 1) · p; and always while n < p,
 because a step that lacks trajectories would wait for ever. p is a mean, and batches that are packed by tokens want more
 trajectories as completions get shorter: where nothing is being sampled and nothing has moved for the time of two
-steps, the trainer is taken to be waiting, and one more group is begun.
+steps, the trainer is taken to be waiting, and one more group is begun. Where p is given it holds from the first step
+on, and nothing gives way.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ LEAST_PATIENCE_S = 1.0
 
 
 class Pace:
-    """Holds a source to its bound on lag. Before the first optimizer step, and without a bound, it holds nothing."""
+    """Holds a source to its bound on lag. Without a bound, or before p is known, it holds nothing."""
 
-    def __init__(self, ledger: Ledger, group_size: int, max_lag: int | None) -> None:
+    def __init__(self, ledger: Ledger, group_size: int, max_lag: int | None, *, per_step: int | None = None) -> None:
         self._ledger = ledger
+        self._per_step = per_step
+        """p, where it is given."""
         self._group_size = group_size
         self._max_lag = max_lag
         self._sampling = 0
@@ -54,14 +57,22 @@ class Pace:
     @property
     def limit(self) -> float | None:
         """A group may be begun while fewer trajectories than this are in flight; None where nothing is held back."""
-        per_step = self._ledger.trained_per_step
+        per_step = self._per_step or self._ledger.trained_per_step
         if self._max_lag is None or per_step is None:
             return None
         return max(per_step, (self._max_lag + 1) * per_step - self._group_size + 1, 1)
 
+    @property
+    def full(self) -> bool:
+        """Whether another group has to wait."""
+        return (limit := self.limit) is not None and self._ledger.in_flight >= limit
+
     async def room(self) -> None:
         """Wait until another group may be begun."""
         while (limit := self.limit) is not None and self._ledger.in_flight >= limit:
+            if self._per_step is not None:
+                await self._ledger.room(limit)
+                continue
             before = self._moved()
             with anyio.move_on_after(self._patience_s) as patience:
                 await self._ledger.room(limit)

@@ -1,7 +1,7 @@
 """SinkTrainer: the end of a pipeline. Feeds batches to a trainer, publishes its weights, commits what was trained.
 
 In this order for each batch: the optimizer step, off the event loop; the new weights to those who sample; the commit
-to the ledger; a checkpoint where one is due; the metrics. A trainer is any object with `step(batch) -> metrics`; knows
+to the ledger; the metrics; a checkpoint where one is due. A trainer is any object with `step(batch) -> metrics`; knows
 nothing about torch.
 """
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -24,10 +24,12 @@ from anyio.abc import TaskStatus
 from ..pipeline.channel import ReceiveChannel
 from ..pipeline.context import current
 from ..pipeline.ledger import Ledger
+from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
+from .checkpoint import latest_checkpoint
 
-__all__ = ["Checkpointed", "Generation", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
+__all__ = ["Checkpointed", "Generation", "Resumable", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
 
 T = TypeVar("T")
 
@@ -79,6 +81,19 @@ class Checkpointed(Trainer, Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Checkpointed, Protocol):
+    """A trainer that a run in a folder goes on with by itself."""
+
+    def keep(self, state: Mapping[str, Stateful], /) -> None:
+        """Have checkpoints hold what these have gathered, by name."""
+        ...
+
+    def resume(self, checkpoint: Path, /) -> None:
+        """Go on from a checkpoint that `save` wrote, with what is to be kept beside. May block."""
+        ...
+
+
 class Generation(Protocol):
     """Where the policy samples, as the trainer sees it: a WeightPublisher, for one."""
 
@@ -108,13 +123,14 @@ class SinkTrainer:
         sampling: `overlap` lets it go on while a step trains; `pause` stops it from before the step until the new
             weights are published, for samplers that share the trainer's processor or memory.
         max_steps: the run ends when this optimizer step is done, steps before a resumption included.
-        checkpoints: folder for checkpoints; one is also written when the run ends. None writes none.
+        checkpoints: folder for checkpoints; one is also written when the run ends. None writes none, but where the run
+            is kept in a folder (`Pipeline.run(folder=…)`).
         checkpoint_every: optimizer steps between checkpoints; None writes only the last.
         grace_s: how long cancellation waits for the step that runs.
 
     Raises:
         TypeError: the trainer lacks what `publisher` or `checkpoints` need of it.
-        ValueError: a count below 1, or `checkpoint_every` without `checkpoints`.
+        ValueError: a count below 1.
     """
 
     trainer: Trainer
@@ -125,6 +141,8 @@ class SinkTrainer:
     checkpoints: str | Path | None = None
     checkpoint_every: int | None = None
     grace_s: float = GRACE_S
+    _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
+    """Of every stage whose statistics a checkpoint holds."""
 
     def __post_init__(self) -> None:
         _require(self.trainer, Trainer, "a trainer", "step(batch) -> metrics")
@@ -135,8 +153,28 @@ class SinkTrainer:
         for name in ("max_steps", "checkpoint_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        if self.checkpoint_every is not None and self.checkpoints is None:
-            raise ValueError("checkpoint_every: expected with a folder for checkpoints, got none")
+
+    def kept_in(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, Past]:
+        """The same sink with checkpoints in `folder`, its trainer resumed from the last one, and how far that had come.
+
+        Raises:
+            TypeError: the trainer cannot go on by itself.
+            ValueError: there is another folder for checkpoints.
+        """
+        if self.checkpoints is not None:
+            raise ValueError(f"checkpoints: expected none in a run that is kept in a folder, got {self.checkpoints}")
+        trainer = self.trainer
+        if not isinstance(trainer, Resumable):
+            raise TypeError(
+                f"trainer: expected steps, committed, save(folder, committed), keep(state) and resume(checkpoint) for "
+                f"a run that is kept in a folder, got {type(trainer).__name__}"
+            )
+        gathered = {name: Snapshot(stage) for name, stage in gathering.items()}
+        trainer.keep(gathered)
+        if (latest := latest_checkpoint(folder)) is not None:
+            trainer.resume(latest)
+        going_on = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
+        return going_on, Past(trainer.steps, trainer.committed)
 
     @property
     def _generation(self) -> Generation | None:
@@ -148,8 +186,11 @@ class SinkTrainer:
         Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than `grace_s`.
 
         Raises:
+            ValueError: `checkpoint_every` without a folder for checkpoints.
             Exception: what the trainer's `step` raises, as it raised it; that batch is not committed.
         """
+        if self.checkpoint_every is not None and self.checkpoints is None:
+            raise ValueError("checkpoint_every: expected with a folder for checkpoints, got none")
         thread = anyio.CapacityLimiter(1)
         ledger = current().ledger
         self._restore(ledger)
@@ -187,16 +228,16 @@ class SinkTrainer:
             await self._publish(step)
         published = time.monotonic()
         context.ledger.commit(batch, step)
-        if self._saves_at(step):
-            await self._save(context.ledger, thread)
-        seconds = waited_s + time.monotonic() - began
+        seconds = waited_s + published - began
         timing = {
             "perf/throughput": len(batch.tokens) / seconds,
             "timing_s/wait_batch": waited_s,
             "timing_s/train": stepped - began,
             "timing_s/sync_weights": published - stepped,
         }
-        context.metrics.emit(step, trained | timing)
+        context.metrics.emit(step, trained | timing)  # at once: what is sampled from now on counts for the next step
+        if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
+            await self._save(context.ledger, thread)
 
     def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         return batch_metrics(batch, step - 1) | dict(self.trainer.step(batch))
@@ -215,9 +256,12 @@ class SinkTrainer:
 
     async def _save(self, ledger: Ledger, thread: anyio.CapacityLimiter) -> None:
         if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
-            committed = ledger.committed
+            committed, began = ledger.committed, time.monotonic()
+            for each in self._gathered:
+                each.take()  # as of the same moment
             path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), committed), thread)
             ledger.announce_checkpoint(committed)
+            current().metrics.total("timing_s/checkpoint", time.monotonic() - began)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
 
 

@@ -4,15 +4,19 @@ Prompts are taken by number; each is rolled out `group_size` times at once, and 
 group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
 smaller; an error of the policy ends the run. Nothing is sampled ahead of what the trainer can use: the channel's
 credit, the bound on concurrency and, where `max_lag` is given, the pace of the optimizer hold the next prompt back.
+
+A schedule is synchronous where all that an optimizer step trains is sampled with the weights that the step before it
+made (`max_lag=0` and `step_groups`). Then prompts are begun in waves and sent in their order, so that neither depends
+on a clock: a run can be repeated bit for bit as far as its environment and its policy can.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -23,6 +27,7 @@ from ..pipeline.channel import SendChannel
 from ..pipeline.context import Context, Worker, current, drop
 from ..pipeline.errors import InvalidConfig
 from ..pipeline.ledger import EndState
+from ..pipeline.resumption import Past
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
@@ -32,6 +37,8 @@ from .policies import Completion, Engine, Policy, Tokenizer
 __all__ = ["SourceEnv"]
 
 log = get_logger("penstock.source_env")
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,27 @@ class SourceEnv:
     """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
     max_lag: int | None = None
     """Paces the source: no prompt is begun that would only be trained more than so many optimizer steps later."""
+    step_groups: int | None = None
+    """How many prompts an optimizer step trains, over all workers, where that is a fixed number: what the Batcher is
+    told as `sequences`, divided by `group_size`. With it the pace is exact, from the first step on."""
     groups: int | None = None
     """Ends the stream after so many prompts, over all workers; without it, it never ends."""
     first_task: int = 0
-    """Number of the first prompt. A run that is resumed goes on behind those it has used: ids are never reused."""
+    """Number of the first prompt."""
+    trained: bytes = b""
+    """Prompts that are passed over, as a bit each, from number 0 on: `going_on` notes what a run before trained."""
     seed: int = 0
     """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
     name: str = ""
     """The environment's name in every id; by default that of `make_env`."""
+
+    def going_on(self, past: Past) -> SourceEnv:
+        """The same source in a run that goes on: it samples what was not trained, also what was begun before."""
+        numbers = [instance_id.partition(".")[0] for env, instance_id in past.committed if env == self.env_name]
+        known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
+        trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
+        trained[known] = True
+        return replace(self, trained=np.packbits(trained, bitorder="little").tobytes())
 
     def __post_init__(self) -> None:
         """Refuse what can never sample anything.
@@ -84,12 +104,17 @@ class SourceEnv:
                 raise InvalidConfig(f"SourceEnv.{field}: expected more than 0, got {getattr(self, field)}")
         if self.max_lag is not None and self.max_lag < 0:
             raise InvalidConfig(f"SourceEnv.max_lag: expected 0 or more, got {self.max_lag}")
+        if self.step_groups is not None and (self.step_groups < 1 or self.max_lag is None):
+            raise InvalidConfig(
+                f"SourceEnv.step_groups: expected 1 or more, with max_lag, got {self.step_groups} with {self.max_lag}"
+            )
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.
 
         Raises:
             InvalidPipeline: what `make_env` makes is no environment, or text meets no tokenizer.
+            InvalidConfig: `step_groups` cannot be shared among the workers, or sampled at once where it has to be.
             Exception: what `make_env`, the policy or the channel raises.
         """
         context = current()
@@ -98,6 +123,38 @@ class SourceEnv:
             self.policy.open(context.worker) as engine,
         ):
             await _Crew(self, tasks, engine, outbox, context).work()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all that a step trains is sampled with the weights that the step before it made."""
+        return self.max_lag == 0 and self.step_groups is not None
+
+    @property
+    def begins_at_most(self) -> int | None:
+        """Trajectories that are begun and wait for a step, for `pipeline.check()`; None for no bound that is known."""
+        if self.step_groups is None or self.max_lag is None:
+            return None
+        return (self.max_lag + 1) * self.step_groups * self.group_size
+
+    def per_step(self, worker: Worker) -> int | None:
+        """How many trajectories of `worker` a step trains, where that is fixed.
+
+        Raises:
+            InvalidConfig: see `run`.
+        """
+        if self.step_groups is None:
+            return None
+        groups, left = divmod(self.step_groups, worker.count)
+        if left:
+            raise InvalidConfig(
+                f"SourceEnv.step_groups: expected a multiple of the {worker.count} workers, got {self.step_groups}"
+            )
+        if self.synchronous and groups * self.group_size > self.concurrency:
+            raise InvalidConfig(
+                f"SourceEnv.concurrency: expected at least {groups * self.group_size}, all that a worker samples for a "
+                f"step of a synchronous schedule, got {self.concurrency}"
+            )
+        return groups * self.group_size
 
     @property
     def sends_at_most_tokens(self) -> int | None:
@@ -113,11 +170,34 @@ class SourceEnv:
         return str(getattr(made_by, "__name__", type(made_by).__name__))
 
     def numbers(self, worker: Worker) -> Iterable[int]:
-        """The prompts that `worker` samples: every `worker.count`-th, so that no two workers share one."""
+        """The prompts that `worker` samples: every `worker.count`-th, so that no two workers share one.
+
+        In a synchronous schedule nothing is in flight when a step is done: what was not trained before the last one
+        that was has been dropped.
+        """
         first = self.first_task + worker.index
-        if self.groups is None:
-            return itertools.count(first, worker.count)
-        return range(first, self.first_task + self.groups, worker.count)
+        numbers: Iterable[int] = itertools.count(first, worker.count)
+        if self.groups is not None:
+            numbers = range(first, self.first_task + self.groups, worker.count)
+        trained = np.unpackbits(np.frombuffer(self.trained, np.uint8), bitorder="little")[first :: worker.count]
+        places = np.flatnonzero(trained)
+        if self.synchronous:
+            places = np.arange(places.max(initial=-1) + 1)
+        passed_over = set((first + worker.count * places).tolist())
+        return (number for number in numbers if number not in passed_over)
+
+
+async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
+    """What each call returns, in order; they run at once."""
+    returned: dict[int, R] = {}
+
+    async def keep(place: int, call: Callable[[], Awaitable[R]]) -> None:
+        returned[place] = await call()
+
+    async with anyio.create_task_group() as tasks:
+        for place, call in enumerate(calls):
+            tasks.start_soon(keep, place, call)
+    return [returned[place] for place in range(len(calls))]
 
 
 def instance_id(number: int, worker: Worker) -> str:
@@ -140,7 +220,8 @@ class _Crew:
         self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
         """A place for each group that is being sampled, or waits to be sent."""
         self._rollouts = anyio.CapacityLimiter(source.concurrency)
-        self._pace = Pace(context.ledger, source.group_size, source.max_lag)
+        per_step = source.per_step(context.worker)
+        self._pace = Pace(context.ledger, source.group_size, source.max_lag, per_step=per_step)
         self._failure: Exception | None = None
         """What ended the run, bare: a task group would wrap it."""
         self._everyone = anyio.CancelScope()
@@ -150,7 +231,7 @@ class _Crew:
         async with anyio.create_task_group() as groups:
             self._everyone = groups.cancel_scope
             try:
-                await self._begin(groups)
+                await (self._in_waves() if self._source.synchronous else self._begin(groups))
             except Exception as error:  # noqa: BLE001 (raised again below)
                 self._fail(error)
         if self._failure is not None:
@@ -161,17 +242,21 @@ class _Crew:
         for number in self._source.numbers(self._context.worker):
             await self._groups.acquire()
             await self._pace.room()
-            group = GroupId(self._env, instance_id(number, self._context.worker))
-            self._context.ledger.admit(group, range(self._source.group_size))
-            groups.start_soon(self._group, group, number)
+            groups.start_soon(self._group, self._admitted(number), number)
+
+    def _admitted(self, number: int) -> GroupId:
+        group = GroupId(self._env, instance_id(number, self._context.worker))
+        self._context.ledger.admit(group, range(self._source.group_size))
+        return group
 
     async def _group(self, group: GroupId, number: int) -> None:
         """Sample a group and send it, holding its place until it is sent."""
         try:
             with self._pace.sampling():
-                sampled = await self._sampled(group, number)
-            if sampled is not None:
-                await self._outbox.send(sampled)
+                began = anyio.current_time()
+                rollouts = await self._rolled_out(group, await self._begun(group, number))
+            if rollouts:
+                await self._outbox.send(self._sampled(group, number, rollouts, began))
         except Exception as error:  # noqa: BLE001 (raised again by `work`)
             self._fail(error)
         finally:
@@ -182,22 +267,47 @@ class _Crew:
         self._failure = self._failure or error
         self._everyone.cancel()
 
+    # -- a synchronous schedule ----------------------------------------------------------------------------------------
+
+    async def _in_waves(self) -> None:
+        """Begin at once what may be begun, and the next wave when the last one is sent and there is room again."""
+        numbers = iter(self._source.numbers(self._context.worker))
+        while wave := await self._wave(numbers):
+            began = anyio.current_time()
+            tasks = await _all([partial(self._begun, *each) for each in wave])
+            rolled_out = await _all(
+                [partial(self._rolled_out, group, task) for (group, _), task in zip(wave, tasks, strict=True)]
+            )
+            for (group, number), rollouts in zip(wave, rolled_out, strict=True):
+                if rollouts:
+                    await self._outbox.send(self._sampled(group, number, rollouts, began))
+
+    async def _wave(self, numbers: Iterator[int]) -> list[tuple[GroupId, int]]:
+        """The next prompts, as many as there is room for; none where there are no more."""
+        wave: list[tuple[GroupId, int]] = []
+        for number in numbers:
+            if not wave:
+                await self._pace.room()
+            wave.append((self._admitted(number), number))
+            if self._pace.full:
+                break
+        return wave
+
     # -- one group -----------------------------------------------------------------------------------------------------
 
-    async def _sampled(self, group: GroupId, number: int) -> TrajectoryGroup | None:
-        """All rollouts of one prompt; None if not one succeeded."""
-        began = anyio.current_time()
-        task = await self._begun(group, number)
-        if task is None:
-            return None
+    async def _rolled_out(self, group: GroupId, task: Task | None) -> dict[int, Rollout]:
+        """The rollouts of one prompt that succeed, by repetition."""
         rollouts: dict[int, Rollout] = {}
-        async with anyio.create_task_group() as repetitions:
-            for repetition in range(self._source.group_size):
-                repetitions.start_soon(self._attempt, task, TrajectoryId(*group, repetition), rollouts)
-        if not rollouts:
-            return None
+        if task is not None:
+            async with anyio.create_task_group() as repetitions:
+                for repetition in range(self._source.group_size):
+                    repetitions.start_soon(self._attempt, task, TrajectoryId(*group, repetition), rollouts)
+        return dict(sorted(rollouts.items()))
+
+    def _sampled(self, group: GroupId, number: int, rollouts: dict[int, Rollout], began: float) -> TrajectoryGroup:
+        """The group of what succeeded, observed."""
         self._context.metrics.mean("rollout/time_s", anyio.current_time() - began)
-        sampled = self._assembled(group, number, dict(sorted(rollouts.items())))
+        sampled = self._assembled(group, number, rollouts)
         self._observe(sampled, rollouts.values())
         return sampled
 

@@ -55,7 +55,8 @@ class TorchPolicy:
     """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with; without one the model
     stays as it was made, version 0, until `update_weights` brings others."""
     seed: int = 0
-    """Makes sampling repeatable where the order of requests is; every worker draws a stream of its own."""
+    """Makes sampling repeatable where the order of requests is; every worker draws numbers of its own, and with every
+    version of the weights others."""
     max_rows: int = 256
     """Rows of one batch at most: bounds the memory of the cache."""
     updates: Updates = "between_batches"
@@ -90,8 +91,12 @@ class TorchPolicy:
 
 def _seed(seed: int, worker: Worker) -> int:
     """A seed of its own for every worker, also after a restart."""
-    state = np.random.SeedSequence([seed, worker.index, worker.incarnation]).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))
+    return _as_seed([seed, worker.index, worker.incarnation])
+
+
+def _as_seed(numbers: Sequence[int]) -> int:
+    (state,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(state >> np.uint64(1))
 
 
 @dataclass(slots=True)
@@ -133,6 +138,8 @@ class TorchEngine:
         """Whether every batch takes up newer weights by itself; else `update_weights` does."""
         self._eos_id = eos_id
         self._seed = seed
+        self._seeded_for: int | None = None
+        """The version for which the numbers were drawn last."""
         self._generator: torch.Generator | None = None
         """Made with the first batch, on the model's device: one that was built on the meta device has none before."""
         self._max_rows = max_rows
@@ -259,7 +266,7 @@ class TorchEngine:
             device = next(self._model.parameters()).device
             if device.type == "meta" and self._weights is not None:
                 device = torch.device(self._weights.device)
-            self._generator = torch.Generator(device).manual_seed(self._seed)
+            self._generator = torch.Generator(device)
         return self._generator
 
     def _advance(self, batch: Batch) -> Sampled | None:
@@ -267,6 +274,7 @@ class TorchEngine:
         self._take_up()
         while True:
             self._check_open()
+            self._seed_anew()
             sampled = batch.step(self._version)
             if self._weights is not None and not self._weights.intact:
                 raise _Overtaken
@@ -283,6 +291,12 @@ class TorchEngine:
             self._version = self._weights.refresh()
             if self._version != NO_VERSION:
                 return
+
+    def _seed_anew(self) -> None:
+        """Every version has numbers of its own: a run that goes on with it draws what one draws that never stopped."""
+        if self._seeded_for != self._version:
+            self._numbers().manual_seed(_as_seed([self._seed, self._version]))
+            self._seeded_for = self._version
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..pipeline.resumption import Stateful
 from ..pipeline.weight_specs import check_weights, specs_of
 from ..schemas import Array, GroupId, TrainBatch
 from .causal_model import CausalModel
@@ -27,7 +28,7 @@ from .micro_batches import MicroBatch, micro_batches
 from .scoring import Likelihood, likelihood
 from .step_clock import StepClock
 
-__all__ = ["OptimizerRecipe", "Stateful", "TorchTrainer"]
+__all__ = ["OptimizerRecipe", "TorchTrainer"]
 
 OptimizerRecipe: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of a model's parameters: `partial(torch.optim.AdamW, lr=1e-5)`."""
@@ -37,18 +38,6 @@ WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "state.json"
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """What a loss is told of tokens where a batch has it."""
-
-
-class Stateful(Protocol):
-    """Something beside the model that a run needs to go on: an AdvantageNormalizer's running statistics."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What to keep, as JSON values; floats come back bit for bit."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Go on from what `state_dict` gave."""
-        ...
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,6 +207,10 @@ class TorchTrainer:
         return likelihood(model, part, temperature=self._temperature, autocast=self._autocast)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def keep(self, state: Mapping[str, Stateful]) -> None:
+        """Have checkpoints keep these too, by name, beside what was given as `state`."""
+        self._state |= state
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
         """Write a checkpoint into `folder` and return its path: there whole or not at all. Blocks.

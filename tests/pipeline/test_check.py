@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack, Train
 
-from penstock import Pipeline, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, processes, source
+from penstock import Batcher, Pipeline, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, processes, source
 from penstock.errors import InvalidPipeline
 
 
@@ -135,3 +135,13 @@ def test_every_problem_is_listed_at_once() -> None:
         "Count → Double: expected a capacity of at least 1, got 0",
         "Double → Collect: expected a capacity_bytes of at least 1, got 0",
     ]
+
+
+def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
+    @dataclass(frozen=True)
+    class Paced(Groups):
+        begins_at_most: int = 24
+
+    told = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
+
+    assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in told

@@ -187,3 +187,19 @@ def test_a_script_that_configures_nothing_sees_warnings_on_stderr_and_nothing_on
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert (ran.stdout, ran.stderr) == ("", "b n=1\n")
+
+
+@pytest.mark.parametrize(("after_step", "left"), [(2, b"12"), (9, b"123"), (0, b"")])
+def test_a_run_that_goes_on_takes_back_the_lines_behind_its_checkpoint(
+    tmp_path: Path, after_step: int, left: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, after_step=0)
+    for step in (1, 2, 3):
+        sink({"loss": 0.5}, step)
+    with path.open("ab") as file:
+        file.write(b'{"step":4,"lo')  # it was killed
+
+    JsonlSink(path, after_step=after_step)
+
+    assert path.read_bytes() == b"".join(b'{"step":%c,"loss":0.5}\n' % step for step in left)

@@ -137,3 +137,19 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
     clock.run(main)
 
     assert clock.now_s == 101
+
+
+def test_a_pace_that_is_given_holds_from_the_first_step_on_and_never_gives_way() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        trainer = Trainer()
+        pace = Pace(trainer.ledger, 4, max_lag=0, per_step=8)
+        trainer.sample(2)
+        with anyio.move_on_after(1000) as waiting:
+            await pace.room()
+        assert waiting.cancelled_caught
+        trainer.train(0, 1, step=1)
+        await pace.room()
+
+    clock.run(main)

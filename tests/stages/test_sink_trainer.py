@@ -343,10 +343,15 @@ def test_a_trainer_that_cannot_do_what_is_asked_is_refused(options: dict[str, An
         SinkTrainer(**given)
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 0}, {"checkpoint_every": 0}, {"checkpoint_every": 3}])
+@pytest.mark.parametrize("options", [{"max_steps": 0}, {"checkpoint_every": 0}])
 def test_counts_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         SinkTrainer(Foreign(), **options)
+
+
+async def test_checkpoints_need_a_folder() -> None:
+    with pytest.raises(ValueError, match="checkpoint_every: expected with a folder"):
+        await drive_sink(SinkTrainer(Foreign(), checkpoint_every=3), batches(1))
 
 
 def test_a_foreign_trainer_needs_no_weights_where_generation_is_outside() -> None:

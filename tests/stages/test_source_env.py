@@ -19,6 +19,7 @@ from tests.fake_policy import FakePolicy, Letters, said
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
 from penstock.pipeline.memory import memory_channel
+from penstock.pipeline.resumption import Past
 from penstock.schemas import GroupId, StopReason, TrajectoryGroup
 from penstock.stages.environments import Rollout
 from penstock.stages.policies import GenerationIsOutside, NoOpPolicy
@@ -352,6 +353,21 @@ async def test_a_resumed_run_goes_on_behind_the_prompts_it_has_used() -> None:
     assert sorted(group.instance_id for group in driven) == ["5", "6", "7"]
 
 
+async def test_a_run_that_goes_on_samples_what_was_not_trained_also_what_was_begun() -> None:
+    trained = [GroupId("Sums", "0"), GroupId("Sums", "2.1"), GroupId("Sums", "9"), GroupId("else", "1")]
+
+    going_on = source(groups=6).going_on(Past(4, dict.fromkeys(trained, 0b1)))
+
+    assert sorted(group.instance_id for group in await sampled(going_on)) == ["1", "3", "4", "5"]
+
+
+async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_each_worker_had_trained() -> None:
+    trained = dict.fromkeys([GroupId("Sums", "0"), GroupId("Sums", "4"), GroupId("Sums", "3")], 0b1)
+    schedule = source(groups=12, max_lag=0, step_groups=2).going_on(Past(1, trained))
+
+    assert [list(schedule.numbers(Worker(index, 2))) for index in range(2)] == [[6, 8, 10], [5, 7, 9, 11]]
+
+
 @pytest.mark.parametrize(
     ("make_env", "name", "expected"), [(Sums, "", "Sums"), (partial(Sums), "", "Sums"), (Sums, "sums", "sums")]
 )
@@ -412,6 +428,51 @@ async def test_without_credit_no_more_is_sampled_than_is_allowed_at_once() -> No
 
     balance = context.ledger.balance()
     assert (balance.admitted, balance.in_flight) == (12, 12)  # one group in the channel, three wait for credit
+
+
+async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> None:
+    asked = list[int]()
+
+    class Uneven(Sums):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            asked.append(index)
+            return {"question": "?" * (9 - index), "answer": ""}
+
+    class Patient(FakePolicy):
+        """Is asked by everybody before it answers, the last first."""
+
+        async def generate(self, prompts: Any, **options: Any) -> Any:
+            assert len(asked) % 3 == 0
+            for _ in range(len(prompts[0])):
+                await checkpoint()
+            return await super().generate(prompts, **options)
+
+    context = Context()
+    outbox, inbox = memory_channel[TrajectoryGroup](9)
+    stage = source(Uneven, Patient(), groups=6, max_lag=0, step_groups=3)
+
+    async with inbox, outbox, anyio.create_task_group() as tasks:
+        with entered(context):
+            tasks.start_soon(stage.run, outbox)
+        first = [await inbox.receive() for _ in range(3)]
+        assert len(asked) == 3
+        for group in first:
+            context.ledger.settle(group.id, 0b111, "trained", 1)
+        second = [await inbox.receive() for _ in range(3)]
+
+    assert [group.instance_id for group in first + second] == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_groups": 3}, "step_groups: expected a multiple of the 2 workers, got 3"),
+        ({"step_groups": 8, "concurrency": 11}, "concurrency: expected at least 12"),
+    ],
+)
+async def test_a_schedule_that_the_workers_cannot_keep_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        await sampled(source(max_lag=0, **options), Worker(0, 2))
 
 
 async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:

@@ -271,3 +271,20 @@ def test_the_recipe_travels_to_workers() -> None:
     copy = pickle.loads(pickle.dumps(policy))  # noqa: S301 (our own bytes)
 
     assert (copy.eos_id, copy.seed, copy.weights) == (EOS, 5, None)
+
+
+async def test_what_is_drawn_depends_on_the_version_and_not_on_what_was_drawn_before() -> None:
+    async def drawn(policy: TorchPolicy, *, warm: bool) -> list[list[int]]:
+        async with policy.open(Worker()) as engine:
+            assert isinstance(engine, TorchEngine)
+            if warm:
+                await engine.generate(PROMPTS, max_tokens=5)
+            engine._version = 3  # as where the publisher made another one
+            return [c.tokens.tolist() for c in await engine.generate(PROMPTS, max_tokens=5)]
+
+    policy = TorchPolicy(TinyModel, EOS, seed=1)
+
+    first, again = await drawn(policy, warm=True), await drawn(policy, warm=False)
+
+    assert first == again
+    assert first != [c.tokens.tolist() for c in await completions(policy, PROMPTS, max_tokens=5)]

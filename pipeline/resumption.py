@@ -1,0 +1,141 @@
+"""A run that is kept in a folder: run again with the same folder, it goes on from its last checkpoint.
+
+    <folder>/checkpoints/step-00000100/    what the sink's trainer writes
+    <folder>/metrics.jsonl                 a line a step, each step once
+
+What a stage has to say to that it says by methods, all of them optional: the sink `kept_in`, every other stage that
+begins otherwise in a run that goes on `going_on`, and one that has gathered something `state_dict` and
+`load_state_dict`. Knows nothing about what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ..schemas import GroupId
+from .context import Context
+from .errors import InvalidPipeline, RunInUse
+from .link import Link
+from .telemetry import JsonlSink, get_logger
+
+__all__ = ["Past", "Snapshot", "Stateful", "kept_in"]
+
+log = get_logger("penstock.pipeline")
+
+
+class Past(NamedTuple):
+    """How far a run had come that goes on."""
+
+    step: int
+    """Optimizer steps; 0 for a run that begins."""
+    committed: Mapping[GroupId, int]
+    """What they trained, as `Ledger.committed`."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has gathered something that a run needs to go on: an AdvantageNormalizer's running statistics."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What to keep, as JSON values; floats come back bit for bit."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+class Snapshot:
+    """What a stage had gathered when it was last taken: a checkpoint is written while the stage goes on."""
+
+    def __init__(self, stage: Stateful) -> None:
+        self._stage = stage
+        self._taken: Mapping[str, Any] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Note what it has gathered by now."""
+        self._taken = dict(self._stage.state_dict())
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `Stateful`."""
+        return self._taken
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """See `Stateful`."""
+        self._stage.load_state_dict(state)
+
+
+@contextmanager
+def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[tuple[Link, ...]]:
+    """Within the body the run has `folder` for itself: gives the stages to run, as they go on. Blocks.
+
+    Ledger and metrics go on too.
+
+    Raises:
+        InvalidPipeline: the sink keeps no checkpoints.
+        RunInUse: another process runs in `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        going_on, past = _resumed(folder, links)
+        if past.step:
+            context.ledger.restore(dict(past.committed), past.step)
+        sink = JsonlSink(folder / "metrics.jsonl", after_step=past.step)
+        context.metrics.sinks.append(sink)
+        try:
+            yield going_on
+        finally:
+            if sink in context.metrics.sinks:  # one that failed has been left out
+                context.metrics.sinks.remove(sink)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A lock that goes with the process, however that ends."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunInUse(
+            f"expected one run at a time in {folder}, got a second one: end the other, or take another"
+        ) from None
+
+
+def _resumed(folder: Path, links: Sequence[Link]) -> tuple[tuple[Link, ...], Past]:
+    *before, last = links
+    if not hasattr(last.stage, "kept_in"):
+        raise InvalidPipeline(
+            f"{last.name}: expected a sink that keeps checkpoints (SinkTrainer) for a run in a folder"
+        )
+    gathering = {link.name: link.stage for link in before if not link.remote and isinstance(link.stage, Stateful)}
+    sink, past = last.stage.kept_in(folder / "checkpoints", gathering)
+    if past.step:
+        log.info("run_resumed", folder=str(folder), step=past.step)
+    return (*_going_on(before, past), replace(last, stage=sink)), past
+
+
+def _going_on(links: Sequence[Link], past: Past) -> tuple[Link, ...]:
+    return tuple(replace(link, stage=_stage_going_on(link.stage, past)) for link in links)
+
+
+def _stage_going_on(stage: Any, past: Past) -> Any:
+    if hasattr(stage, "going_on"):
+        return stage.going_on(past)
+    if hasattr(stage, "links"):  # a fragment
+        return replace(stage, links=_going_on(stage.links, past))
+    return stage

@@ -1,0 +1,156 @@
+"""A run of a synchronous schedule, kept in a folder, that kills itself by SIGKILL at the moment it is told.
+
+    python -m tests.resumption.script_of_a_run FOLDER
+
+Torch takes seconds to import, so one process makes all runs, each in a child: an uninterrupted one in FOLDER/whole, and
+for each of `DEATHS` one in FOLDER/<moment>-<nth>, run until it dies, and then again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from tests.tiny_model import TinyModel
+
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    SinkTrainer,
+    SourceEnv,
+    TorchPolicy,
+    TorchTrainer,
+    TrainBatch,
+    WeightPublisher,
+    source,
+)
+from penstock.schemas import GroupId
+
+STEPS = 5
+CHECKPOINT_EVERY = 2
+GROUP_SIZE = 4
+STEP_GROUPS = 3
+
+DEATHS = [
+    ("stepped", 1),  # nothing is kept yet
+    ("emitted", 2),  # there are metrics of two steps that no checkpoint holds
+    ("half saved", 2),
+    ("scored", 60),  # while the prompts of the last step are sampled
+]
+"""When a run kills itself: what it does, and how often it has."""
+
+
+class Fate:
+    """Kills this process when the moment has come that is asked for."""
+
+    def __init__(self, moment: str = "", nth: int = 0) -> None:
+        self._moment = moment
+        self._left = nth
+
+    def at(self, moment: str) -> None:
+        if moment == self._moment:
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Digits:
+    """Scores how many letters of the answer are the last digit of the question. Answers are scored in threads."""
+
+    def __init__(self, fate: Fate) -> None:
+        self._fate = fate
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": str(index % 97)}
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        self._fate.at("scored")
+        return sum(letter == str(entry["question"])[-1] for letter in answer) / 3
+
+
+class Tokens:
+    """Ten digits, and the end."""
+
+    eos_id = 10
+
+    def encode(self, text: str) -> list[int]:
+        return [int(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(str, ids))
+
+
+class Mortal(TorchTrainer):
+    def __init__(self, fate: Fate, model: TinyModel) -> None:
+        super().__init__(model, optimizer=partial(torch.optim.AdamW, lr=0.02), micro_batch_tokens=24)
+        self._fate = fate
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        metrics = super().step(batch)
+        self._fate.at("stepped")
+        return metrics
+
+    def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
+        self._fate.at("emitted")
+        return super().save(folder, committed)
+
+    def _write(self, folder: Path, committed: Mapping[GroupId, int]) -> None:
+        super()._write(folder, committed)
+        self._fate.at("half saved")
+
+
+async def run(folder: Path, fate: Fate) -> None:
+    """What a user writes, and starts again."""
+    model = TinyModel(vocabulary=11)
+    trainer = Mortal(fate, model)
+    async with WeightPublisher(model.state_dict()) as publisher:
+        policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3)
+        make_env = partial(Digits, fate)
+        env = SourceEnv(
+            make_env, policy, Tokens(), group_size=GROUP_SIZE, max_tokens=4, max_lag=0, step_groups=STEP_GROUPS
+        )
+        pipeline = (
+            source(env)
+            .then(AdvantageNormalizer("global"))
+            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0, drop_zero_variance=True))
+            .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))
+        )
+        await pipeline.run(folder=folder)
+
+
+def in_child(folder: Path, fate: Fate) -> int:
+    """The exit status of a child that makes the run; −9 where it was killed."""
+    pid = os.fork()
+    if not pid:
+        try:
+            anyio.run(run, folder, fate)
+        except BaseException:  # noqa: BLE001 (the child must not go on as its parent)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    TorchTrainer(TinyModel(vocabulary=11), optimizer=torch.optim.AdamW)  # what torch imports late, for all children
+    assert in_child(folder / "whole", Fate()) == 0
+    for moment, nth in DEATHS:
+        kept = folder / f"{moment}-{nth}"
+        assert in_child(kept, Fate(moment, nth)) == -signal.SIGKILL, (moment, nth)
+        assert in_child(kept, Fate()) == 0, (moment, nth)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from tests.pipeline.flow_stages import Collect, Groups, Pack
+
+from penstock import SinkTrainer, TrainBatch, source
+from penstock.errors import InvalidPipeline, RunInUse
+from penstock.pipeline.context import Context
+from penstock.pipeline.resumption import Past, kept_in
+
+
+class Foreign:
+    def step(self, batch: TrainBatch, /) -> dict[str, float]:
+        return {"sequences": len(batch)}
+
+
+async def test_a_sink_that_keeps_no_checkpoints_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPipeline, match="Collect: expected a sink that keeps checkpoints"):
+        await source(Groups(1)).sink(Collect()).run(folder=tmp_path)
+
+
+async def test_a_trainer_that_cannot_go_on_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"expected .* keep\(state\) and resume\(checkpoint\)"):
+        await source(Groups(1)).then(Pack()).sink(SinkTrainer(Foreign())).run(folder=tmp_path)
+
+
+async def test_two_folders_for_checkpoints_are_one_too_many(tmp_path: Path) -> None:
+    class Kept(Foreign):
+        steps = 0
+        committed: ClassVar[dict[object, int]] = {}
+
+        def save(self, folder: Path, committed: object, /) -> Path:
+            raise NotImplementedError
+
+    sink = SinkTrainer(Kept(), checkpoints=tmp_path / "elsewhere")
+
+    with pytest.raises(ValueError, match="checkpoints: expected none in a run that is kept in a folder"):
+        await source(Groups(1)).then(Pack()).sink(sink).run(folder=tmp_path)
+
+
+def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
+    class Keeping(Collect):
+        def kept_in(self, folder: Path, gathering: object) -> tuple[object, Past]:  # noqa: ARG002 (the hook's)
+            return self, Past(0, {})
+
+    links = source(Groups(1)).sink(Keeping()).links
+
+    with kept_in(tmp_path, links, Context()), pytest.raises(RunInUse, match="expected one run at a time"):
+        kept_in(tmp_path, links, Context()).__enter__()

@@ -1,0 +1,54 @@
+"""A run is killed by SIGKILL and started again in its folder: what it comes to is, bit for bit, what it would have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from tests.resumption.script_of_a_run import DEATHS, STEPS
+
+ROOT = Path(__file__).parent.parent.parent
+BY_THE_CLOCK = ("timing_s/", "wait_s/", "perf/throughput", "perf/time_per_step", "rollout/time_s")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-m", "tests.resumption.script_of_a_run", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Line by line, what does not depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(BY_THE_CLOCK)} for line in lines]
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    loaded = load_file(folder / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors")
+    return {name: array.tobytes() for name, array in loaded.items()}
+
+
+def test_the_run_is_worth_comparing(runs: Path) -> None:
+    metrics = metrics_of(runs / "whole")
+
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert len({line["loss"] for line in metrics}) == STEPS
+    assert all(line["staleness/max"] == 0 for line in metrics)
+    assert any("dropped/filtered" in line for line in metrics)
+
+
+@pytest.mark.parametrize(("moment", "nth"), DEATHS)
+def test_a_killed_run_that_is_started_again_comes_to_the_same_bit_for_bit(runs: Path, moment: str, nth: int) -> None:
+    resumed = runs / f"{moment}-{nth}"
+
+    assert metrics_of(resumed) == metrics_of(runs / "whole")
+    assert weights_of(resumed) == weights_of(runs / "whole")
