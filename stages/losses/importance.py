@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -72,8 +72,6 @@ class Weighted(Term):
     term: PolicyTerm
     weight: ImportanceWeight
 
-    name: ClassVar[str] = "policy"
-
     def __post_init__(self) -> None:
         if self.term.corrects:
             raise ValueError(
@@ -83,6 +81,11 @@ class Weighted(Term):
 
     def __repr__(self) -> str:
         return f"{self.term!r} * {self.weight!r}"
+
+    @property
+    def reported_as(self) -> str:
+        """See `Term`: that of what is weighted."""
+        return self.term.reported_as
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. `importance/…`: the weights before they are bounded, and the share that is `/low` and `/high`."""

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 
-from .metrics import Mean, Metric, merge
+from .metrics import Mean, Metric
 from .scored import Scored
 
 __all__ = ["Aggregated", "Aggregation", "Loss", "LossValue", "PerToken", "Sum", "Summand", "Term"]
@@ -31,6 +31,7 @@ class PerToken(NamedTuple):
     values: Tensor
     """[T] what each token costs."""
     metrics: Mapping[str, Metric]
+    """The same names for every micro-batch in which something trains."""
 
 
 class LossValue(NamedTuple):
@@ -87,6 +88,11 @@ class Term(Summand):
 
     name: ClassVar[str]
     """Under which a loss of several terms reports what this one comes to: `loss/<name>`."""
+
+    @property
+    def reported_as(self) -> str:
+        """The name; of a term that stands for another, that one's."""
+        return self.name
 
     @abstractmethod
     def per_token(self, scored: Scored, /) -> PerToken:
@@ -156,17 +162,26 @@ class Aggregated:
         return f"({self.total!r}).aggregated({self.aggregation!r}{longest})"
 
     def __call__(self, scored: Scored, /) -> LossValue:
-        """See `Loss`. Of several terms, each is reported by itself, before its factor."""
+        """See `Loss`. Of several terms, each is reported by itself, before its factor.
+
+        What two of them say under one name, the first says under it, and the other under `<its name>/<that name>`.
+        """
         shares = self._shares(scored)
         loss, metrics = scored.logprobs.new_zeros(()), dict[str, Metric]()
-        for factor, term in self.total.terms:
+        for name, (factor, term) in zip(self._names(), self.total.terms, strict=True):
             values, said = term.per_token(scored)
             costs = (values * shares).sum()
             loss = loss + factor * costs
-            merge(metrics, said)
+            metrics |= {f"{name}/{each}" if each in metrics else each: metric for each, metric in said.items()}
             if len(self.total.terms) > 1:
-                merge(metrics, {f"loss/{term.name}": Mean(costs.detach())})
+                metrics[f"loss/{name}"] = Mean(costs.detach())
         return LossValue(loss, metrics)
+
+    def _names(self) -> list[str]:
+        """Of each term one of its own: the second of a name is `<name>_2`."""
+        names = [term.reported_as for _, term in self.total.terms]
+        nth = [names[: place + 1].count(name) for place, name in enumerate(names)]
+        return [name if n == 1 else f"{name}_{n}" for name, n in zip(names, nth, strict=True)]
 
     def _shares(self, scored: Scored) -> Tensor | float:
         """[T] or one for all: what a token's cost is multiplied by."""

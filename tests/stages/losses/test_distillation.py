@@ -348,6 +348,25 @@ def test_a_batch_of_which_nothing_can_be_used_is_refused_and_not_a_quiet_nothing
         check_used(metrics)
 
 
+def test_a_term_that_can_use_nothing_is_not_hidden_by_another_that_can() -> None:
+    given = taught(predictions(1), [[0, -1]], torch.full((1, 2), -1.0).double())
+    loss = SampledDistillation() + 0.5 * Distillation(mode="renormalised")
+
+    metrics = loss(given).metrics
+
+    assert metrics[TOKENS_USED].value() == 1
+    with pytest.raises(InvalidRecord, match="distillation_2/distill/tokens_used: expected some of the tokens"):
+        check_used(metrics)
+
+
+def test_weighted_distillation_is_reported_as_distillation() -> None:
+    given = ragged(behavior_logprobs=torch.full((5,), -1.0).double())
+
+    metrics = (AdvantageWeighted() + SampledDistillation() * ImportanceWeight())(given).metrics
+
+    assert {"loss/policy", "loss/distillation"} <= metrics.keys()
+
+
 def test_a_micro_batch_of_which_nothing_can_be_used_is_none_of_that() -> None:
     whole = ragged(lengths=[1, 1, 1, 1, 1])
     metrics: dict[str, Metric] = {}

@@ -14,6 +14,7 @@ from penstock.stages.losses import (
     Aggregated,
     Aggregation,
     Entropy,
+    ImportanceWeight,
     PPOClip,
     entropy_of,
     kl_estimate,
@@ -49,6 +50,24 @@ def test_a_loss_is_the_sum_that_is_written_down_and_tells_its_parts() -> None:
     assert {name: metrics[f"loss/{name}"].value() for name in ("policy", "kl", "entropy")} == pytest.approx(
         {"policy": policy.item(), "kl": divergence.item(), "entropy": entropy.item()}
     )
+
+
+def test_terms_that_say_the_same_do_so_under_names_of_their_own() -> None:
+    """Added up as if they were micro-batches, they would come to shares above 1."""
+    given, weight = random(), ImportanceWeight(high=1.1)
+    first, second, third = PPOClip(0.1, 0.1), AdvantageWeighted() * weight, PPOClip(old="proximal") * weight
+
+    metrics = (first + 0.5 * second + 2 * third)(given).metrics
+
+    for name, (alone, said) in {
+        "pg_clipfrac/high": (first, "pg_clipfrac/high"),
+        "importance/high": (second, "importance/high"),
+        "policy_3/pg_clipfrac/high": (third, "pg_clipfrac/high"),
+        "policy_3/importance/high": (third, "importance/high"),
+    }.items():
+        assert metrics[name].value() == alone(given).metrics[said].value()
+    for name, term in {"loss/policy": first, "loss/policy_2": second, "loss/policy_3": third}.items():
+        assert metrics[name].value() == pytest.approx(term(given).loss.item())
 
 
 def test_a_loss_reads_as_it_was_written() -> None:
