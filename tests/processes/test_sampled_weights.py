@@ -18,7 +18,8 @@ from penstock.pipeline.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.pipeline.weight_publisher import WeightPublisher
 from penstock.stages.causal_model import KVCache
 from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_policy import TorchEngine, TorchPolicy
+from penstock.stages.torch_engine import TorchEngine
+from penstock.stages.torch_policy import TorchPolicy
 from penstock.stages.torch_sampling import Batch, Request
 from penstock.stages.torch_weight_folder import WeightFolder
 

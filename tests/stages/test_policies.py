@@ -8,7 +8,7 @@ from tests.fake_policy import FakePolicy
 from penstock.pipeline.context import Worker
 from penstock.stages.http_policy import HttpEngine
 from penstock.stages.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
-from penstock.stages.torch_policy import TorchEngine
+from penstock.stages.torch_engine import TorchEngine
 
 LISTED = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}
 

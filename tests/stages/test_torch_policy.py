@@ -17,7 +17,8 @@ from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
 from penstock.stages.causal_model import KVCache, causal_attend
 from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_policy import TorchEngine, TorchPolicy
+from penstock.stages.torch_engine import TorchEngine
+from penstock.stages.torch_policy import TorchPolicy
 from penstock.stages.torch_sampling import Request, generate
 
 EOS = 3
