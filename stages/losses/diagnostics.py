@@ -23,7 +23,7 @@ def diagnostics(scored: Scored) -> dict[str, Metric]:
         log_ratio = scored.log_ratio("behavior")
         said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3")))
         said["kl_k1"] = Mean(scored.token_mean(-log_ratio))
-        said |= weights_metrics("ratio", log_ratio.exp(), scored)
+        said |= weights_metrics("ratio", scored.ratio("behavior"), scored)
     if scored.ref_logprobs is not None:
         said["ref_kl"] = Mean(scored.token_mean(kl_estimate(scored.logprobs - scored.ref_logprobs, "k3")))
     return said

@@ -92,8 +92,8 @@ class Weighted(Term):
         values, metrics = self.term.per_token(scored)
         log_ratio = self.term.uncorrected(scored)
         if self.weight.level == "sequence":
-            log_ratio = scored.spread(clamped(scored.sequence_sums(log_ratio)))
-        ratio = log_ratio.exp()
+            log_ratio = scored.spread(scored.sequence_sums(log_ratio))
+        ratio = clamped(log_ratio).exp()
         low, high = ratio < self.weight.low, ratio > self.weight.high
         weights = ratio.clamp(self.weight.low, self.weight.high)
         if self.weight.beyond == "mask":

@@ -45,7 +45,7 @@ class PolicyTerm(Term):
         Raises:
             InvalidRecord: the batch does not tell the behavior log-probabilities.
         """
-        return clamped(scored.proximal() - scored.behavior())
+        return scored.proximal() - scored.behavior()
 
     def __mul__(self, weight: ImportanceWeight) -> Weighted:
         return weight.of(self)
@@ -100,7 +100,7 @@ class PPOClip(PolicyTerm):
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. `pg_clipfrac`: share of tokens that are clipped; `/low`, `/high`, `/dual`: at which bound."""
-        ratio, advantages = scored.log_ratio(self.old).exp(), scored.advantage()
+        ratio, advantages = scored.ratio(self.old), scored.advantage()
         values, metrics = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         if self.dual_clip is not None:
             bound = -self.dual_clip * advantages
@@ -134,8 +134,8 @@ class GSPO(PolicyTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. Metrics as of `PPOClip`."""
         log_ratio = scored.log_ratio(self.old).detach()
-        of_sequence = (scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)).exp()
-        ratio = scored.spread(of_sequence)
+        of_sequence = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
+        ratio = scored.spread(clamped(of_sequence).exp())
         moving = ratio * (scored.logprobs - scored.logprobs.detach()).exp()
         return PerToken(*_clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored))
 
@@ -163,7 +163,7 @@ class CISPO(PolicyTerm):
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. Metrics as of `PPOClip`; they tell of either sign of the advantage."""
-        ratio = scored.log_ratio(self.old).detach().exp()
+        ratio = scored.ratio(self.old).detach()
         values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
         return PerToken(values, _clip_fractions(ratio < self.lowest, ratio > self.highest, scored))
 

@@ -22,8 +22,8 @@ OldPolicy: TypeAlias = Literal["behavior", "proximal"]
 """Against which policy a ratio is: the one that sampled, or the one that stood when training on the batch began."""
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before they are exponentiated: far outside any trust region, and still
-finite."""
+"""Log-ratios are clamped to ±20 before they are exponentiated: far outside any trust region, and still finite. Means
+and sums of them are clamped as a whole: what one token has above the bound others may make up for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,16 @@ class Scored:
         return self.advantages
 
     def log_ratio(self, old: OldPolicy) -> Tensor:
-        """[T] log π/π_old of each token, clamped to ±20.
+        """[T] log π/π_old of each token.
 
         Raises:
             InvalidRecord: the batch does not tell the behavior log-probabilities.
         """
-        return clamped(self.logprobs - (self.proximal() if old == "proximal" else self.behavior()))
+        return self.logprobs - (self.proximal() if old == "proximal" else self.behavior())
+
+    def ratio(self, old: OldPolicy) -> Tensor:
+        """[T] π/π_old of each token, its logarithm clamped to ±20; raises what `log_ratio` does."""
+        return clamped(self.log_ratio(old)).exp()
 
     def proximal(self) -> Tensor:
         """[T] log-probability under the policy that stood when training on this batch began; no gradient flows."""

@@ -42,6 +42,16 @@ def test_what_each_form_makes_of_the_ratios(weight: ImportanceWeight, expected: 
     assert weights(weight, [[0.5, 1.5, 4.0], [0.2]]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("log_ratios", "total"), [([-45.0, 12.0, 12.0, 22.0], 1.0), ([-45.0], -20), ([15.0] * 9, 20)])
+def test_the_ratio_of_a_sequence_is_bounded_as_a_whole_and_stays_finite(log_ratios: list[float], total: float) -> None:
+    apart = torch.tensor(log_ratios, dtype=torch.float64)
+    given = scored(apart, -1 / apart, behavior_logprobs=torch.zeros(len(apart)))
+
+    values = (AdvantageWeighted() * ImportanceWeight(high=math.inf, level="sequence")).per_token(given).values
+
+    assert values.tolist() == pytest.approx([math.exp(total)] * len(apart))
+
+
 def test_no_gradient_flows_through_the_weight() -> None:
     logprobs = torch.tensor([math.log(1.5)], requires_grad=True)
     given = scored(logprobs, torch.tensor([2.0]), behavior_logprobs=torch.zeros(1))

@@ -119,6 +119,16 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_sequence() -> None:
     assert values.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("log_ratios", "log_mean"), [([-50.0, 20.0, 25.0, 1.0], -1.0), ([30.0, 34.0], 20.0)])
+def test_the_ratio_of_gspo_is_bounded_as_a_whole_and_stays_finite(log_ratios: list[float], log_mean: float) -> None:
+    apart = torch.tensor(log_ratios, dtype=torch.float64)
+    given = scored(apart, torch.full_like(apart, -1.0), behavior_logprobs=torch.zeros(len(apart)))
+
+    values = GSPO(clip_low=0.9, clip_high=0.2).per_token(given).values
+
+    assert values.tolist() == pytest.approx([math.exp(log_mean)] * len(apart))
+
+
 def test_the_gradient_of_gspo_is_each_tokens_own() -> None:
     given = random(lengths=(2,))
     logprobs = given.logprobs.clone().requires_grad_()
