@@ -11,6 +11,7 @@ Knows no model, no optimizer, no batch.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -90,7 +91,7 @@ class PPOClip(PolicyTerm):
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"expected dual_clip above 1, got {self.dual_clip}")
 
     @property
@@ -101,13 +102,12 @@ class PPOClip(PolicyTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """See `Term`. `pg_clipfrac`: share of tokens that are clipped; `/low`, `/high`, `/dual`: at which bound."""
         ratio, advantages = scored.ratio(self.old), scored.advantage()
-        values, metrics = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
+        values, at = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         if self.dual_clip is not None:
             bound = -self.dual_clip * advantages
-            beyond = (advantages < 0) & (values > bound)
-            values = torch.where(beyond, bound, values)
-            metrics["pg_clipfrac/dual"] = _fraction(beyond, scored)
-        return PerToken(values, metrics)
+            at["dual"] = (advantages < 0) & (values > bound)
+            values = torch.where(at["dual"], bound, values)
+        return PerToken(values, _clip_fractions(at, scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class GSPO(PolicyTerm):
         of_sequence = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
         ratio = scored.spread(clamped(of_sequence).exp())
         moving = ratio * (scored.logprobs - scored.logprobs.detach()).exp()
-        return PerToken(*_clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored))
+        values, at = _clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
+        return PerToken(values, _clip_fractions(at, scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class CISPO(PolicyTerm):
         """See `Term`. Metrics as of `PPOClip`; they tell of either sign of the advantage."""
         ratio = scored.ratio(self.old).detach()
         values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
-        return PerToken(values, _clip_fractions(ratio < self.lowest, ratio > self.highest, scored))
+        return PerToken(values, _clip_fractions({"low": ratio < self.lowest, "high": ratio > self.highest}, scored))
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -175,18 +176,17 @@ def _check_clip(low: float, high: float) -> None:
 
 def _clipped(
     ratio: Tensor, of_which: Tensor, bounds: tuple[float, float], scored: Scored
-) -> tuple[Tensor, dict[str, Metric]]:
-    """[T] −min(r · A, clip(r) · A), which bounds what is gained and never what is lost; and who is at a bound."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[T] −min(r · A, clip(r) · A), which bounds what is gained and never what is lost; and [T] who is at a bound."""
     low, high = bounds
     advantages = scored.advantage()
     values = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    return values, _clip_fractions((of_which < low) & (advantages < 0), (of_which > high) & (advantages > 0), scored)
+    return values, {"low": (of_which < low) & (advantages < 0), "high": (of_which > high) & (advantages > 0)}
 
 
-def _clip_fractions(low: Tensor, high: Tensor, scored: Scored) -> dict[str, Metric]:
-    at_low, at_high = _fraction(low, scored), _fraction(high, scored)
-    return {"pg_clipfrac": at_low.merged(at_high), "pg_clipfrac/low": at_low, "pg_clipfrac/high": at_high}
-
-
-def _fraction(which: Tensor, scored: Scored) -> Mean:
-    return Mean(scored.token_mean(which.to(scored.logprobs.dtype)))
+def _clip_fractions(at: Mapping[str, Tensor], scored: Scored) -> dict[str, Metric]:
+    """Of bounds at which no token is twice: how many are at each, and at any."""
+    shares = {name: scored.token_mean(which.to(scored.logprobs.dtype)) for name, which in at.items()}
+    return {"pg_clipfrac": Mean(sum(shares.values(), scored.logprobs.new_zeros(())))} | {
+        f"pg_clipfrac/{name}": Mean(share) for name, share in shares.items()
+    }

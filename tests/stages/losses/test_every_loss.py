@@ -11,6 +11,7 @@ from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, scored
 from torch import Tensor
 
 from penstock.stages.losses import Loss, Metric, Scored, diagnostics, merge
+from penstock.stages.losses.diagnostics import ROWS_AT_ONCE
 from penstock.stages.losses.scored import entropy_of
 
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=repr)
@@ -121,3 +122,11 @@ def test_diagnostics_of_micro_batches_add_up_and_extremes_stay_extremes() -> Non
     assert values["entropy"] == pytest.approx(entropy_of(whole.predicted).mean().item())
     assert (values["ratio/min"], values["ratio/max"]) == (ratio.min().item(), ratio.max().item())
     assert values["ratio/effective_sample_size"] == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
+
+
+def test_the_entropy_of_a_long_micro_batch_is_that_of_all_its_tokens() -> None:
+    predicted = torch.tensor([0.0, -math.inf]).repeat(ROWS_AT_ONCE + 1, 1)
+    predicted[-1] = math.log(0.5)
+    long = scored(torch.zeros(len(predicted)), torch.zeros(len(predicted)), predicted=predicted)
+
+    assert diagnostics(long)["entropy"].value() == pytest.approx(math.log(2) / len(predicted))

@@ -95,7 +95,7 @@ def test_clip_fractions_tell_at_which_bound_the_tokens_are() -> None:
 
     found = {name: metric(PPO, ratios, advantages, f"pg_clipfrac{name}") * 8 for name in ("", "/low", "/high", "/dual")}
 
-    assert found == pytest.approx({"": 4, "/low": 1, "/high": 3, "/dual": 1})
+    assert found == pytest.approx({"": 5, "/low": 1, "/high": 3, "/dual": 1})
 
 
 def test_ratios_that_overflow_stay_finite() -> None:
@@ -189,6 +189,8 @@ def test_against_the_proximal_policy_no_behavior_logprobs_are_needed(make: Calla
         lambda: PPOClip(clip_low=0),
         lambda: PPOClip(clip_high=-0.2),
         lambda: PPOClip(dual_clip=1.0),
+        lambda: PPOClip(dual_clip=math.nan),
+        lambda: PPOClip(clip_high=math.nan),
         lambda: GSPO(clip_high=0),
         lambda: CISPO(lowest=1.2),
         lambda: CISPO(highest=0.28),
