@@ -35,6 +35,7 @@ __all__ = [
     "StaleHandle",
     "TokenizersDiffer",
     "TooManySenders",
+    "TooMuchUnsaved",
     "WeightsDamaged",
     "WeightsInUse",
     "WeightsMismatch",
@@ -68,6 +69,10 @@ class OutOfSharedMemory(PenstockError, MemoryError):
 
 class TooManySenders(PenstockError):
     """The receiver's budget of bytes is divided among a fixed number of senders, and all have joined."""
+
+
+class TooMuchUnsaved(PenstockError):
+    """A lasting sender may keep no more, and no checkpoint holds what it keeps; the message says what to do."""
 
 
 class IllegalTransition(PenstockError):

@@ -156,6 +156,11 @@ class Outbox(Closing, Generic[T]):
         return self._end.statistics()
 
     @property
+    def all_closed(self) -> bool:
+        """Whether this end and its clones are closed: nothing more comes."""
+        return not self._ends.open
+
+    @property
     def waits(self) -> tuple[bool, float]:
         """Whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
         taken = [end.statistics() for end in self._ends.open]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -111,8 +111,8 @@ class Peer:
         self.releases.append((descriptor, records))
         self._schedule(self)
 
-    def ended(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        """Tell the sender how some of its trajectories ended: an `Origin` for the ledger."""
+    def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
+        """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
         self.endings.append((group, tuple(bits(mask)), state, step))
         self._schedule(self)
 
@@ -563,6 +563,11 @@ class RemoteReceiver(Receiving[R]):
         """Let other tasks run, and let a cancellation in before anything was moved."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
+
+    async def deserted(self) -> None:
+        """Wait until every sender has closed its door, having heard all that was said to it."""
+        while self._peers and not self._closed:
+            await self._waiting.wait()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""

@@ -70,6 +70,10 @@ class SenderLine:
         """Sequence number of the last record."""
         self.failure: PeerClosed | PeerLost | None = None
         """Why nothing can be sent any more."""
+        self.failed = anyio.Event()
+        """Set with `failure`."""
+        self.severed = anyio.Event()
+        """Set when the connection has ended, and all that came on it was heard."""
         self.on_ended: Origin | None = None
         """Is told how trajectories ended."""
         self.waiting = Waiters()
@@ -82,6 +86,8 @@ class SenderLine:
         """Records that were taken in since the last message."""
         self._severed = False
         """Whether the socket has nobody to send to any more."""
+        self._goodbye = False
+        """Whether it was said."""
         self._grace: asyncio.TimerHandle | None = None
         """Runs out when the door has not said why."""
         self._flush_scheduled = False
@@ -107,6 +113,7 @@ class SenderLine:
     def _fail(self, failure: PeerClosed | PeerLost) -> None:
         if self.failure is None:
             self.failure = failure
+            self.failed.set()
         self._parted.set()
         self.waiting.wake_all()
 
@@ -195,6 +202,7 @@ class SenderLine:
             if not events & POLLIN:
                 if not events & POLLOUT:
                     self._sever()
+                    self.severed.set()
                 return
             try:
                 self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
@@ -218,9 +226,15 @@ class SenderLine:
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
 
+    def say_goodbye(self) -> None:
+        """Nothing more comes from here. Saying it twice is fine."""
+        if not self._goodbye:
+            self._goodbye = True
+            self.tell(Goodbye(self.sent))
+
     async def part(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
-        self.tell(Goodbye(self.sent))
+        self.say_goodbye()
         with anyio.move_on_after(PARTING_S, shield=True) as bound:
             await self._parted.wait()
         if bound.cancelled_caught:
@@ -296,6 +310,18 @@ class RemoteSender(Closing, Generic[R]):
     def failure(self) -> PeerClosed | PeerLost | None:
         """What `send` raises from now on because the receiver closed the channel, or died; None while all is well."""
         return self._line.failure
+
+    async def gone(self) -> None:
+        """Wait until the receiver closed the channel, or died: `failure` says which."""
+        await self._line.failed.wait()
+
+    async def severed(self) -> None:
+        """Wait until the connection has ended, so that all was heard which the receiver had said."""
+        await self._line.severed.wait()
+
+    def say_goodbye(self) -> None:
+        """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
+        self._line.say_goodbye()
 
     def clone(self) -> RemoteSender[R]:
         """Another sending end of the same connection.

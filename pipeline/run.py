@@ -195,9 +195,10 @@ class Run:
         return any(later.over for later in self._parts[position + 1 :])
 
     def _release_upstream(self, part: _Part) -> None:
-        """Nobody will receive what the stages before `part` send."""
+        """Nobody will receive what the stages before `part` send. One that has closed its end may stay for the sink."""
         for earlier in self._parts[: self._parts.index(part)]:
-            earlier.scope.cancel()
+            if part is self._parts[-1] or earlier.outbox is None or not earlier.outbox.all_closed:
+                earlier.scope.cancel()
 
     def _conclude(self) -> None:
         """Every stage has ended: note how things stand, and what workers still hold is lost."""

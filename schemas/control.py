@@ -135,7 +135,10 @@ class Release(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit."""
+    """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit.
+
+    "saved" is told of those that no other receiver needs: a checkpoint holds them, or they were dropped.
+    """
 
     entries: tuple[tuple[GroupId, tuple[int, ...], str, int], ...]
 

@@ -11,7 +11,7 @@ import gc
 import linecache
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any
 
@@ -59,12 +59,14 @@ def _awaited(awaitable: Any) -> Iterator[str]:
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:  # noqa: ARG001 (the names are given)
     """Print the waits before a test is failed for its time."""
     result = yield
-    fail = signal.getsignal(signal.SIGALRM)
+    installed = signal.getsignal(signal.SIGALRM)
+    if not callable(installed):
+        return result
+    fail: Callable[[int, FrameType | None], Any] = installed
 
     def tell_and_fail(number: int, frame: FrameType | None) -> None:
         sys.stderr.write(waits() + "\n")
         fail(number, frame)
 
-    if callable(fail):
-        signal.signal(signal.SIGALRM, tell_and_fail)
+    signal.signal(signal.SIGALRM, tell_and_fail)
     return result

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .pipeline.each import each
     from .pipeline.flow import Flow, Pipeline, source
     from .pipeline.keys import Key
+    from .pipeline.lasting_sender import LastingSender, outlast
     from .pipeline.ledger import Balance, Ledger
     from .pipeline.memory import memory_channel
     from .pipeline.outside_server import OutsideServer, listens, responds
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .stages.reward_bridge import RewardBridge
     from .stages.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
+    from .stages.source_channel import SourceChannel
     from .stages.source_env import SourceEnv
     from .stages.teacher import Teacher, TeacherEngine, TeacherPolicy
     from .stages.torch_folder_subscriber import FolderSubscriber
@@ -101,6 +103,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "KL",
     "KLReward",
     "Key",
+    "LastingSender",
     "Ledger",
     "Metrics",
     "NoOpEngine",
@@ -124,6 +127,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "Sink",
     "SinkTrainer",
     "Source",
+    "SourceChannel",
     "SourceEnv",
     "Stage",
     "StepEnvironment",
@@ -157,6 +161,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "identity_of",
     "listens",
     "memory_channel",
+    "outlast",
     "processes",
     "responds",
     "serve",
@@ -170,6 +175,7 @@ _HOMES = {
     "pipeline.each": ("each",),
     "pipeline.flow": ("Flow", "Pipeline", "source"),
     "pipeline.keys": ("Key",),
+    "pipeline.lasting_sender": ("LastingSender", "outlast"),
     "pipeline.ledger": ("Balance", "Ledger"),
     "pipeline.memory": ("memory_channel",),
     "pipeline.outside_server": ("OutsideServer", "listens", "responds"),
@@ -217,6 +223,7 @@ _HOMES = {
     "stages.reward_bridge": ("RewardBridge",),
     "stages.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
+    "stages.source_channel": ("SourceChannel",),
     "stages.source_env": ("SourceEnv",),
     "stages.teacher": ("Teacher", "TeacherEngine", "TeacherPolicy"),
     "stages.torch_folder_subscriber": ("FolderSubscriber",),
