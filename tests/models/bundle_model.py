@@ -1,0 +1,273 @@
+"""Bundles on their way, small enough to be searched to the end, around the real `SlotTable`.
+
+One producer with a segment of three slots places records, which share a span where they can; a bundle is written and
+published when it is complete, at the latest with the flush; each record is read and let go by itself, in any order, and
+the slots are free when the last of a bundle is. The producer may be killed between any two steps: what it had published
+is salvaged. What a `Bundler` does around the table is what `SlotOutlet`, `SlotInlet` and `RemoteReceiver` do. Several
+producers, restarts and the books are the subject of `channel_model`, whose rules these are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tests.models.channel_model import BELIEVED, BYTES, CREDIT, DELIVERED, FREED, LATE, ONCE, ONE_OWNER, SLOTS
+from tests.models.explore import Broken, Moments, Step, explore, hold
+
+from penstock.errors import PenstockError, StaleDescriptor
+from penstock.pipeline.slots import SlotTable, Span
+
+__all__ = ["RULES", "Bundler", "search"]
+
+RULES = (ONE_OWNER, ONCE, BYTES, BELIEVED, LATE, CREDIT, DELIVERED, FREED)
+
+MOST = 3
+"""Records in a bundle."""
+
+
+class Header(NamedTuple):
+    """What a segment says of a published bundle, and a descriptor of where it lies."""
+
+    sequence: int
+    """Of its last record."""
+    records: int
+    slot: int
+    slots: int
+    generation: int
+
+
+class Lease(NamedTuple):
+    """One record that is read."""
+
+    record: int
+    bundle: Header
+
+
+class Bundler:
+    """A producer's process, its segment, and what the receiver has of it. The step methods change it."""
+
+    def __init__(self, halves: tuple[int, ...], table: type[SlotTable] = SlotTable) -> None:
+        self.halves = halves
+        """How many half slots each record takes."""
+        # The producer's process:
+        self.alive = True
+        self.table = table(SLOTS)
+        self.placed = 0
+        """Records that were taken in."""
+        self.writing: Span | None = None
+        self.filled: list[int] = []
+        """Half slots of each record of the bundle that is being filled."""
+        self.ready: list[Header] = []
+        self.spans: dict[tuple[int, int], Header] = {}
+        """Bundles in flight, by first slot and generation."""
+        self.closed: set[tuple[int, int]] = set()
+        # The segment:
+        self.headers: dict[int, Header] = {}
+        self.contents: list[int] = [0] * SLOTS
+        """The last record of the bundle that was written to each slot."""
+        # The sockets:
+        self.wire: list[Header] = []
+        self.back: list[tuple[int, int]] = []
+        # The receiver's process:
+        self.sequence = 0
+        self.arrivals: list[Header] = []
+        self.taken = 0
+        """Records of the first bundle that were taken."""
+        self.leases: list[Lease] = []
+        self.delivered: list[int] = []
+        self.noticed = False
+
+    def steps(self) -> Iterator[Step]:
+        """What may happen next."""
+        if self.alive:
+            if self.placed < len(self.halves):
+                yield ("place",)
+            if self.writing is not None or self.ready:
+                yield ("flush",)
+            if self.back:
+                yield ("hear",)
+            for carried in range(len(self.wire) + 1):
+                yield "crash", carried
+        elif not self.noticed:
+            yield ("notice",)
+        if self.wire:
+            yield ("drain",)
+        if self.arrivals:
+            yield ("take",)
+        for index in range(len(self.leases)):
+            yield "release", index
+
+    # -- the producer ------------------------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """A record joins the bundle that is being filled, or begins one, or finds no room."""
+        size = self.halves[self.placed]
+        if self.writing is None or not self._joins(self.writing, size):
+            self.complete()
+            self.writing = self.table.allocate(-(-size // 2))
+            if self.writing is None:
+                return
+        self.filled.append(size)
+        self.placed += 1
+        if len(self.filled) == MOST:
+            self.complete()
+
+    def _joins(self, span: Span, size: int) -> bool:
+        more = -(-(sum(self.filled) + size) // 2) - span.count
+        return more <= 0 or self.table.extend(span, more)
+
+    def complete(self) -> None:
+        """The bundle is written, then published."""
+        span, self.writing = self.writing, None
+        if span is None:
+            return
+        records, self.filled = len(self.filled), []
+        header = Header(self.placed, records, span.start, span.count, span.generation)
+        self.write(header)
+        self.table.publish(span, self.placed, records)
+        self.headers[span.start] = self.spans[span.start, span.generation] = header
+        self.ready.append(header)
+
+    def write(self, header: Header) -> None:
+        """All its columns are copied."""
+        self.contents[header.slot : header.slot + header.slots] = [header.sequence] * header.slots
+
+    def flush(self) -> None:
+        """Whatever was placed leaves."""
+        self.complete()
+        self.wire += self.ready
+        self.ready = []
+
+    def hear(self) -> None:
+        """The release of one record came back."""
+        slot, generation = self.back.pop(0)
+        try:
+            span = self.table.release(slot, generation)
+        except PenstockError as error:
+            raise Broken(BELIEVED, f"release: {type(error).__name__}: {error}") from error
+        if not span.records:
+            del self.headers[slot], self.spans[slot, generation]
+            self.closed.add((slot, generation))
+
+    def crash(self, carried: int) -> None:
+        """SIGKILL: the socket carries a part of what was given to it, or all."""
+        self.alive = False
+        self.wire = self.wire[:carried]
+        self.ready, self.back = [], []
+
+    # -- the receiver ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """A descriptor arrives."""
+        self.arrive(self.wire.pop(0))
+
+    def arrive(self, bundle: Header) -> None:
+        """It follows on what came before, or is not believed."""
+        hold(BELIEVED, bundle.sequence == self.sequence + bundle.records, f"{bundle} came after {self.sequence}")
+        self.sequence = bundle.sequence
+        self.arrivals.append(bundle)
+
+    def take(self) -> None:
+        """The next record of the first bundle is delivered."""
+        bundle = self.arrivals[0]
+        hold(BELIEVED, self.headers.get(bundle.slot) == bundle, f"{bundle}, but {self.headers.get(bundle.slot)}")
+        record = bundle.sequence - bundle.records + 1 + self.taken
+        hold(ONCE, record not in self.delivered, f"record {record}")
+        self.delivered.append(record)
+        self.leases.append(Lease(record, bundle))
+        self.taken += 1
+        if self.taken == bundle.records:
+            self.taken = 0
+            self.arrivals.pop(0)
+
+    def release(self, index: int) -> None:
+        """The last view on a record dies; the others of its bundle may be read on."""
+        lease = self.leases.pop(index)
+        if self.alive:
+            self.back.append((lease.bundle.slot, lease.bundle.generation))
+
+    def notice(self) -> None:
+        """The door is closed: take in what the socket carried, then what the headers say beyond it."""
+        self.noticed = True
+        while self.wire:
+            self.drain()
+        for bundle in self.salvage(self.sequence):
+            self.arrive(bundle)
+
+    def salvage(self, sequence: int) -> list[Header]:
+        """What was published beyond record `sequence`."""
+        return sorted(header for header in self.headers.values() if header.sequence > sequence)
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The rules that hold at any moment."""
+        for record, bundle in self.leases:
+            held = self.contents[bundle.slot : bundle.slot + bundle.slots]
+            hold(BYTES, set(held) == {bundle.sequence}, f"record {record} of {bundle} shows {held}")
+        if self.alive:
+            self._check_owners()
+            self._check_credit()
+            self._check_late_releases()
+
+    def _check_owners(self) -> None:
+        spans = [(bundle.slot, bundle.slots) for bundle in self.spans.values()]
+        if self.writing is not None:
+            spans.append((self.writing.start, self.writing.count))
+        slots = [slot for start, count in spans for slot in range(start, start + count)]
+        hold(ONE_OWNER, len(slots) == len(set(slots)) <= SLOTS, spans)
+        known = self.table.live, self.table.free_slots
+        hold(ONE_OWNER, known == (len(spans), SLOTS - len(slots)), f"{self.table!r}, but {spans}")
+
+    def _check_credit(self) -> None:
+        held: Counter[tuple[int, int]] = Counter()
+        for bundle in [*self.ready, *self.wire, *self.arrivals]:
+            held[bundle.slot, bundle.generation] += bundle.records
+        if self.arrivals:
+            held[self.arrivals[0].slot, self.arrivals[0].generation] -= self.taken
+        for _, bundle in self.leases:
+            held[bundle.slot, bundle.generation] += 1
+        held.update(self.back)
+        counted = Counter({(slot, span.generation): span.records for slot, span in self.table._live.items()})
+        hold(CREDIT, held == counted, f"{counted} counted, {held} somewhere")
+
+    def _check_late_releases(self) -> None:
+        before = self.table.live, self.table.free_slots
+        for start, generation in sorted(self.closed):
+            try:
+                self.table.release(start, generation)
+            except StaleDescriptor:
+                hold(LATE, (self.table.live, self.table.free_slots) == before, self.table)
+            else:
+                raise Broken(LATE, f"slot {start} was released in generation {generation}, long after that had ended")
+
+    def check_rest(self) -> None:
+        """What must hold when nothing is left to be done, faults apart."""
+        published = self.placed - len(self.filled)
+        hold(DELIVERED, self.delivered == list(range(1, published + 1)), f"{self.delivered} of {published}")
+        if self.alive:
+            hold(DELIVERED, published == len(self.halves), f"{published} of {len(self.halves)} were published")
+            hold(FREED, self.table.free_slots == SLOTS, self.table)
+
+
+def search(halves: tuple[int, ...], bundler: type[Bundler] = Bundler, table: type[SlotTable] = SlotTable) -> int:
+    """Look at every state that records of these sizes can lead to; returns how many there are.
+
+    Raises:
+        Broken: a rule does not hold in one of them.
+    """
+    moments: Moments[Bundler] = Moments()
+
+    def steps(moment: int) -> Iterator[tuple[object, int]]:
+        for step in moments[moment].steps():
+            yield step, moments.after(moment, step)[0]
+
+    def check(moment: int) -> None:
+        each = moments[moment]
+        each.check()
+        if all(step[0] == "crash" for step in each.steps()):
+            each.check_rest()
+
+    return len(explore(moments.first(lambda: bundler(halves, table)), steps, check))

@@ -1,0 +1,100 @@
+"""Every interleaving of placing, flushing, reading and letting go of records that share spans, and of a crash."""
+
+from __future__ import annotations
+
+import pytest
+from tests.models import bundle_model as rules
+from tests.models.bundle_model import Bundler, Header, search
+from tests.models.explore import Broken
+
+from penstock.pipeline.slots import SlotTable, Span
+
+SCOPES = {(1, 1, 1, 1): 7391, (1, 2, 3, 1): 1540, (3, 2, 1, 2): 2229}
+"""Half slots of each record, and how many states that comes to; see `tests/models/test_channel_model.py`."""
+
+
+@pytest.mark.parametrize("halves", SCOPES)
+def test_every_rule_holds_in_every_state(halves: tuple[int, ...]) -> None:
+    assert search(halves) == SCOPES[halves]
+
+
+class FreesWithTheFirst(SlotTable):
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = self._live.get(start)
+        return super().release(start, generation, span.records if span and span.generation == generation else records)
+
+
+class GrowsIntoOthers(SlotTable):
+    def extend(self, span: Span, count: int) -> bool:
+        span.count += count
+        return True
+
+
+class GrowsWithoutTaking(SlotTable):
+    def extend(self, span: Span, count: int) -> bool:
+        grown = super().extend(span, count)
+        if grown:
+            self._free.append((span.start + span.count - count, count))
+        return grown
+
+
+class PublishesBeforeItWrites(Bundler):
+    def write(self, header: Header) -> None:
+        """Too late: it is killed before."""
+
+
+class CountsBundlesOnce(Bundler):
+    def arrive(self, bundle: Header) -> None:
+        self.sequence = bundle.sequence
+        self.arrivals.append(bundle._replace(records=1))
+
+
+class SalvagesEverything(Bundler):
+    def salvage(self, sequence: int) -> list[Header]:
+        return super().salvage(0 * sequence)
+
+
+class SalvagesNothing(Bundler):
+    def salvage(self, sequence: int) -> list[Header]:
+        return super().salvage(sequence)[:0]
+
+
+class ReleasesWholeBundles(Bundler):
+    def release(self, index: int) -> None:
+        lease = self.leases.pop(index)
+        self.leases = [each for each in self.leases if each.bundle != lease.bundle]
+        self.back.append((lease.bundle.slot, lease.bundle.generation))
+
+
+class LetsGoBeforeItIsRead(Bundler):
+    def take(self) -> None:
+        super().take()
+        self.back.append((self.leases[-1].bundle.slot, self.leases[-1].bundle.generation))
+
+
+TABLES = {FreesWithTheFirst: rules.CREDIT, GrowsIntoOthers: rules.ONE_OWNER, GrowsWithoutTaking: rules.ONE_OWNER}
+
+LINES = {
+    PublishesBeforeItWrites: rules.BYTES,
+    CountsBundlesOnce: rules.CREDIT,
+    SalvagesEverything: rules.BELIEVED,
+    SalvagesNothing: rules.DELIVERED,
+    ReleasesWholeBundles: rules.CREDIT,
+    LetsGoBeforeItIsRead: rules.CREDIT,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_fault_of_the_table_breaks_a_rule(table: type[SlotTable]) -> None:
+    with pytest.raises(Broken) as broken:
+        search((1, 2, 3, 1), table=table)
+
+    assert broken.value.rule == TABLES[table]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_fault_around_it_breaks_a_rule(line: type[Bundler]) -> None:
+    with pytest.raises(Broken) as broken:
+        search((1, 2, 3, 1), bundler=line)
+
+    assert broken.value.rule == LINES[line]
