@@ -6,6 +6,7 @@ Each case is a process of its own, for limits cannot be raised again.
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -47,10 +48,18 @@ NO_ADDRESSES = (
 )
 
 
-def run(*, before: str = "", within: str = "", capacity_bytes: int = 2**22) -> str:
+IN_SMALL_SHM = [
+    *["unshare", "--map-root-user", "--mount", "sh", "-c"],
+    'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+    "sh",
+]
+"""Runs a command in a mount namespace of its own, whose /dev/shm has room for 1 MiB."""
+
+
+def run(*, before: str = "", within: str = "", capacity_bytes: int = 2**22, prefix: Sequence[str] = ()) -> str:
     script = RUN.format(before=before, within=within or "pass", capacity_bytes=capacity_bytes)
     ran = subprocess.run(
-        [sys.executable, "-c", script],
+        [*prefix, sys.executable, "-c", script],
         env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # else every thread reserves as many addresses as a segment has
         capture_output=True,
         text=True,
@@ -78,6 +87,32 @@ def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: s
     assert "bytes of shared memory for 4096 slots of 1024 bytes, got none (File too large" in said
     assert ("as this kernel has no memfd" in said) == bool(before)
     assert "lower capacity_bytes or the number of senders" in said
+
+
+@pytest.fixture(scope="module")
+def small_shm() -> Sequence[str]:
+    try:
+        tried = subprocess.run([*IN_SMALL_SHM, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"expected the command unshare, got {error}")
+    if tried.returncode:
+        pytest.skip(f"expected to be allowed a mount namespace, got {tried.stderr.strip()}")
+    return IN_SMALL_SHM
+
+
+def test_a_dev_shm_of_1_mib_is_an_error_for_who_needs_more_of_it_and_enough_for_who_needs_less(
+    small_shm: Sequence[str],
+) -> None:
+    said = run(before=NO_MEMFD, prefix=small_shm)
+    assert said.startswith("OutOfSharedMemory expected 4")
+    assert "got none (No space left on device" in said
+    assert "lower capacity_bytes or the number of senders" in said
+
+    assert "arrived 20" in run(before=NO_MEMFD, prefix=small_shm, capacity_bytes=2**18)
+
+
+def test_memfds_need_nothing_of_dev_shm(small_shm: Sequence[str]) -> None:
+    assert "arrived 20" in run(prefix=small_shm)
 
 
 def test_a_segment_that_does_not_fit_the_address_space_is_an_error_at_the_start() -> None:
