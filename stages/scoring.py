@@ -5,16 +5,36 @@ Axes: T tokens that train, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..schemas import InvalidRecord
 from .causal_model import packed_attend
 from .micro_batches import MicroBatch
 
-__all__ = ["Likelihood", "likelihood"]
+__all__ = ["Likelihood", "check_temperature", "likelihood"]
+
+
+class Sampled(Protocol):
+    """A group, packed or not."""
+
+    @property
+    def env(self) -> str:
+        """See `TrajectoryGroup`."""
+        ...
+
+    @property
+    def instance_id(self) -> str:
+        """See `TrajectoryGroup`."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """See `TrajectoryGroup`; a SourceEnv notes the temperature."""
+        ...
 
 
 class Likelihood(NamedTuple):
@@ -47,3 +67,18 @@ def likelihood(
         wanted = wanted / temperature
     predicted = torch.log_softmax(wanted, dim=-1)
     return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
+
+
+def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:
+    """Hold groups that say at which temperature they were sampled to that at which `scorer` scores them.
+
+    Raises:
+        InvalidRecord: a group says another one; every ratio to its log-probabilities would be off.
+    """
+    for group in groups:
+        sampled_at = group.meta.get("temperature", temperature)
+        if sampled_at != temperature:
+            raise InvalidRecord(
+                f"{group.env}/{group.instance_id}: temperature: expected {temperature}, which this {scorer} was given, "
+                f"got {sampled_at}, at which the group was sampled: give both the same"
+            )

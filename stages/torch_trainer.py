@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ..pipeline.resumption import Stateful
 from ..pipeline.weight_specs import check_weights, specs_of
-from ..schemas import Array, GroupId, TrainBatch
+from ..schemas import Array, GroupId, InvalidRecord, TrainBatch
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .micro_batches import MicroBatch, micro_batches
-from .scoring import Likelihood, likelihood
+from .scoring import Likelihood, check_temperature, likelihood
 from .step_clock import StepClock
 
 __all__ = ["OptimizerRecipe", "TorchTrainer"]
@@ -75,7 +75,7 @@ class TorchTrainer:
         state: what else a checkpoint keeps, by name: `{"normalizer": normalizer}`.
 
     Raises:
-        ValueError: fewer than one update, or parameters that are not float32 beside `autocast`.
+        ValueError: a number that makes no sense, another `autocast`, or parameters beside it that are not float32.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class TorchTrainer:
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's own word for it)
         state: Mapping[str, Stateful] | None = None,
     ) -> None:
-        if updates < 1:
-            raise ValueError(f"updates: expected at least 1, got {updates}")
+        _check_counts(updates=updates, micro_batch_tokens=micro_batch_tokens)
+        _check_positive(max_grad_norm=max_grad_norm, temperature=temperature)
         self._model = model
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if autocast is not None:
-            _check_master_weights(self._parameters)
+            _check_autocast(autocast, self._parameters)
         self._optimizer = optimizer(self._parameters)
         self._loss = loss
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
@@ -135,9 +135,16 @@ class TorchTrainer:
         `timing_s/{prepare,forward,backward,optimizer}`. Of several updates they are means, or the extremes of all.
 
         Raises:
-            InvalidRecord: the batch lacks what the loss needs; the model is as it was before.
+            InvalidRecord: the batch lacks what the loss needs, trains nothing, or was sampled at another temperature;
+                the model is as it was before.
             FloatingPointError: the gradient is not finite; the model is as it was before the update.
         """
+        if not batch.loss_tokens:
+            raise InvalidRecord(
+                "loss_mask: expected tokens that train, got a batch without: a step on it would move the weights by "
+                "momentum and decay alone. A Batcher leaves such groups out"
+            )
+        check_temperature(batch.groups, self._temperature, "TorchTrainer")
         clock = StepClock(self._device)
         self._model.train()
         parts = micro_batches(batch, _known(batch), self._micro_batch_tokens, self._device)
@@ -179,8 +186,7 @@ class TorchTrainer:
         value, said = self._loss(scored)
         clock.lap("forward")
         torch.autograd.backward(value)
-        metrics = diagnostics(scored)
-        merge(metrics, {"loss": Mean(value.detach()), **said})
+        metrics = diagnostics(scored) | said | {"loss": Mean(value.detach())}
         clock.lap("backward")
         return metrics
 
@@ -274,7 +280,23 @@ def _known(batch: TrainBatch) -> dict[str, Array]:
     return {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
 
 
-def _check_master_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count}")
+
+
+def _check_positive(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise ValueError(f"{name}: expected a positive number, got {number}")
+
+
+def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Parameter]) -> None:
+    if autocast != torch.bfloat16:
+        raise ValueError(
+            f"autocast: expected torch.bfloat16, got {autocast}: in float16 small gradients are 0, and float32 is None"
+        )
     found = {parameter.dtype for parameter in parameters} - {torch.float32}
     if found:
         raise ValueError(

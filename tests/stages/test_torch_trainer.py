@@ -4,7 +4,7 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.stages.losses import (
     ImportanceWeight,
     Loss,
     LossValue,
+    Mean,
     PPOClip,
     Scored,
 )
@@ -73,7 +74,7 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
 
 
-def alone(model: nn.Module, packed: TrainBatch) -> list[Tensor]:
+def alone(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> list[Tensor]:
     """The log-probabilities of the tokens of each sequence, one sequence at a time, label by label."""
     rows: list[Tensor] = []
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
@@ -81,15 +82,15 @@ def alone(model: nn.Module, packed: TrainBatch) -> list[Tensor]:
         length = tokens.shape[1]
         attend = torch.ones(1, length, length, dtype=torch.bool).tril()
         logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
-        predicted = [torch.log_softmax(logits[t - 1], -1)[tokens[0, t]] for t in range(1, length)]
+        predicted = [torch.log_softmax(logits[t - 1] / temperature, -1)[tokens[0, t]] for t in range(1, length)]
         rows.append(torch.stack([torch.zeros(()), *predicted]))
     return rows
 
 
-def reference_logprobs(model: nn.Module, packed: TrainBatch) -> np.ndarray[Any, Any]:
+def reference_logprobs(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> np.ndarray[Any, Any]:
     """[N] of each token."""
     with torch.no_grad():
-        return torch.cat(alone(model, packed)).numpy()
+        return torch.cat(alone(model, packed, temperature)).numpy()
 
 
 def on_policy(model: TinyModel, packed: TrainBatch) -> TrainBatch:
@@ -252,15 +253,42 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_model_as_it_wa
         assert torch.equal(parameter, other)
 
 
-def test_a_batch_that_trains_nothing_changes_nothing_by_itself() -> None:
-    packed = made()
-    nothing = msgspec.structs.replace(
-        packed, loss_mask=np.zeros_like(packed.loss_mask), loss_tokens=0, loss_sequences=0
-    )
+def test_without_a_bound_gradients_stay_as_long_as_they_are() -> None:
+    model, before, packed = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY), made()
+    assert packed.advantages is not None
+    steep = msgspec.structs.replace(packed, advantages=100 * packed.advantages)
 
-    metrics = trainer(optimizer=SGD).step(nothing)
+    norm = trainer(model, optimizer=SGD, max_grad_norm=None).step(steep)["grad_norm"]
 
-    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+    moved = torch.cat([(new - old).flatten() for new, old in zip(model.parameters(), before.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(norm, rel=1e-3)
+    assert norm > 1
+
+
+def test_a_batch_that_trains_nothing_is_refused_and_moves_nothing() -> None:
+    """Momentum and weight decay would, and it would count as a version of the weights."""
+    model, packed = TinyModel(vocabulary=VOCABULARY), made()
+    each = trainer(model)
+    each.step(packed)
+    before = {name: tensor.clone() for name, tensor in each.weights().items()}
+    masked = np.zeros_like(packed.loss_mask)
+    nothing = msgspec.structs.replace(packed, loss_mask=masked, loss_tokens=0, loss_sequences=0)
+
+    with pytest.raises(InvalidRecord, match="loss_mask: expected tokens that train, got a batch without"):
+        each.step(nothing)
+
+    assert_same(each.weights(), before)
+    assert each.steps == 1
+
+
+def test_a_batch_that_was_sampled_at_another_temperature_is_refused() -> None:
+    def sampled_at(temperature: float) -> TrainBatch:
+        groups = [group(instance_id=str(i), meta={"temperature": t}) for i, t in enumerate((0.5, temperature))]
+        return TrainBatch.pack([each.with_advantages(np.ones(len(each))) for each in groups])
+
+    with pytest.raises(InvalidRecord, match=r"/1: temperature: expected 0.5, which this TorchTrainer.*, got 1.0"):
+        trainer(temperature=0.5).step(sampled_at(1.0))
+    assert trainer(TinyModel(vocabulary=2000), temperature=0.5).step(sampled_at(0.5))["grad_norm"] > 0
 
 
 def test_a_batch_without_advantages_says_what_to_put_before_the_trainer() -> None:
@@ -304,6 +332,20 @@ def test_frozen_parameters_stay() -> None:
     trainer(model).step(made())
 
     assert torch.equal(model.token.weight, before)
+
+
+def test_the_optimizer_is_given_what_trains_and_nothing_else() -> None:
+    model = TinyModel(vocabulary=VOCABULARY)
+    model.token.weight.requires_grad_(False)
+
+    def recipe(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given.extend(parameters)
+        return SGD(given)
+
+    given: list[nn.Parameter] = []
+    trainer(model, optimizer=recipe)
+
+    assert {id(parameter) for parameter in given} == {id(p) for p in model.parameters()} - {id(model.token.weight)}
 
 
 def test_a_trainer_can_be_published_and_saved() -> None:
@@ -361,12 +403,14 @@ def test_with_one_update_decoupled_ppo_is_the_weighted_policy_gradient() -> None
     assert_same(one.state_dict(), other.state_dict())
 
 
-def test_a_reference_model_scores_what_comes_without_reference_log_probabilities() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_reference_model_scores_what_comes_without_reference_log_probabilities(temperature: float) -> None:
     reference, packed = TinyModel(vocabulary=VOCABULARY, seed=7), made()
-    scored = np.where(packed.loss_mask, reference_logprobs(reference, packed), 0).astype(np.float32)
+    scored = np.where(packed.loss_mask, reference_logprobs(reference, packed, temperature), 0).astype(np.float32)
+    options: dict[str, Any] = {"loss": KL(), "temperature": temperature}
 
-    given = trainer(loss=KL()).step(msgspec.structs.replace(packed, ref_logprobs=scored))
-    computed = trainer(loss=KL(), reference=reference).step(packed)
+    given = trainer(**options).step(msgspec.structs.replace(packed, ref_logprobs=scored))
+    computed = trainer(reference=reference, **options).step(packed)
 
     assert given["loss"] == given["ref_kl"] > 1e-4
     assert untimed(computed) == pytest.approx(untimed(given), abs=1e-6)
@@ -474,9 +518,30 @@ def test_a_step_tells_where_its_time_went() -> None:
     assert sum(parts) <= took_s
 
 
-def test_fewer_than_one_update_is_refused() -> None:
-    with pytest.raises(ValueError, match="updates: expected at least 1, got 0"):
-        trainer(updates=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"updates": 0}, "updates: expected at least 1, got 0"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected at least 1, got 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm: expected a positive number, got -1.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm: expected a positive number, got 0.0"),
+        ({"temperature": 0.0}, "temperature: expected a positive number, got 0.0"),
+        ({"temperature": -0.7}, "temperature: expected a positive number, got -0.7"),
+        ({"temperature": math.nan}, "temperature: expected a positive number, got nan"),
+        ({"autocast": torch.float16}, "autocast: expected torch.bfloat16, got torch.float16"),
+    ],
+)
+def test_what_would_train_backwards_or_not_at_all_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(**options)
+
+
+def test_what_a_term_says_is_not_mixed_with_what_the_trainer_says() -> None:
+    def loss(scored: Scored) -> LossValue:
+        value, _ = AdvantageWeighted()(scored)
+        return LossValue(value, {"entropy": Mean(torch.tensor(0.25))})
+
+    assert trainer(loss=loss).step(made())["entropy"] == 0.25
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
