@@ -41,19 +41,19 @@ class Estimate(NamedTuple):
     groups: Groups
 
 
-class Rewards(NamedTuple):
-    """What is compared."""
+class Compared(NamedTuple):
+    """Rewards that are compared."""
 
     values: Floats
     """[B]."""
-    magnitudes: Floats | None
-    """[B] how much was added up, where they are sums: noise is a share of that."""
+    magnitudes: Floats
+    """[B] how much was added up to each: noise is a share of that."""
     counted: Flags
     """[B] which enter the statistics."""
 
-    def kept(self) -> tuple[Floats, Floats | None]:
+    def kept(self) -> tuple[Floats, Floats]:
         """Values and magnitudes of those that are counted."""
-        return self.values[self.counted], None if self.magnitudes is None else self.magnitudes[self.counted]
+        return self.values[self.counted], self.magnitudes[self.counted]
 
     def beside(self, sizes: NDArray[np.int64], noise: float) -> Groups:
         """The same, in groups of `sizes` sequences."""
@@ -79,7 +79,7 @@ class Estimator:
             InvalidRecord: something that is needed is missing or not finite; the message names whose.
         """
         live = handful.live()
-        rewards = self._rewards(handful, live)
+        rewards = self._compared(handful, live)
         groups = rewards.beside(handful.sizes, self.preset.noise)
         if self.mode in BY_TOKEN:
             return Estimate(self._by_token(handful), handful.loss_mask, groups)
@@ -92,14 +92,19 @@ class Estimator:
 
     # -- one a sequence ----------------------------------------------------------------------------------------------
 
-    def _rewards(self, handful: Handful, live: Flags) -> Rewards:
+    def _compared(self, handful: Handful, live: Flags) -> Compared:
         counted = np.ones_like(live) if self.preset.masked_count else live
+        magnitudes = self._magnitudes(handful)
         if self.level == "sequence":
-            return Rewards(handful.rewards(), None, counted)
+            return Compared(handful.rewards(), magnitudes, counted)
         by_token = self._token_rewards(handful)
-        return Rewards(handful.sums(by_token), handful.sums(np.abs(by_token)), counted)
+        return Compared(handful.sums(by_token), np.maximum(magnitudes, handful.sums(np.abs(by_token))), counted)
 
-    def _by_sequence(self, handful: Handful, rewards: Rewards, groups: Groups, seen: RunningStatistics) -> Floats:
+    def _magnitudes(self, handful: Handful) -> Floats:
+        """[B] how much was added up to the reward of each sequence, where that counts."""
+        return np.zeros(len(handful.lengths)) if self.level == "token" else handful.magnitudes()
+
+    def _by_sequence(self, handful: Handful, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
         match self.mode:
             case "none":
                 return np.where(rewards.counted, rewards.values, 0.0)
@@ -121,7 +126,7 @@ class Estimator:
         deviation = 1 + self.preset.epsilon if self.mode == "grpo" else 1.0
         return np.where((groups.counts == 1)[groups.owners], rewards.values / deviation, advantages)
 
-    def _against_batch(self, rewards: Rewards, groups: Groups) -> Floats:
+    def _against_batch(self, rewards: Compared, groups: Groups) -> Floats:
         batch = rewards.beside(np.array([len(rewards.values)]), self.preset.noise)
         if self.preset.batch_deviation_only:
             return groups.centred / (batch.deviations + self.preset.epsilon)
@@ -141,14 +146,15 @@ class Estimator:
         places, remaining = Steps.of(mask, handful.lengths, observations)
         speak = np.ones_like(mask) if observations == "counted" else mask
         rewards = np.where(speak, self._token_rewards(handful), 0.0)[places]
-        largest = np.abs(rewards).max(initial=0.0)
+        largest = max(np.abs(rewards).max(initial=0.0), self._magnitudes(handful)[handful.live()].max(initial=0.0))
         if self.mode == "gae":
             values = handful.column("values", speak)[places]
             largest = max(largest, np.abs(values).max(initial=0.0))
             advantages = generalized_advantages(rewards, values, self.gamma, self.gae_lambda, remaining)
         else:
-            advantages = discounted_sums(rewards, self.gamma, remaining)
-            largest = max(largest, np.abs(advantages).max(initial=0.0))
+            advantages = discounted_sums(
+                rewards, self.gamma, remaining
+            )  # where all are equal, each is its chain's last reward
         if self.whitens:
             advantages = self._whitened(advantages, mask[places], preset.noise * largest)
         spread = np.zeros(len(mask))

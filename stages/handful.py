@@ -53,6 +53,10 @@ class Handful:
         self._check_finite("rewards", rewards, by_token=False)
         return rewards
 
+    def magnitudes(self) -> Floats:
+        """[B] how much was added up to each reward, as far as `reward_parts` tell: what rounding is a share of."""
+        return np.concatenate([_magnitudes(group) for group in self._groups])
+
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
         parts = [group.reward_parts.get(name, otherwise[span]) for group, span in self._each(self._spans)]
@@ -153,6 +157,13 @@ class Handful:
 
     def _each(self, spans: Sequence[slice]) -> Iterable[tuple[TrajectoryGroup, slice]]:
         return zip(self._groups, spans, strict=True)
+
+
+def _magnitudes(group: TrajectoryGroup) -> Floats:
+    of_rewards = np.abs(group.rewards, dtype=np.float64)
+    if not group.reward_parts:
+        return of_rewards
+    return np.maximum(of_rewards, np.abs([*group.reward_parts.values()], dtype=np.float64).sum(axis=0))
 
 
 def _check_finite(columns: Mapping[str, NDArray[np.float32]], values: NDArray[np.float32]) -> None:
