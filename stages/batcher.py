@@ -43,7 +43,8 @@ class Batcher:
         max_tokens: tokens that a batch holds at most, prompts included.
         max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains;
             a group with an older one is dropped as stale. None for no bound.
-        drop_zero_variance: drop groups of two or more whose rewards are all equal.
+        drop_zero_variance: drop groups with advantages that are all 0, or without any whose rewards, two or more, are
+            all equal. A group with a teacher's candidates is kept: there is something to learn whatever its rewards.
         sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
 
     Raises:
@@ -145,8 +146,12 @@ class _Filling:
             return "nothing to train"
         if not self._rules.drop_zero_variance:
             return ""
+        if group.teacher_ids is not None and (group.teacher_ids[group.loss_mask] >= 0).any():
+            return ""
+        if group.advantages is not None:
+            return "" if group.advantages[group.loss_mask].any() else "zero advantages"
         alone = Handful([group])
-        compared = Groups(alone.rewards(), alone.live(), alone.sizes)
+        compared = Groups(alone.rewards(), alone.live(), alone.sizes, magnitudes=alone.magnitudes())
         return "" if compared.counts[0] == 1 or compared.deviations[0] else "zero variance"
 
     def _fresh(self, batch: TrainBatch) -> TrainBatch | None:

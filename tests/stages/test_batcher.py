@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -222,6 +223,43 @@ async def test_variance_is_that_of_the_sequences_that_train() -> None:
     out = await drive(Batcher(max_tokens=100, drop_zero_variance=True), [masked])
 
     assert out == []
+
+
+async def test_rewards_that_differ_by_what_rounding_left_of_their_parts_have_no_variance() -> None:
+    rounded = group(rewards=[1e-8, 0]).with_rewards([1e-8, 0], parts={"score": [0.3, 0], "bounty": [-0.3, 0]})
+
+    out = await drive(Batcher(max_tokens=100, drop_zero_variance=True), [rounded])
+
+    assert out.ledger.balance().reasons["filtered"] == {"zero variance": 2}
+
+
+async def test_where_there_are_advantages_they_decide_and_not_the_rewards() -> None:
+    equal, different = group(instance_id="equal", rewards=[1, 1]), group(instance_id="different", rewards=[0, 1])
+    alone = group(instance_id="alone", rewards=[1], completion_lengths=[3])
+    given = [
+        equal.with_advantages([0.5, -0.5]),
+        different.with_advantages([0, 0]),
+        alone.with_advantages([0]),
+    ]
+
+    out = await drive(Batcher(max_tokens=100, drop_zero_variance=True), given)
+
+    assert names(out) == [["equal"]]
+    assert out.ledger.balance().reasons["filtered"] == {"zero advantages": 3}
+
+
+async def test_a_group_that_a_teacher_spoke_of_is_kept_whatever_its_rewards() -> None:
+    flat = group(rewards=[1, 1], completion_lengths=[1, 1], prompt_length=1).with_advantages([0, 0])
+
+    def told(ids: list[int]) -> TrajectoryGroup:
+        column = np.array(ids, np.int32)[:, None]
+        return msgspec.structs.replace(flat, teacher_ids=column, teacher_logprobs=np.zeros(column.shape, np.float32))
+
+    taught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [told([-1, 3] * 2)])
+    untaught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [told([-1] * 4)])
+
+    assert len(taught[0]) == 2
+    assert untaught == []
 
 
 async def test_a_group_without_a_token_that_trains_is_dropped() -> None:
