@@ -90,6 +90,18 @@ class SampleForever:
 
 
 @dataclass(frozen=True)
+class SampleVersioned:
+    """Never ends by itself; what it samples says which weights were the newest that it had heard of."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        context, number = current(), 0
+        while True:
+            name = f"{number}.{context.worker.index}"
+            await outbox.send(group(instance_id=name, policy_version=context.ledger.step))
+            number += 1
+
+
+@dataclass(frozen=True)
 class SamplePaced:
     """Begins a group only while none of its own is in flight."""
 
