@@ -145,6 +145,7 @@ class AdvantageNormalizer:
 
     def _normalized(self, handful: Handful) -> list[TrajectoryGroup]:
         estimate = self._estimator.estimate(handful, self._seen)
+        self._seen = estimate.seen
         advantages = np.clip(estimate.advantages, *self._bounds)
         self._observe(estimate, estimate.advantages != advantages)
         if self.mode in BY_TOKEN:

@@ -143,9 +143,12 @@ def whitened(
     return centred / (math.sqrt(variance + epsilon_of_variance) + epsilon)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunningStatistics:
-    """Mean and deviation of everything seen so far, merged batch by batch (Chan, Golub and LeVeque 1979)."""
+    """Mean and deviation of everything seen so far, merged batch by batch (Chan, Golub and LeVeque 1979).
+
+    A value, so that whoever saves it in a thread while more is seen has all of it as of one moment.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -156,21 +159,25 @@ class RunningStatistics:
     largest: float = 0.0
     """Of what was added up to any of it: noise is a share of that."""
 
-    def update(self, values: Rewards, magnitudes: Rewards | None = None) -> None:
-        """Take in `values` [n], and how much was added up for each where they are sums."""
+    def including(self, values: Rewards, magnitudes: Rewards | None = None) -> RunningStatistics:
+        """These and `values` [n]; `magnitudes` [n] is how much was added up to each where they are sums."""
         if not len(values):
-            return
+            return self
         new = values.astype(np.float64)
         total = self.count + len(new)
         mean = float(new.mean())
         apart = mean - self.mean
-        self.squares += float(((new - mean) ** 2).sum()) + apart**2 * self.count * len(new) / total
-        self.mean += apart * len(new) / total
-        self.lowest = min(float(new.min()), self.lowest if self.count else np.inf)
-        self.highest = max(float(new.max()), self.highest if self.count else -np.inf)
+        lowest = min(float(new.min()), self.lowest if self.count else np.inf)
+        highest = max(float(new.max()), self.highest if self.count else -np.inf)
         added = () if magnitudes is None else (float(magnitudes.max()),)
-        self.largest = max(self.largest, abs(self.lowest), abs(self.highest), *added)
-        self.count = total
+        return RunningStatistics(
+            count=total,
+            mean=self.mean + apart * len(new) / total,
+            squares=self.squares + float(((new - mean) ** 2).sum()) + apart**2 * self.count * len(new) / total,
+            lowest=lowest,
+            highest=highest,
+            largest=max(self.largest, abs(lowest), abs(highest), *added),
+        )
 
     @property
     def deviation(self) -> float:

@@ -39,6 +39,8 @@ class Estimate(NamedTuple):
     trains: Flags
     """[B] or [N], which of them train."""
     groups: Groups
+    seen: RunningStatistics
+    """What was seen before, and in mode `global` this too."""
 
 
 class Compared(NamedTuple):
@@ -73,7 +75,7 @@ class Estimator:
     preset: Preset
 
     def estimate(self, handful: Handful, seen: RunningStatistics) -> Estimate:
-        """Advantages, neither clipped nor spread; mode `global` adds what it sees to `seen`.
+        """Advantages, neither clipped nor spread; mode `global` compares with everything `seen` before, and this.
 
         Raises:
             InvalidRecord: something that is needed is missing or not finite; the message names whose.
@@ -82,13 +84,15 @@ class Estimator:
         rewards = self._compared(handful, live)
         groups = rewards.beside(handful.sizes, self.preset.noise)
         if self.mode in BY_TOKEN:
-            return Estimate(self._by_token(handful), handful.loss_mask, groups)
+            return Estimate(self._by_token(handful), handful.loss_mask, groups, seen)
+        if self.mode == "global":
+            seen = seen.including(*rewards.kept())
         advantages = self._by_sequence(handful, rewards, groups, seen)
         if self.mode == "reinforce++-baseline":
             lengths = handful.completion_lengths()
             compared = lengths if self.preset.masked_count else lengths * (groups.deviations > 0)[groups.owners]
             advantages = self._whitened(advantages, compared, 0.0)
-        return Estimate(advantages, live, groups)
+        return Estimate(advantages, live, groups, seen)
 
     # -- one a sequence ----------------------------------------------------------------------------------------------
 
@@ -109,7 +113,6 @@ class Estimator:
             case "none":
                 return np.where(rewards.counted, rewards.values, 0.0)
             case "global":
-                seen.update(*rewards.kept())
                 return seen.whitened(rewards.values, rewards.counted)
             case "batch":
                 return self._against_batch(rewards, groups)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, asdict
 from fractions import Fraction
 from typing import Literal, TypeAlias
 
@@ -309,7 +310,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
     running = RunningStatistics()
 
     for chunk in chunks:
-        running.update(array(chunk))
+        running = running.including(array(chunk))
 
     everything = [x for chunk in chunks for x in chunk]
     assert running.count == len(everything)
@@ -322,7 +323,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
 def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
     for _ in range(10):
-        running.update(array([1 / 3] * 3))
+        running = running.including(array([1 / 3] * 3))
 
     assert running.deviation == 0
     assert running.whitened(array([1 / 3, 5]), np.array([True, True])).tolist() == [0, 0]
@@ -330,7 +331,7 @@ def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
 
 def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
-    running.update(array([]))
+    running = running.including(array([]))
 
     assert running == RunningStatistics()
     assert running.whitened(array([5]), np.array([True])).tolist() == [0]
@@ -339,6 +340,19 @@ def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
 def test_noise_of_what_was_added_up_is_none_in_the_run_either() -> None:
     running = RunningStatistics()
 
-    running.update(array([0, 1e-8]), array([0.6, 0.6]))
+    running = running.including(array([0, 1e-8]), array([0.6, 0.6]))
 
     assert running.whitened(array([0, 1e-8]), np.array([True, True])).tolist() == [0, 0]
+
+
+def test_what_was_taken_stays_as_it_was_while_more_is_seen() -> None:
+    """A checkpoint is written in a thread: half of an old value and half of a new one would be of no moment."""
+    taken = RunningStatistics().including(np.array([0.0, 2.0]))
+    before = asdict(taken)
+
+    after = taken.including(np.array([5.0]))
+
+    assert asdict(taken) == before
+    assert after.count == 3
+    with pytest.raises(FrozenInstanceError):
+        taken.count = 4  # type: ignore[misc]
