@@ -224,6 +224,9 @@ class TorchTrainer:
         Args:
             folder: holds one directory a checkpoint, named after its step.
             committed: what was trained so far: `Ledger.committed`.
+
+        Raises:
+            ValueError: something that is kept holds a number that is not finite.
         """
         return write_checkpoint(Path(folder), self._steps, lambda into: self._write(into, committed))
 
@@ -237,7 +240,7 @@ class TorchTrainer:
         state = _State(
             step=self._steps,
             committed=[(env, instance_id, f"{mask:x}") for (env, instance_id), mask in committed.items()],
-            state={name: dict(kept.state_dict()) for name, kept in self._state.items()},
+            state={name: _checked(name, kept.state_dict()) for name, kept in self._state.items()},
             random=random.getstate(),
             numpy=_numpy_state(),
         )
@@ -303,6 +306,21 @@ def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Paramet
             f"expected parameters in float32 beside autocast, which casts a copy where that is safe, got "
             f"{', '.join(sorted(map(str, found)))}: make the model with model.float()"
         )
+
+
+def _checked(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` as JSON brings it back, which has no word for what is not finite."""
+    if not _finite(state):
+        raise ValueError(f"state {name!r}: expected finite numbers, which a checkpoint can hold, got {state}")
+    return dict(state)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

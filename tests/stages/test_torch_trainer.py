@@ -613,6 +613,22 @@ async def test_statistics_of_the_normalizer_come_back_bit_for_bit(tmp_path: Path
     assert restored.state_dict() == normalizer.state_dict()
 
 
+@pytest.mark.parametrize("state", [{"best": math.inf}, {"deep": [{"down": math.nan}]}], ids=repr)
+def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_written(state: dict[str, Any], tmp_path: Path) -> None:
+    """JSON has no infinity: it would come back as nothing at all."""
+
+    class Best:
+        def state_dict(self) -> dict[str, Any]:
+            return state
+
+        def load_state_dict(self, state: Any) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="state 'best': expected finite numbers, which a checkpoint can hold, got"):
+        fresh(state={"best": Best()}).save(tmp_path, {})
+    assert not any(tmp_path.glob("step-*"))
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     checkpoint = fresh().save(tmp_path, {})
     other = trainer(TinyModel(vocabulary=VOCABULARY + 1))
