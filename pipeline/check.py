@@ -12,7 +12,8 @@ A stage may help by plain attributes or properties, all of them optional:
     sends: type                         what it sends, where the annotation of its outbox does not say
     tokenizer: Any                      what it makes tokens of text with, or text of tokens
 
-A `tokenizer` of its `trainer` or of its `policy` counts as its own.
+A `tokenizer` of its `trainer` or of its `policy` counts as its own. `state` of a sink's `trainer`, by name: what its
+checkpoints keep, stages among it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def problems(links: Sequence[Link]) -> list[str]:
         found += _of_joint(before, after)
         if sends(before.stage) is not TrainBatch:
             found += _of_sizes(before, after, group_tokens)
-    return [*found, *_of_waits(links), *disagreements(_identities(links))]
+    return [*found, *_of_waits(links), *_of_state(links), *disagreements(_identities(links))]
 
 
 def _of_waits(links: Sequence[Link]) -> Iterator[str]:
@@ -55,6 +56,18 @@ def _of_waits(links: Sequence[Link]) -> Iterator[str]:
             yield (
                 f"{links[0].name} → {link.name}: {link.name} waits for {wanted} trajectories, and {links[0].name} "
                 f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
+            )
+
+
+def _of_state(links: Sequence[Link]) -> Iterator[str]:
+    kept = getattr(getattr(links[-1].stage, "trainer", None), "state", {})
+    for link in links:
+        parts = [link.stage, *(inner.stage for inner in getattr(link.stage, "links", ()))]
+        for name in (name for name, each in kept.items() if link.remote and any(each is part for part in parts)):
+            yield (
+                f"{link.name}: checkpoints keep its state as {name!r}, but it runs in "
+                f"{link.on.__class__.__name__.lower()} and gathers there: what is kept would be that of a stage that "
+                f"has seen nothing; place it on here()"
             )
 
 

@@ -122,6 +122,11 @@ class TorchTrainer:
         """What the run that this one resumes had trained, as `Ledger.committed`."""
         return self._committed
 
+    @property
+    def state(self) -> Mapping[str, Stateful]:
+        """What else a checkpoint keeps, by name; `pipeline.check()` looks at where it is gathered."""
+        return self._state
+
     def weights(self) -> dict[str, Tensor]:
         """The model's tensors by name, as they are, not copies: what a publisher publishes."""
         return dict(self._model.state_dict())

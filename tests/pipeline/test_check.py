@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +125,23 @@ def test_a_run_that_is_no_coroutine_is_found() -> None:
     assert "Plain: expected a stage with `async def run(self, inbox, outbox)`" in complaint(
         source(Count(1)).then(stage).sink(Collect())
     )
+
+
+@dataclass(frozen=True)
+class Keeping(Train):
+    trainer: Any = None
+
+
+def test_state_that_is_gathered_in_another_process_than_it_is_saved_in_is_found() -> None:
+    stage, other = Pass(), Narrow()
+    sink = Keeping(trainer=SimpleNamespace(state={"normalizer": stage}))
+
+    alone = complaint(source(Groups(1)).then(stage, on=processes(1)).then(other).sink(sink))
+    within = complaint(source(source(Groups(1)).then(stage), on=processes(1)).then(other).sink(sink))
+
+    for told in (alone, within):
+        assert "checkpoints keep its state as 'normalizer', but it runs in processes and gathers there" in told
+    source(Groups(1)).then(stage).then(other, on=processes(1)).sink(sink).check()
 
 
 def test_every_problem_is_listed_at_once() -> None:
