@@ -1,0 +1,113 @@
+"""The teacher over HTTP, at a server that answers as vLLM does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tests.stages.test_teacher import Letters
+
+from penstock import TrajectoryGroup
+from penstock.errors import InvalidConfig
+from penstock.stages.backoff import Backoff
+from penstock.stages.http_teacher import HttpTeacher
+from penstock.stages.teacher import Teacher
+from penstock.testing import Driven, drive, group
+
+Reply = Callable[[dict[str, Any]], web.Response]
+
+
+def expected(index: int, logprob: float) -> dict[str, Any]:
+    return {str(index): {"logprob": logprob, "rank": 1, "decoded_token": "?"}}
+
+
+def as_vllm(asked: dict[str, Any]) -> web.Response:
+    """Of every token but the first: a likely one, and the token itself, in that order."""
+    rows = [None, *(expected(3, -0.1) | expected(token, -5.0) for token in asked["prompt"][1:])]
+    choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": rows}
+    return web.json_response({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+
+
+@asynccontextmanager
+async def serving(*replies: Reply) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
+    """A server that gives one reply after another, the last ever after; its URL, and what it was asked."""
+    questions: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        questions.append(await request.json())
+        return replies[min(len(questions), len(replies)) - 1](questions[-1])
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}", questions
+    finally:
+        await runner.cleanup()
+
+
+async def taught(url: str) -> Driven[TrajectoryGroup]:
+    given = group(completion_lengths=[2], prompt_length=1, tokens=[7, 8, 9])
+    teacher = HttpTeacher(url=url, model="large", tokenizer=Letters(), api_key="secret")
+    backoff = Backoff(attempts=2, first_s=0.001)
+    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff), [given])
+
+
+async def test_what_the_server_says_of_a_prompt_becomes_candidates() -> None:
+    async with serving(as_vllm) as (url, questions):
+        (out,) = await taught(url)
+
+    assert questions == [{"model": "large", "prompt": [7, 8, 9], "max_tokens": 1, "prompt_logprobs": 1}]
+    assert out.teacher_ids is not None
+    assert out.teacher_ids.tolist() == [[-1, -1], [8, 3], [9, 3]]
+
+
+async def test_a_server_that_is_busy_is_asked_again() -> None:
+    async with serving(lambda _: web.Response(status=503), as_vllm) as (url, questions):
+        out = await taught(url)
+
+    assert len(out) == 1
+    assert len(questions) == 2
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda _: web.json_response({"error": {"message": "prompt_logprobs above max_logprobs"}}, status=400),
+        lambda _: web.json_response({"choices": [{"text": "x"}]}),
+        lambda _: web.json_response({"choices": []}),
+        lambda _: web.json_response({"choices": [{"prompt_logprobs": [None, expected(3, -math.pi)]}]}),
+    ],
+    ids=["refused", "another server", "nothing", "too few"],
+)
+async def test_what_it_refuses_or_what_is_no_answer_is_a_failure_at_once(reply: Reply) -> None:
+    async with serving(reply) as (url, questions):
+        out = await taught(url)
+
+    assert out == []
+    assert out.ledger.balance().reasons["failed"] == {"the teacher failed": 1}
+    assert len(questions) == 1
+
+
+async def test_a_server_that_is_gone_is_a_failure_once_it_was_tried_in_vain() -> None:
+    async with serving(as_vllm) as (url, questions):
+        pass
+
+    out = await taught(url)
+
+    assert out == []
+    assert questions == []
+
+
+def test_a_url_that_leads_nowhere_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"HttpTeacher\.url: expected http://host:port without a path"):
+        HttpTeacher(url="localhost:8000/v1", model="large", tokenizer=Letters())
