@@ -1,21 +1,23 @@
-"""How likely a model finds the tokens of a micro-batch that train.
+"""How likely a model finds tokens: those of a micro-batch that train, or those of many sequences that are asked for.
 
-Axes: T tokens that train, V vocabulary.
+Axes: S sequences, N tokens, T of them that train or are asked for, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..schemas import InvalidRecord
-from .causal_model import packed_attend
-from .micro_batches import MicroBatch
+from .causal_model import CausalModel, packed_attend
+from .micro_batches import MicroBatch, micro_batches
 
-__all__ = ["Likelihood", "check_temperature", "likelihood"]
+__all__ = ["Likelihood", "Packed", "ScoredTokens", "check_temperature", "likelihood", "scored_tokens"]
 
 
 class Sampled(Protocol):
@@ -67,6 +69,42 @@ def likelihood(
         wanted = wanted / temperature
     predicted = torch.log_softmax(wanted, dim=-1)
     return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
+
+
+class Packed(NamedTuple):
+    """Sequences one behind the other; see `Sequences`."""
+
+    tokens: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, tokens: Sequence[NDArray[np.int32]], wanted: Sequence[NDArray[np.bool_]], lengths: NDArray[np.int64]
+    ) -> Self:
+        """Sequences of `lengths` [S], whose tokens come in pieces, and which of them are asked for."""
+        return cls(np.concatenate(tokens), np.append(0, lengths.cumsum()), np.concatenate(wanted))
+
+
+class ScoredTokens(NamedTuple):
+    """What a model says of some of the tokens that were asked for."""
+
+    places: NDArray[np.int64]
+    """[T] where among all N they stand."""
+    targets: Tensor
+    """[T] which tokens they are."""
+    likelihood: Likelihood
+
+
+def scored_tokens(
+    model: CausalModel, packed: Packed, micro_batch_tokens: int, *, temperature: float = 1.0
+) -> Iterator[ScoredTokens]:
+    """What `model` says of the tokens of `packed` that are asked for, a micro-batch at a time."""
+    device = next(model.parameters()).device
+    places = {"place": np.arange(len(packed.tokens))}
+    for part in micro_batches(packed, places, micro_batch_tokens, device):
+        found = likelihood(model, part, temperature=temperature)
+        yield ScoredTokens(part.columns["place"].cpu().numpy(), part.targets, found)
 
 
 def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:

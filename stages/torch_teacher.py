@@ -5,10 +5,10 @@ Knows the model only by `CausalModel`, and no stage.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -20,8 +20,7 @@ from torch import Tensor
 from ..pipeline.context import Worker
 from .candidates import Candidates
 from .causal_model import CausalModel
-from .micro_batches import micro_batches
-from .scoring import Likelihood, likelihood
+from .scoring import Likelihood, Packed, scored_tokens
 from .teacher import TeacherEngine
 
 __all__ = ["TorchTeacher"]
@@ -81,15 +80,14 @@ class _Engine:
     def _answer(self, asked: list[_Question]) -> None:
         """Answer all of `asked` that have no answer yet."""
         questions = [question for question in asked if not question.answers]
-        packed = _Packed.of(questions)
+        lengths = np.array([len(question.tokens) for question in questions])
+        packed = Packed.of([q.tokens for q in questions], [q.wanted for q in questions], lengths)
         width = 1 + max(question.top_k for question in questions)
         ids = np.full((len(packed.tokens), width), -1, np.int32)
         logprobs = np.zeros(ids.shape, np.float32)
-        device = next(self._model.parameters()).device
-        places = {"place": np.arange(len(packed.tokens))}
-        for part in micro_batches(packed, places, self._micro_batch_tokens, device):
-            found = _likeliest(likelihood(self._model, part), part.targets, width - 1)
-            at = part.columns["place"].cpu().numpy()[:, None], np.arange(found.ids.shape[1])
+        for places, targets, likelihood in scored_tokens(self._model, packed, self._micro_batch_tokens):
+            found = _likeliest(likelihood, targets, width - 1)
+            at = places[:, None], np.arange(found.ids.shape[1])
             ids[at], logprobs[at] = found.ids.cpu().numpy(), found.logprobs.float().cpu().numpy()
         for question, first, last in zip(questions, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
             known = ids[first:last] >= 0
@@ -111,19 +109,3 @@ def _likeliest(found: Likelihood, targets: Tensor, top_k: int) -> _Likeliest:
         torch.cat([targets.masked_fill(among, -1)[:, None], likeliest.indices], -1),
         torch.cat([found.logprobs[:, None], likeliest.values], -1),
     )
-
-
-class _Packed(NamedTuple):
-    """Sequences one behind the other; see `Sequences`."""
-
-    tokens: NDArray[np.int32]
-    cu_seqlens: NDArray[np.int64]
-    loss_mask: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, questions: Sequence[_Question]) -> Self:
-        return cls(
-            tokens=np.concatenate([question.tokens for question in questions]),
-            cu_seqlens=np.cumsum([0, *(len(question.tokens) for question in questions)]),
-            loss_mask=np.concatenate([question.wanted for question in questions]),
-        )

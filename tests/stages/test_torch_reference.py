@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.tiny_model import TinyModel
+from torch import Tensor
 
-from penstock.schemas import TrajectoryGroup
+from penstock.schemas import InvalidRecord, TrajectoryGroup
+from penstock.stages.causal_model import KVCache
 from penstock.stages.torch_reference import TorchReference
 from penstock.testing import drive, group
 
@@ -21,7 +24,7 @@ def made(seed: int, lengths: list[int]) -> TrajectoryGroup:
 
 
 @torch.no_grad()
-def one_by_one(model: TinyModel, given: TrajectoryGroup) -> list[float]:
+def one_by_one(model: TinyModel, given: TrajectoryGroup, temperature: float = 1.0) -> list[float]:
     """The log-probability of every token that trains, 0 of others, each sequence by itself."""
     found: list[float] = []
     for row in given:
@@ -30,7 +33,7 @@ def one_by_one(model: TinyModel, given: TrajectoryGroup) -> list[float]:
         attend = torch.ones(1, length, length, dtype=torch.bool).tril()
         logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
         for t, trains in enumerate(row.loss_mask.tolist()):
-            found.append(torch.log_softmax(logits[t - 1], -1)[tokens[0, t]].item() if trains else 0.0)
+            found.append(torch.log_softmax(logits[t - 1] / temperature, -1)[tokens[0, t]].item() if trains else 0.0)
     return found
 
 
@@ -46,6 +49,52 @@ async def test_every_token_that_trains_is_scored_as_if_its_sequence_were_alone(m
             one_by_one(TinyModel(vocabulary=VOCABULARY), before), abs=1e-5
         )
         assert not after.ref_logprobs.flags.writeable
+
+
+async def test_at_the_temperature_at_which_the_policy_samples() -> None:
+    given = made(0, [9, 2, 3])
+
+    (out,) = await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY), temperature=0.5), [given])
+
+    assert out.ref_logprobs is not None
+    expected = one_by_one(TinyModel(vocabulary=VOCABULARY), given, temperature=0.5)
+    assert out.ref_logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+async def test_groups_that_were_sampled_at_another_temperature_are_refused() -> None:
+    given = group(instance_id="7", completion_lengths=[2], meta={"temperature": 0.7})
+
+    with pytest.raises(InvalidRecord, match=r"/7: temperature: expected 1.0, which this TorchReference was .* got 0.7"):
+        await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY)), [given])
+
+
+class Forgetful(TinyModel):
+    """Drops everything out while it trains."""
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
+        return torch.nn.functional.dropout(logits, 1.0, training=self.training)
+
+
+async def test_the_reference_does_not_train() -> None:
+    given = made(0, [9, 2, 3])
+
+    (out,) = await drive(TorchReference(partial(Forgetful, vocabulary=VOCABULARY)), [given])
+
+    assert out.ref_logprobs is not None
+    assert out.ref_logprobs.tolist() == pytest.approx(one_by_one(TinyModel(vocabulary=VOCABULARY), given), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature: expected a positive number, got 0.0"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchReference(TinyModel, **options)
 
 
 async def test_what_came_with_the_data_is_kept() -> None:
