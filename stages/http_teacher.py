@@ -100,5 +100,5 @@ class _Engine:
             choice, *_ = msgspec.convert(answered, _Answer, strict=False).choices  # JSON's keys are text
         except (msgspec.ValidationError, ValueError) as error:
             raise ProtocolMismatch(f"expected prompt_logprobs from {self._client.url}{PATH}: {error}") from None
-        rows = [row and {index: told.logprob for index, told in row.items()} for row in choice.prompt_logprobs]
-        return Candidates.of(rows)
+        rows = [row or {} for row in choice.prompt_logprobs]
+        return Candidates.of([{index: told.logprob for index, told in row.items()} for row in rows])
