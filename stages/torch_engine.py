@@ -171,6 +171,10 @@ class TorchEngine:
             for call, _ in batch:
                 call.fail(error)
             return
+        except BaseException:  # closed, while these rows are in nobody's line any more
+            for call, _ in batch:
+                call.fail(anyio.ClosedResourceError())
+            raise
         self._observe(sampled)
         for (call, row), completion in zip(batch, _completions(sampled), strict=True):
             call.answer(row, completion)

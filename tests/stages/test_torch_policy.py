@@ -222,6 +222,25 @@ async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
     assert model.rows == [2]
 
 
+async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds() -> None:
+    failures: list[Exception] = []
+
+    async def ask(engine: Engine) -> None:
+        try:
+            await engine.generate(PROMPTS, max_tokens=2)
+        except anyio.ClosedResourceError as error:
+            failures.append(error)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            async with TorchPolicy(TinyModel, EOS).open(Worker()) as engine:
+                await engine.pause()
+                tasks.start_soon(ask, engine)
+                await anyio.wait_all_tasks_blocked()
+
+    assert len(failures) == 1
+
+
 async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
     asked, told = anyio.Event(), anyio.Event()
 
