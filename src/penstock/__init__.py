@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.group_assembler import GroupAssembler
     from .stages.http_policy import HttpPolicy
+    from .stages.http_teacher import HttpTeacher
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
     from .stages.losses import (
@@ -97,6 +98,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "GroupAssembler",
     "GroupId",
     "HttpPolicy",
+    "HttpTeacher",
     "ImportanceWeight",
     "Journal",
     "JsonlSink",
@@ -205,6 +207,7 @@ _HOMES = {
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.group_assembler": ("GroupAssembler",),
     "stages.http_policy": ("HttpPolicy",),
+    "stages.http_teacher": ("HttpTeacher",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
     "stages.losses": (
