@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 
@@ -62,16 +63,16 @@ async def test_a_trainer_that_stands_still_stops_its_sources_within_the_budget_o
     )
     pipeline = flow.sink(SinkTrainer(trainer, max_steps=30), capacity=1)
 
-    async with anyio.create_task_group() as tasks:
-
-        async def run() -> None:
-            await pipeline.run(ledger=ledger)
-
-        tasks.start_soon(run)
+    async def halt() -> tuple[PipelineStatistics, int]:
         await anyio.to_thread.run_sync(trainer.halted.wait)
         stopped = await standing_still(pipeline)
         in_flight = ledger.balance().in_flight
         trainer.may_go_on.set()
+        return stopped, in_flight
+
+    halting = asyncio.create_task(halt())
+    await pipeline.run(ledger=ledger)
+    stopped, in_flight = await halting
 
     channel = stopped.joints[0].channel
     assert channel.items == WORKERS * CAPACITY
