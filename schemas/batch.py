@@ -177,14 +177,23 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         if not keep.any():
             raise InvalidRecord("select: expected to keep at least one group, got none")
-        rows = keep[self.group_of_sequence()]
+        return self._only(keep[self.group_of_sequence()])
+
+    def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
+        """A rank's share: the sequences for which `rows` [B] is true, maybe none, with the totals of all of it."""
+        return msgspec.structs.replace(
+            self._only(rows), loss_tokens=self.loss_tokens, loss_sequences=self.loss_sequences
+        )
+
+    def _only(self, rows: NDArray[np.bool_]) -> TrainBatch:
         tokens = np.repeat(rows, self.lengths())
         taken = {
             name: column[tokens if self._over_tokens(name) else rows]
             for name, column in self.columns().items()
             if name != "cu_seqlens"
         }
-        groups = tuple(group for group, kept in zip(self.groups, keep.tolist(), strict=True) if kept)
+        counts = np.bincount(self.group_of_sequence()[rows], minlength=len(self.groups))
+        groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
         return _finish(groups, taken, _bounds(self.lengths()[rows]))
 
     def split(self, max_tokens: int) -> list[TrainBatch]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..schemas import Array, InvalidRecord
 
-__all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches"]
+__all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches", "nothing"]
 
 Rows: TypeAlias = list[list[int]]
 """Of each row, the sequences that lie in it."""
@@ -87,6 +87,13 @@ def micro_batches(
         raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
     laid = lay_out(lengths.tolist(), max_tokens)
     return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
+
+
+def nothing(device: torch.device) -> MicroBatch:
+    """A micro-batch of one token, of which none trains."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return MicroBatch(one, one, one, predicted_at=none, targets=none, lengths=none, columns={})
 
 
 def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:

@@ -24,9 +24,11 @@ from ..schemas import Array, GroupId, InvalidRecord, TrainBatch
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
-from .micro_batches import MicroBatch, micro_batches
+from .micro_batches import MicroBatch, micro_batches, nothing
 from .scoring import Likelihood, check_temperature, likelihood
 from .step_clock import StepClock
+from .torch_ranks import Ranks
+from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
 
 __all__ = ["OptimizerRecipe", "TorchTrainer"]
 
@@ -58,7 +60,8 @@ class TorchTrainer:
     """Trains `model` on batches: `step(batch)` makes the next version of the weights. One thread at a time.
 
     Args:
-        model: see `CausalModel`; trained in place, on the device its parameters are on.
+        model: see `CausalModel`; trained in place, on the device its parameters are on. One that several ranks share,
+            by DistributedDataParallel or `fully_shard`, is trained by a `RankedTrainer`.
         optimizer: makes the optimizer of the model's parameters.
         loss: what is minimised; see `losses`.
         max_grad_norm: gradients longer than this are scaled down to it; None leaves them.
@@ -80,7 +83,7 @@ class TorchTrainer:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: Trainable,
         *,
         optimizer: OptimizerRecipe,
         loss: Loss = PPOClip(),  # noqa: B008 (a frozen value)
@@ -96,6 +99,8 @@ class TorchTrainer:
         _check_counts(updates=updates, micro_batch_tokens=micro_batch_tokens)
         _check_positive(max_grad_norm=max_grad_norm, temperature=temperature)
         self._model = model
+        self.ranks = Ranks() if is_shared(model) else None
+        """Those that train the model with this one."""
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -128,8 +133,9 @@ class TorchTrainer:
         return self._state
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name, as they are, not copies: what a publisher publishes."""
-        return dict(self._model.state_dict())
+        """The model's tensors by name, as they are, not copies, unless they had to be gathered: what is published."""
+        whole: dict[str, Tensor] = gathered(bare(self._model).state_dict())
+        return whole
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +158,9 @@ class TorchTrainer:
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
         clock = StepClock(self._device)
         self._model.train()
-        parts = micro_batches(batch, _known(batch), self._micro_batch_tokens, self._device)
+        parts: list[MicroBatch | None] = [*micro_batches(batch, _known(batch), self._micro_batch_tokens, self._device)]
+        if self.ranks is not None:
+            parts += [None] * (self.ranks.most(len(parts)) - len(parts))
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
         for _ in range(self._updates):
@@ -168,14 +176,17 @@ class TorchTrainer:
     def _device(self) -> torch.device:
         return self._parameters[0].device
 
-    def _update(self, parts: Sequence[MicroBatch], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
+    def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """One optimizer update on all of a batch; returns its metrics."""
         self._optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Metric] = {}
-        for part in parts:
-            merge(metrics, self._accumulate(part, batch, clock))
+        for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+            with accumulating(self._model, last=not left):
+                merge(metrics, self._accumulate(part, batch, clock))
+        if self.ranks is not None:
+            metrics = self.ranks.merged(metrics)
         check_used(metrics)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        norm: Tensor = gathered(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
         if not norm.isfinite():
             found = {name: metric.value() for name, metric in metrics.items()}
             raise FloatingPointError(
@@ -185,13 +196,17 @@ class TorchTrainer:
         clock.lap("optimizer")
         return metrics | {"grad_norm": Mean(norm)}
 
-    def _accumulate(self, part: MicroBatch, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
-        """Add the gradients of a micro-batch; returns its share of each metric."""
+    def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
+        """Add the gradients of a micro-batch, of none where another rank has one more; returns its share of metrics."""
+        if part is None:
+            torch.autograd.backward(0 * likelihood(self._forward, nothing(self._device)).predicted.sum())
+            return {}
         scored = self._scored(part, batch)
         value, said = self._loss(scored)
         clock.lap("forward")
-        torch.autograd.backward(value)
-        metrics = diagnostics(scored) | said | {"loss": Mean(value.detach())}
+        ranks = 1 if self.ranks is None else self.ranks.count
+        torch.autograd.backward(ranks * value)  # they take the mean of their gradients, and the sum is wanted
+        metrics = {**diagnostics(scored), **said, "loss": Mean(value.detach())}
         clock.lap("backward")
         return metrics
 
@@ -233,13 +248,22 @@ class TorchTrainer:
         Raises:
             ValueError: something that is kept holds a number that is not finite.
         """
-        return write_checkpoint(Path(folder), self._steps, lambda into: self._write(into, committed))
+        weights, optimizer = self.tensors()
+        return write_checkpoint(
+            Path(folder), self._steps, lambda into: self._write(into, committed, weights, optimizer)
+        )
 
-    def _write(self, folder: Path, committed: Mapping[GroupId, int]) -> None:
-        save_file(_unshared(self.weights()), folder / WEIGHTS)
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights, and the optimizer's state, whole: what all ranks do together of `save`."""
+        return self.weights(), gathered(self._optimizer.state_dict())
+
+    def _write(
+        self, folder: Path, committed: Mapping[GroupId, int], weights: dict[str, Tensor], optimizer: dict[str, Any]
+    ) -> None:
+        save_file(_unshared(weights), folder / WEIGHTS)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         torch.save(
-            {"optimizer": self._optimizer.state_dict(), "torch": torch.get_rng_state(), "cuda": cuda},
+            {"optimizer": optimizer, "torch": torch.get_rng_state(), "cuda": cuda},
             folder / OPTIMIZER,
         )
         state = _State(
@@ -265,13 +289,15 @@ class TorchTrainer:
         folder = Path(checkpoint)
         device = self._parameters[0].device
         kept = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
-        if kept.state.keys() != self._state.keys():
+        leads = self.ranks is None or self.ranks.index == 0
+        if leads and kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
         weights = load_file(folder / WEIGHTS, device=str(device))
         check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        self._model.load_state_dict(weights)
-        self._optimizer.load_state_dict(tensors["optimizer"])
+        model = bare(self._model)
+        model.load_state_dict(spread(weights, model.state_dict()))
+        self._optimizer.load_state_dict(spread_optimizer(tensors["optimizer"], self._parameters))
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .stages.teacher import Teacher, TeacherEngine, TeacherPolicy
     from .stages.torch_folder_subscriber import FolderSubscriber
     from .stages.torch_policy import TorchPolicy
+    from .stages.torch_ranked_trainer import RankedTrainer
     from .stages.torch_reference import TorchReference
     from .stages.torch_teacher import TorchTeacher
     from .stages.torch_trainer import TorchTrainer
@@ -118,6 +119,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "PipelineStatistics",
     "Policy",
     "PretrainedTokenizer",
+    "RankedTrainer",
     "ReceiveChannel",
     "Report",
     "RewardBridge",
@@ -231,6 +233,7 @@ _HOMES = {
     "stages.teacher": ("Teacher", "TeacherEngine", "TeacherPolicy"),
     "stages.torch_folder_subscriber": ("FolderSubscriber",),
     "stages.torch_policy": ("TorchPolicy",),
+    "stages.torch_ranked_trainer": ("RankedTrainer",),
     "stages.torch_reference": ("TorchReference",),
     "stages.torch_teacher": ("TorchTeacher",),
     "stages.torch_trainer": ("TorchTrainer",),

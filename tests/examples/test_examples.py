@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
+RUNS = ["arithmetic_grpo.py", "two_ranks.py"]
 LONGEST = 90
 
 
@@ -36,7 +37,15 @@ def test_two_processes_count_every_token_that_was_sent() -> None:
     assert run("two_processes.py") == "8000 trajectories, 8192000 tokens; the sampler exited with 0\n"
 
 
-@pytest.mark.parametrize("name", [*SMALL, "arithmetic_grpo.py"])
+def test_two_ranks_train_as_one_process() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "two_ranks.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+    assert ran.returncode == 0, ran.stderr
+    assert [line.partition(":")[0] for line in ran.stdout.splitlines()] == [f"step {step}" for step in range(1, 6)]
+
+
+@pytest.mark.parametrize("name", [*SMALL, *RUNS])
 def test_an_example_is_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) <= LONGEST
 
@@ -44,10 +53,10 @@ def test_an_example_is_short(name: str) -> None:
 def test_the_readme_names_every_example_in_reading_order() -> None:
     text = (EXAMPLES / "README.md").read_text()
 
-    assert re.findall(r"^\d\. \[(\w+\.py)\]", text, re.MULTILINE) == [*SMALL, "arithmetic_grpo.py"]
+    assert re.findall(r"^\d\. \[(\w+\.py)\]", text, re.MULTILINE) == [*SMALL, *RUNS]
 
 
 def test_every_example_script_is_in_the_readme() -> None:
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
 
-    assert {name for name in scripts if not name.startswith("test_")} == {*SMALL, "arithmetic_grpo.py"}
+    assert {name for name in scripts if not name.startswith("test_")} == {*SMALL, *RUNS}

@@ -18,18 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import torch
 from tests.tiny_model import TinyModel
 
 from penstock import (
     AdvantageNormalizer,
     Batcher,
+    ReceiveChannel,
+    SendChannel,
     SinkTrainer,
     SourceEnv,
     TorchPolicy,
     TorchTrainer,
     TrainBatch,
+    TrajectoryGroup,
     WeightPublisher,
+    drop,
     source,
 )
 from penstock.schemas import GroupId
@@ -105,9 +110,20 @@ class Mortal(TorchTrainer):
         self._fate.at("emitted")
         return super().save(folder, committed)
 
-    def _write(self, folder: Path, committed: Mapping[GroupId, int]) -> None:
-        super()._write(folder, committed)
+    def _write(self, *args: Any) -> None:
+        super()._write(*args)
         self._fate.at("half saved")
+
+
+class Varied:
+    """Drops groups whose rewards are all alike, so that more have to be begun for a step."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            if np.ptp(group.rewards):
+                await outbox.send(group)
+            else:
+                drop(group, "filtered", "all alike")
 
 
 async def run(folder: Path, fate: Fate) -> None:
@@ -122,8 +138,9 @@ async def run(folder: Path, fate: Fate) -> None:
         )
         pipeline = (
             source(env)
+            .then(Varied())
             .then(AdvantageNormalizer("global"))
-            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0, drop_zero_variance=True))
+            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))
         )
         await pipeline.run(folder=folder)

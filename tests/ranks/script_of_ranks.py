@@ -1,0 +1,180 @@
+"""Two ranks on gloo, of DistributedDataParallel and of FSDP2, beside a single process; and two of which one dies.
+
+    python -m tests.ranks.script_of_ranks FOLDER
+
+Torch takes seconds to import, so one process starts every rank as a child. What is found is written to
+FOLDER/<kind>.json by rank 0; the error of a rank that was left alone to FOLDER/<kind>-left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.tiny_model import TinyModel
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import PPOClip, RankedTrainer, TorchTrainer, TrainBatch
+from penstock.schemas import GroupId
+from penstock.stages.losses import KL
+from penstock.testing import batch
+
+STEPS = 3
+TRAINED = {GroupId("test", "0"): 0b111}
+
+
+def made(seed: int) -> TrainBatch:
+    """Six sequences of very different lengths; the third batch has a single one, so that a rank has none."""
+    numbers = np.random.default_rng(seed)
+    lengths = [5] if seed == 2 else [3, 37, 5]
+    packed = batch(groups=1 if seed == 2 else 2, completion_lengths=lengths)
+    tokens = len(packed.tokens)
+    return msgspec.structs.replace(
+        packed,
+        tokens=numbers.integers(0, 11, tokens).astype(np.int32),
+        advantages=numbers.standard_normal(tokens).astype(np.float32),
+        behavior_logprobs=np.where(packed.loss_mask, numbers.normal(-2.4, 0.2, tokens), 0).astype(np.float32),
+        ref_logprobs=np.where(packed.loss_mask, numbers.normal(-2.4, 0.2, tokens), 0).astype(np.float32),
+    )
+
+
+def ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(TinyModel())
+
+
+def fsdp() -> TinyModel:
+    model = TinyModel()
+    for block in model.mlp:
+        fully_shard(block)
+    return fully_shard(model)  # type: ignore[return-value]
+
+
+def trainer(model: Any) -> TorchTrainer:
+    sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)  # Adam makes as much of rounding as of a gradient
+    return TorchTrainer(model, optimizer=sgd, loss=PPOClip() + 0.1 * KL(), max_grad_norm=0.5, micro_batch_tokens=48)
+
+
+def plain(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+
+
+def listed(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in weights.items()}
+
+
+# -- what ranks do -----------------------------------------------------------------------------------------------------
+
+
+def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
+    """As a user does: the leader feeds the trainer, the other follows; both count how often the model runs."""
+    shared, runs = model(), [0]
+    shared.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    found: dict[str, Any] = {}
+    with RankedTrainer(trainer(shared)) as ranked:
+        if ranked.leads:
+            found = lead(ranked, folder / kind)
+        else:
+            ranked.follow()
+    counted = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(counted, torch.tensor(runs))
+    if ranked.leads:
+        found["runs"] = [int(each) for each in counted]
+        (folder / f"{kind}.json").write_text(json.dumps(found))
+
+
+def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
+    """Beside a single process: three steps, a checkpoint, a step; and that step again, from the checkpoint."""
+    alone = trainer(TinyModel())
+    steps = [(plain(alone.step(made(seed))), plain(ranked.step(made(seed)))) for seed in range(STEPS)]
+    weights = listed(alone.weights()), listed(ranked.weights())
+    checkpoint = ranked.save(folder, TRAINED)
+    later = plain(ranked.step(made(9)))
+    single = trainer(TinyModel(seed=5))
+    single.resume(checkpoint)
+    from_checkpoint = listed(single.weights())
+    ranked.resume(checkpoint)
+    return {
+        "steps": steps,
+        "weights": weights,
+        "from_checkpoint": from_checkpoint,
+        "later": [later, plain(ranked.step(made(9))), plain(single.step(made(9)))],
+        "steps_done": [ranked.steps, single.steps],
+        "committed": single.committed == ranked.committed == TRAINED,
+    }
+
+
+def die(rank: int, folder: Path, kind: str) -> None:
+    """`rank` is killed in the second step; the other one writes down what it is told, and how long that took."""
+    shared = ddp()
+
+    def kill(*_: Any) -> None:
+        if dist.get_rank() == rank and ranked.steps == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    shared.register_forward_pre_hook(kill)
+    raw = trainer(shared)
+    ranked = RankedTrainer(raw)
+    try:
+        with ranked:
+            if not ranked.leads:
+                ranked.follow()
+            for seed in range(2):
+                began = time.monotonic()
+                ranked.step(made(seed))
+    except Exception as error:  # noqa: BLE001 (whatever it is told)
+        (folder / f"{kind}-left").write_text(f"{type(error).__name__}: {error}\n{time.monotonic() - began:.1f}")
+        os._exit(0)  # whoever is left cannot take leave of the process group
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, kind: str, rank: int, work: Callable[[Path, str], None]) -> int:
+    """A child that is `rank` of two; returns its process id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}-met", rank=rank, world_size=2)
+            work(folder, kind)
+            dist.destroy_process_group()
+        except BaseException:  # noqa: BLE001 (the child must not go on as its parent)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    trainer(TinyModel())  # what torch imports late, for all children
+    kinds: dict[str, Callable[[Path, str], None]] = {
+        "ddp": partial(train, ddp),
+        "fsdp": partial(train, fsdp),
+        "leader": partial(die, 0),
+        "follower": partial(die, 1),
+    }
+    pids = {(kind, rank): start(folder, kind, rank, work) for kind, work in kinds.items() for rank in range(2)}
+    codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}
+    killed = {("leader", 0), ("follower", 1)}
+    assert codes == {who: -signal.SIGKILL if who in killed else 0 for who in codes}, codes
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

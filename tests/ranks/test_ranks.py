@@ -1,0 +1,66 @@
+"""Two ranks train as one process does, whatever they share; and when one dies the other says which."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.ranks.script_of_ranks import STEPS
+
+ROOT = Path(__file__).parent.parent.parent
+LONGEST_S = 20.0
+"""Until whoever is left ends: what it takes to be sure of a silence, on a machine that does much else."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.ranks.script_of_ranks", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+@pytest.fixture(params=["ddp", "fsdp"])
+def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / f"{request.param}.json").read_text())
+    return read
+
+
+def test_loss_metrics_and_weights_are_those_of_a_single_process(found: dict[str, Any]) -> None:
+    assert len(found["steps"]) == STEPS
+    for alone, ranked in found["steps"]:
+        assert ranked == pytest.approx(alone, abs=1e-5)
+    alone, ranked = found["weights"]
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(ranked[name], tensor, atol=1e-5)
+
+
+def test_every_rank_runs_the_same_number_of_micro_batches(found: dict[str, Any]) -> None:
+    first, second = found["runs"]
+
+    assert first == second > STEPS + 2
+
+
+def test_a_single_process_and_the_ranks_themselves_go_on_from_the_checkpoint(found: dict[str, Any]) -> None:
+    later, ranked_again, alone = found["later"]
+
+    assert found["from_checkpoint"] == found["weights"][1]
+    assert ranked_again == later
+    assert alone == pytest.approx(later, abs=1e-5)
+    assert found["steps_done"] == [STEPS + 1, STEPS + 1]
+    assert found["committed"]
+
+
+@pytest.mark.parametrize(("kind", "gone"), [("leader", 0), ("follower", 1)])
+def test_when_a_rank_dies_the_other_ends_and_says_which(folder: Path, kind: str, gone: int) -> None:
+    told, seconds = (folder / f"{kind}-left").read_text().splitlines()
+
+    assert told.startswith(f"PeerLost: rank {gone} of 2 died")
+    assert float(seconds) < LONGEST_S
