@@ -18,15 +18,9 @@ from numpy.typing import NDArray
 from ..pipeline.channel import ReceiveChannel, SendChannel
 from ..schemas import InvalidRecord, TrajectoryGroup
 from ..schemas.columns import as_column, freeze
+from .kl_estimate import KLEstimator, kl_estimate
 
-__all__ = ["Estimator", "KLReward"]
-
-Estimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""How a divergence is estimated from a sampled token, with Δ = log π − log π_ref: by Δ, Δ² / 2 or exp(−Δ) + Δ − 1
-(Schulman, "Approximating KL Divergence", 2020)."""
-
-LOG_RATIO_BOUND = 20.0
-"""Where Δ is exponentiated, it is clamped to ±20."""
+__all__ = ["KLReward"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -50,14 +44,14 @@ class KLReward:
     """
 
     factor: float
-    estimator: Estimator = "k1"
+    estimator: KLEstimator = "k1"
     level: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
         if not (self.factor > 0 and math.isfinite(self.factor)):
             raise ValueError(f"factor: expected a positive number, got {self.factor}")
-        if self.estimator not in get_args(Estimator):
-            raise ValueError(f"estimator: expected one of {', '.join(get_args(Estimator))}, got {self.estimator!r}")
+        if self.estimator not in get_args(KLEstimator):
+            raise ValueError(f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
         if self.level not in ("sequence", "token"):
             raise ValueError(f"level: expected 'sequence' or 'token', got {self.level!r}")
 
@@ -91,15 +85,4 @@ class KLReward:
                 f"log-probabilities, and put a TorchReference before this stage"
             )
         apart = np.subtract(group.behavior_logprobs, group.ref_logprobs, dtype=np.float64)
-        return _estimated(np.where(group.loss_mask, apart, 0.0), self.estimator)
-
-
-def _estimated(log_ratio: Floats, estimator: Estimator) -> Floats:
-    match estimator:
-        case "k1":
-            return log_ratio
-        case "k2":
-            return log_ratio**2 / 2
-        case "k3":
-            bounded: Floats = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            return np.exp(-bounded) + bounded - 1
+        return kl_estimate(np.where(group.loss_mask, apart, 0.0), self.estimator, np.exp)

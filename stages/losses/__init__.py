@@ -4,7 +4,7 @@ from .diagnostics import diagnostics
 from .distillation import TOKENS_USED, Distillation, Divergence, Mode, SampledDistillation
 from .entropy import Entropy
 from .importance import Beyond, ImportanceWeight, Level, Weighted
-from .kl import KL, kl_estimate
+from .kl import KL
 from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, Used, check_used, merge, weights_metrics
 from .policy import CISPO, GSPO, AdvantageWeighted, PolicyTerm, PPOClip
 from .scored import OldPolicy, Scored, entropy_of
@@ -46,7 +46,6 @@ __all__ = [
     "check_used",
     "diagnostics",
     "entropy_of",
-    "kl_estimate",
     "merge",
     "weights_metrics",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .kl import kl_estimate
+from ..kl_estimate import kl_estimate
 from .metrics import Mean, Metric, weights_metrics
 from .scored import Scored, entropy_of
 
@@ -21,9 +21,10 @@ def diagnostics(scored: Scored) -> dict[str, Metric]:
     said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
     if scored.behavior_logprobs is not None:
         log_ratio = scored.log_ratio("behavior")
-        said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3")))
+        said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3", torch.exp)))
         said["kl_k1"] = Mean(scored.token_mean(-log_ratio))
         said |= weights_metrics("ratio", scored.ratio("behavior"), scored)
     if scored.ref_logprobs is not None:
-        said["ref_kl"] = Mean(scored.token_mean(kl_estimate(scored.logprobs - scored.ref_logprobs, "k3")))
+        apart = scored.logprobs - scored.ref_logprobs
+        said["ref_kl"] = Mean(scored.token_mean(kl_estimate(apart, "k3", torch.exp)))
     return said

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from ...schemas import InvalidRecord
+from ..kl_estimate import LOG_RATIO_BOUND
 
-__all__ = ["LOG_RATIO_BOUND", "OldPolicy", "Scored", "clamped", "entropy_of"]
+__all__ = ["OldPolicy", "Scored", "clamped", "entropy_of"]
 
 OldPolicy: TypeAlias = Literal["behavior", "proximal"]
 """Against which policy a ratio is: the one that sampled, or the one that stood when training on the batch began."""
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before they are exponentiated: far outside any trust region, and still finite. Means
-and sums of them are clamped as a whole: what one token has above the bound others may make up for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

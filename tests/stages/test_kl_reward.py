@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.stages.losses.scoring import scored
 
 from penstock.schemas import InvalidRecord, TrajectoryGroup
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.kl_reward import Estimator, KLReward
-from penstock.stages.losses import kl_estimate
+from penstock.stages.kl_estimate import KLEstimator
+from penstock.stages.kl_reward import KLReward
+from penstock.stages.losses import KL
 from penstock.testing import drive, group
 
 BEHAVIOR = [0.0, -1.0, -2.0, 0.0, -1.0, -9.0]
@@ -60,13 +62,22 @@ async def test_either_way_the_advantages_of_sequences_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-async def test_the_estimators_are_those_of_the_loss(estimator: Estimator) -> None:
+async def test_the_estimators_are_those_of_the_loss(estimator: KLEstimator) -> None:
     (out,) = await drive(KLReward(1.0, estimator, level="token"), [made()])
 
-    apart = torch.tensor(BEHAVIOR, dtype=torch.float64) - torch.tensor(REFERENCE, dtype=torch.float64)
-    expected = np.where(out.loss_mask, -kl_estimate(apart, estimator).numpy(), 0)
+    logprobs, reference = (torch.tensor(column, dtype=torch.float64) for column in (BEHAVIOR, REFERENCE))
+    expected = KL(estimator).per_token(scored(logprobs, torch.zeros(6), ref_logprobs=reference)).values
     assert out.token_rewards is not None
-    assert out.token_rewards.tolist() == pytest.approx(expected.tolist())
+    assert out.token_rewards.tolist() == pytest.approx(np.where(out.loss_mask, -expected.numpy(), 0).tolist())
+
+
+async def test_what_is_exponentiated_stays_finite() -> None:
+    far = made(behavior_logprobs=[0, -900.0, -2, 0, -1, -9])
+
+    (out,) = await drive(KLReward(1.0, "k3", level="token"), [far])
+
+    assert out.token_rewards is not None
+    assert out.token_rewards[1] == pytest.approx(-(math.exp(20) - 20 - 1))
 
 
 @pytest.mark.parametrize("missing", ["behavior_logprobs", "ref_logprobs"])

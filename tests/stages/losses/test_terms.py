@@ -8,6 +8,7 @@ import torch
 from tests.stages.losses.scoring import random, scored
 
 from penstock.schemas import InvalidRecord
+from penstock.stages.kl_estimate import kl_estimate
 from penstock.stages.losses import (
     KL,
     AdvantageWeighted,
@@ -17,7 +18,6 @@ from penstock.stages.losses import (
     ImportanceWeight,
     PPOClip,
     entropy_of,
-    kl_estimate,
 )
 
 
@@ -98,7 +98,7 @@ def test_k1_and_k3_average_to_the_divergence_and_k3_is_never_negative() -> None:
     p, q = (torch.softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0) for _ in range(2))
     divergence = (p * (p / q).log()).sum().item()
 
-    k1, k3 = kl_estimate((p / q).log(), "k1"), kl_estimate((p / q).log(), "k3")
+    k1, k3 = kl_estimate((p / q).log(), "k1", torch.exp), kl_estimate((p / q).log(), "k3", torch.exp)
 
     assert (k3 >= 0).all()
     assert [(p * each).sum().item() for each in (k1, k3)] == pytest.approx([divergence, divergence])
@@ -115,9 +115,9 @@ def test_on_policy_k2_has_the_gradient_of_the_divergence_k3_that_of_the_other_wa
         for value in (
             (log_p.exp() * (log_p - log_q)).sum(),
             (log_q.exp() * (log_q - log_p)).sum(),
-            (p * kl_estimate(log_p - log_q, "k1")).sum(),
-            (p * kl_estimate(log_p - log_q, "k2")).sum(),
-            (p * kl_estimate(log_p - log_q, "k3")).sum(),
+            (p * kl_estimate(log_p - log_q, "k1", torch.exp)).sum(),
+            (p * kl_estimate(log_p - log_q, "k2", torch.exp)).sum(),
+            (p * kl_estimate(log_p - log_q, "k3", torch.exp)).sum(),
         )
     )
 
