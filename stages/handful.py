@@ -163,7 +163,8 @@ def _magnitudes(group: TrajectoryGroup) -> Floats:
     of_rewards = np.abs(group.rewards, dtype=np.float64)
     if not group.reward_parts:
         return of_rewards
-    return np.maximum(of_rewards, np.abs([*group.reward_parts.values()], dtype=np.float64).sum(axis=0))
+    of_parts: Floats = np.abs([*group.reward_parts.values()], dtype=np.float64).sum(axis=0)
+    return np.maximum(of_rewards, of_parts)
 
 
 def _check_finite(columns: Mapping[str, NDArray[np.float32]], values: NDArray[np.float32]) -> None:

@@ -187,6 +187,5 @@ def _clipped(
 def _clip_fractions(at: Mapping[str, Tensor], scored: Scored) -> dict[str, Metric]:
     """Of bounds at which no token is twice: how many are at each, and at any."""
     shares = {name: scored.token_mean(which.to(scored.logprobs.dtype)) for name, which in at.items()}
-    return {"pg_clipfrac": Mean(sum(shares.values(), scored.logprobs.new_zeros(())))} | {
-        f"pg_clipfrac/{name}": Mean(share) for name, share in shares.items()
-    }
+    every = Mean(sum(shares.values(), scored.logprobs.new_zeros(())))
+    return {"pg_clipfrac": every, **{f"pg_clipfrac/{name}": Mean(share) for name, share in shares.items()}}
