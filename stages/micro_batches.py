@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..schemas import Array, InvalidRecord
+from ..schemas.columns import count_between
 
 __all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches", "nothing"]
 
@@ -71,7 +72,9 @@ class MicroBatch(NamedTuple):
 def micro_batches(
     sequences: Sequences, columns: Mapping[str, Array], max_tokens: int | None, device: torch.device
 ) -> list[MicroBatch]:
-    """`sequences` in micro-batches of at most `max_tokens` tokens, padding included; see `lay_out`.
+    """`sequences` in which something trains, in micro-batches of at most `max_tokens` tokens, padding included.
+
+    See `lay_out`. Nothing is computed for the others, of which nobody would learn the outcome.
 
     Args:
         sequences: what is laid out: a TrainBatch, for one.
@@ -85,7 +88,8 @@ def micro_batches(
     lengths = np.diff(sequences.cu_seqlens)
     if sequences.loss_mask[sequences.cu_seqlens[:-1][lengths > 0]].any():
         raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
-    laid = lay_out(lengths.tolist(), max_tokens)
+    trained = count_between(sequences.loss_mask, sequences.cu_seqlens)
+    laid = lay_out(np.where(trained, lengths, 0).tolist(), max_tokens)
     return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
 
 

@@ -65,6 +65,17 @@ def test_every_token_is_where_the_model_and_the_loss_look_for_it(budget: int | N
     assert sorted(trained) == np.flatnonzero(packed.loss_mask).tolist()
 
 
+def test_nothing_is_computed_for_sequences_in_which_nothing_trains() -> None:
+    packed = made([12, 3, 12])
+    mask = packed.loss_mask.copy()
+    mask[packed.cu_seqlens[0] : packed.cu_seqlens[1]] = mask[packed.cu_seqlens[2] :] = False
+
+    (part,) = micro_batches(msgspec.structs.replace(packed, loss_mask=mask), {}, None, CPU)
+
+    assert part.tokens.tolist() == [packed.tokens[packed.cu_seqlens[1] : packed.cu_seqlens[2]].tolist()]
+    assert part.lengths.tolist() == [mask.sum()]
+
+
 def check_rows(part: MicroBatch) -> None:
     """A sequence's tokens follow one another, at positions from 0 on, and its trained ones follow those before it."""
     counted = []
