@@ -47,6 +47,26 @@ async def test_shutting_waits_for_everybody_inside() -> None:
             assert not shut.is_set()
 
 
+async def test_a_gate_that_two_shut_for_one_reason_stays_shut_when_the_first_gives_up() -> None:
+    gate, first = Gate(), anyio.CancelScope()
+
+    async def give_up() -> None:
+        with first:
+            await gate.shut("paused")
+
+    async with anyio.create_task_group() as tasks:
+        with gate.inside():
+            tasks.start_soon(give_up)
+            await settle()
+            tasks.start_soon(gate.shut, "paused")
+            await settle()
+            first.cancel()
+            await settle()
+            shut_by_the_second = set(gate.shut_for)
+
+    assert shut_by_the_second == gate.shut_for == {"paused"}
+
+
 @pytest.mark.parametrize("shut_before", [False, True])
 async def test_a_shutting_that_was_given_up_leaves_the_gate_as_it_was(shut_before: bool) -> None:  # noqa: FBT001
     gate = Gate()
