@@ -124,9 +124,11 @@ class HttpEngine:
             self._dialect.tempered_logprobs if policy.tempered_logprobs is None else policy.tempered_logprobs
         )
         self._told_of_logprobs = False
+        self._spoilt: str | None = None
+        """Why nobody knows what the server's weights are; None while they are those of a version."""
 
     def __repr__(self) -> str:
-        state = " and ".join(sorted(self._gate.shut_for)) or "awake"
+        state = " and ".join(sorted(self._gate.shut_for)) or ("weightless" if self._spoilt else "awake")
         return f"<HttpEngine {self._policy.server} at {self._policy.url} {state}, version {self._version}>"
 
     async def check_model(self) -> None:
@@ -154,7 +156,7 @@ class HttpEngine:
 
         Raises:
             ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
-            EngineRefused: the server will not sample this.
+            EngineRefused: the server will not sample this, or its weights could not be updated.
             EngineTimedOut: it took too long, at every attempt.
             EngineFailed: it failed, at every attempt.
             NobodyListens: it was not there, at any attempt.
@@ -201,6 +203,7 @@ class HttpEngine:
         async def attempt() -> Completion:
             await self._gate.opened()
             with self._gate.inside():
+                self._check_weights()
                 version = await self._version_now()
                 return (await self._streamed(encoded)).completion(version)
 
@@ -219,6 +222,13 @@ class HttpEngine:
         if not said.done:
             raise Failed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
         return said
+
+    def _check_weights(self) -> None:
+        if self._spoilt is not None:
+            raise EngineRefused(
+                f"expected a server with the weights of a version, got {self!r}, for an update failed: {self._spoilt}; "
+                f"call update_weights until it succeeds"
+            )
 
     async def _version_now(self) -> int:
         """A completion that is begun now is sampled with weights of this version, or newer ones."""
@@ -239,6 +249,8 @@ class HttpEngine:
 
         Raises:
             EngineRefused: the server cannot, sleeps, or does not like the weights; or there is no such version.
+            PenstockError: it failed, or does not sample again. Unless it refused before it loaded anything, nobody
+                knows then what its weights are, and completions are refused until an update succeeds.
         """
         update = self._can("update", self._dialect.update)
         if not url.startswith(f"{SCHEME}/"):
@@ -248,25 +260,43 @@ class HttpEngine:
             if "asleep" in self._gate.shut_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
             async with self._held():
-                await self._gate.shut("weightless")  # and so it stays, if the server fails halfway
-                for call in update(str(folder), found):
-                    await self._tell(call)
+                calls = update(str(folder), found)
                 if self._policy.versions == "asked" and self._dialect.set_version is not None:
-                    await self._tell(self._dialect.set_version(found))
+                    calls.append(self._dialect.set_version(found))
+                await self._load(calls)
                 self._version = found
+
+    async def _load(self, calls: list[Call]) -> None:
+        """Have the server load weights. If that fails halfway, completions are refused until it succeeds."""
+        untouched = self._spoilt is None and "weightless" not in self._gate.shut_for
+        await self._gate.shut("weightless")
+        try:
+            for call in calls:
+                await self._tell(call)
+                untouched = False
+            self._spoilt = None
+        except BaseException as error:
+            told = error.__cause__
+            if not (untouched and isinstance(told, Failed) and told.status in self._dialect.untouched):
+                self._spoilt = str(error) or "it was given up on"
+            raise
+        finally:
             self._gate.open("weightless")
 
     @asynccontextmanager
     async def _held(self) -> AsyncGenerator[None]:
-        """Nothing is sampled within the body."""
+        """Nothing is sampled within the body. Once it has ended well, failing to go on is a failure."""
         if "paused" in self._gate.shut_for:
             yield
             return
         await self._shut("updating", self._dialect.pause, self._dialect.resume)
         try:
             yield
-        finally:
+            await self._tell(self._dialect.resume)
+        except BaseException:
             await self._undo("updating", self._dialect.resume)
+            raise
+        self._gate.open("updating")
 
     async def pause(self) -> None:
         """Have the server sample nothing more; returns when what this engine asked for has come.
@@ -312,13 +342,15 @@ class HttpEngine:
             raise
 
     async def _undo(self, reason: Reason, call: Call | None) -> None:
-        """Whatever happened, have the server sample again, if it is still there."""
-        with anyio.move_on_after(UNDO_S, shield=True):
-            try:
+        """After a failure, have the server sample again, if it is still there."""
+        try:
+            with anyio.fail_after(UNDO_S, shield=True):
                 await self._tell(call)
-            except PenstockError as error:
-                log.warning("engine_not_resumed", url=self._policy.url, reason=str(error))
-        self._gate.open(reason)
+        except (PenstockError, TimeoutError) as error:
+            why = str(error) or f"no answer within {UNDO_S:g} s"
+            log.warning("engine_not_resumed", url=self._policy.url, reason=why)
+        finally:
+            self._gate.open(reason)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Dialect:
     """Loads the weights in a folder, of a version, and drops what was cached with those before."""
     pause: Call | None = None
     resume: Call | None = None
+    untouched: frozenset[int] = frozenset({400, 401, 403, 404, 405, 422})
+    """Statuses with which `update` is refused before any weights are loaded."""
     sleep: Call | None = None
     wake_up: Call | None = None
     keeps_weights_asleep: bool = True
@@ -87,6 +89,7 @@ SERVERS: Mapping[Server, Dialect] = {
         sampling=_UNALTERED | {"return_token_ids": True, "no_stop_trim": True},
         tempered_logprobs=True,
         update=_update_sglang,
+        untouched=frozenset({401, 403, 404, 405, 422}),  # 400 also tells of weights that were loaded by half
         pause=Call("/pause_generation", {"mode": "retract"}),
         resume=Call("/continue_generation"),
         sleep=Call("/release_memory_occupation"),

@@ -68,6 +68,7 @@ class Server:
         self.most_running = 0
         self.given_up = 0
         self.failures: Counter[int] = Counter()
+        self.refused_paths: dict[str, int] = {}
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.idle = asyncio.Event()
@@ -96,6 +97,11 @@ class Server:
             told = {name: getattr(self, name) for name in ("asked", "calls", "running", "most_running", "given_up")}
             await self.answer(send, told)
             self.asked, self.calls, self.most_running, self.given_up = [], [], self.running, 0
+        elif scope["path"] == "/tests/refused":
+            self.refused_paths = body
+            await self.answer(send, {})
+        elif scope["path"] in self.refused_paths:
+            await self.answer(send, {"detail": "not today"}, self.refused_paths[scope["path"]])
         else:
             query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode()).items()}
             self.calls.append([scope["path"], query | body])

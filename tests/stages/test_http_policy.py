@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 
-from penstock import SourceEnv
+from penstock import EnginePublisher, SourceEnv, WeightFolder
 from penstock.errors import (
     EngineFailed,
     EngineRefused,
@@ -137,6 +137,12 @@ async def told(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session, session.get(f"{url}/tests") as response:
         answer: dict[str, Any] = await response.json(content_type=None)
         return answer
+
+
+async def refuse(url: str, statuses: dict[str, int]) -> None:
+    """Have the server answer requests for these paths alone with these statuses."""
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/tests/refused", json=statuses):
+        pass
 
 
 async def until(url: str, name: str, value: int) -> None:
@@ -410,21 +416,53 @@ async def test_an_engine_that_asks_knows_of_weights_that_another_brought(
 async def test_nothing_is_sampled_with_weights_that_were_loaded_by_half(
     serve: Serve, kind: Server, tmp_path: Path
 ) -> None:
-    said: list[Completion] = []
-
-    async def ask(opened: Engine) -> None:
-        said.append(await one(opened))
-
-    async with engine(serve(kind), kind) as opened, anyio.create_task_group() as tasks:
+    async with engine(serve(kind), kind) as opened:
         with pytest.raises((EngineFailed, EngineRefused), match="No such file"):
             await opened.update_weights(f"file://{tmp_path}/nowhere", 1)
-        tasks.start_soon(ask, opened)
-        await settle()
         assert "weightless" in repr(opened)
-        assert not said
+        with pytest.raises(EngineRefused, match=r"an update failed: .*No such file.*call update_weights until"):
+            await one(opened)
         await opened.update_weights(weights(tmp_path / "0", 0), 2)
+        said = await one(opened)
 
-    assert set(said[0].policy_versions.tolist()) == {2}
+    assert set(said.policy_versions.tolist()) == {2}
+
+
+async def test_an_update_that_is_refused_before_anything_is_loaded_leaves_the_weights(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async with engine(serve("vllm")) as opened:
+        await refuse(serve("vllm"), {"/collective_rpc": 404})
+        with pytest.raises(EngineRefused, match="404"):
+            await opened.update_weights(weights(tmp_path / "0", 0), 9)
+        await refuse(serve("vllm"), {})
+        said = await one(opened)
+
+    assert set(said.policy_versions.tolist()) == {0}
+
+
+async def test_an_update_after_which_the_server_does_not_sample_again_has_failed(serve: Serve, tmp_path: Path) -> None:
+    async with engine(serve("vllm")) as opened:
+        await refuse(serve("vllm"), {"/resume": 400})
+        with pytest.raises(EngineRefused, match="/resume, attempt 1 of 3: 400"):
+            await opened.update_weights(weights(tmp_path / "0", 0), 9)
+        await refuse(serve("vllm"), {})
+        await opened.update_weights(weights(tmp_path / "again", 0), 10)
+        said = await one(opened)
+
+    assert set(said.policy_versions.tolist()) == {10}
+
+
+async def test_one_engine_that_fails_keeps_no_other_from_going_on(serve: Serve, tmp_path: Path) -> None:
+    async with engine(serve("vllm")) as dead, engine(serve("sglang"), "sglang") as alive:
+        publisher = EnginePublisher(WeightFolder(tmp_path / "weights", {}), [dead, alive])
+        await refuse(serve("vllm"), {"/resume": 400})
+        with pytest.raises(EngineRefused, match="/resume, attempt 1 of 3: 400"):
+            async with publisher.paused():
+                assert "paused" in repr(alive)
+        await refuse(serve("vllm"), {})
+
+        assert "awake" in repr(alive)
 
 
 async def test_a_pause_holds_what_is_asked_meanwhile(serve: Serve) -> None:
