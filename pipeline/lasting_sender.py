@@ -56,8 +56,8 @@ class _Kept:
     record: TrajectoryGroup
     unsaved: int
     """Repetitions, as a bit mask."""
-    line: RemoteSender[TrajectoryGroup] | None = None
-    """The connection on which it was offered last."""
+    offered: bool = False
+    """Whether it was sent at least once."""
 
 
 class LastingSender:
@@ -67,8 +67,9 @@ class LastingSender:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._patience_s = patience_s
-        self._kept: list[_Kept] = []
+        self._kept: dict[_Kept, None] = {}
         """In the order in which they were sent."""
+        self._by_group: dict[GroupId, list[_Kept]] = {}
         self._nbytes = 0
         self._line: RemoteSender[TrajectoryGroup] | None = None
         """The connection, while there is one and all that was kept has been offered on it."""
@@ -76,7 +77,6 @@ class LastingSender:
         """Why there will be none."""
         self._changed = Waiters()
         self._clock = WaitClock()
-        self._finished = False
 
     def __repr__(self) -> str:
         state = "connected" if self._line is not None else "looking for a receiver"
@@ -88,7 +88,7 @@ class LastingSender:
         return len(self._kept)
 
     async def send(self, record: TrajectoryGroup, /) -> None:
-        """Hand over `record`, waiting for a receiver and for credit if need be. Cancelled, it has sent nothing.
+        """Hand over `record`, waiting for a receiver and for credit if need be.
 
         Raises:
             TooMuchUnsaved: so much is kept already that `record` has no room.
@@ -97,12 +97,12 @@ class LastingSender:
         """
         kept = self._keep(record)
         try:
-            while kept.line is None or kept.line is not self._line:
+            while not kept.offered:
                 line = await self._connected()
-                if kept.line is not line:
+                if not kept.offered:  # with what else was kept, by who connected
                     await self._offer(kept, line)
         except BaseException:
-            if kept.line is None:
+            if not kept.offered:
                 self._forget(kept)
             raise
 
@@ -114,12 +114,17 @@ class LastingSender:
                 f"SinkTrainer write checkpoints more often (checkpoint_every), or raise capacity and capacity_bytes"
             )
         kept = _Kept(record, mask_of(record.repetition_ids.tolist()))
-        self._kept.append(kept)
+        self._kept[kept] = None
+        self._by_group.setdefault(record.id, []).append(kept)
         self._nbytes += record.nbytes
         return kept
 
     def _forget(self, kept: _Kept) -> None:
-        self._kept.remove(kept)
+        del self._kept[kept]
+        alike = self._by_group[kept.record.id]
+        alike.remove(kept)
+        if not alike:
+            del self._by_group[kept.record.id]
         self._nbytes -= kept.record.nbytes
 
     async def _connected(self) -> RemoteSender[TrajectoryGroup]:
@@ -138,14 +143,14 @@ class LastingSender:
             while self._line is line:
                 await self._changed.wait()
             return False
-        kept.line = line
+        kept.offered = True
         return True
 
     def _heed(self, group: GroupId, mask: int, state: str, step: int) -> None:
         """The receiver says what became of some trajectories; what is saved need not be kept."""
         del step
         if state == "saved":
-            for kept in [kept for kept in self._kept if kept.record.id == group]:
+            for kept in list(self._by_group.get(group, ())):
                 kept.unsaved &= ~mask
                 if not kept.unsaved:
                     self._forget(kept)
@@ -188,7 +193,7 @@ class LastingSender:
     async def _use(self, line: RemoteSender[TrajectoryGroup]) -> None:
         """Offer again what is kept, let the others send, and return when the receiver is gone."""
         for kept in list(self._kept):
-            if kept.unsaved and not await self._offer(kept, line):
+            if kept in self._kept and not await self._offer(kept, line):
                 return
         self._line = line
         self._changed.wake_all()
