@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.columns import as_column, check_axes, count_between, freeze
-from ..schemas.group import GROUP_RULES, PART_PREFIX
+from ..schemas.columns import as_column, count_between, freeze
+from ..schemas.group import PART_PREFIX
 
 __all__ = ["Handful"]
 
@@ -99,11 +99,12 @@ class Handful:
         """The same groups with other `rewards` [B], and `parts` ([B] each) added to their `reward_parts`.
 
         Raises:
-            InvalidRecord: a column is not finite.
+            InvalidRecord: one is not finite, which float32 may make of it; the message names whose.
         """
         names = ["rewards", *(PART_PREFIX + name for name in parts)]
         columns = as_column("rewards", np.stack([rewards, *parts.values()]), np.float32)
-        _check_finite(dict(zip(names, columns, strict=True)), columns)
+        for name, column in zip(names, columns, strict=True):
+            self._check_finite(name, column, by_token=False)
         freeze([columns])
         checked, *added = columns
         return [
@@ -121,20 +122,20 @@ class Handful:
         Their columns share one piece of memory, which is free when the last of the groups is; `owned` parts from it.
 
         Raises:
-            InvalidRecord: one is not finite.
+            InvalidRecord: as of `with_rewards`.
         """
         checked = as_column("advantages", advantages, np.float32)
-        _check_finite({"advantages": checked}, checked)
+        self._check_finite("advantages", checked, by_token=False)
         return self._with_advantages(checked.repeat(self.lengths))
 
     def with_token_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
         """The same groups with `advantages` [N] on the tokens that train, 0 elsewhere; memory as in `with_advantages`.
 
         Raises:
-            InvalidRecord: one is not finite.
+            InvalidRecord: as of `with_rewards`.
         """
         checked = as_column("advantages", advantages, np.float32)
-        _check_finite({"advantages": checked}, checked)
+        self._check_finite("advantages", checked, by_token=True)
         return self._with_advantages(checked)
 
     def _with_advantages(self, column: NDArray[np.float32]) -> list[TrajectoryGroup]:
@@ -143,8 +144,8 @@ class Handful:
         spans = _spans(len(group.tokens) for group in self._groups)
         return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
 
-    def _check_finite(self, name: str, values: Floats, *, by_token: bool) -> None:
-        """Hold `values`, [N] where `by_token` and [B] elsewhere, to being finite."""
+    def _check_finite(self, name: str, values: Floats | NDArray[np.float32], *, by_token: bool) -> None:
+        """Hold `values`, [N] where `by_token` and [B] elsewhere, to being finite: what arithmetic can break."""
         finite = np.isfinite(values)
         if not finite.all():
             first = finite.argmin()
@@ -165,12 +166,6 @@ def _magnitudes(group: TrajectoryGroup) -> Floats:
         return of_rewards
     of_parts: Floats = np.abs([*group.reward_parts.values()], dtype=np.float64).sum(axis=0)
     return np.maximum(of_rewards, of_parts)
-
-
-def _check_finite(columns: Mapping[str, NDArray[np.float32]], values: NDArray[np.float32]) -> None:
-    """Hold columns, whose values are `values`, to the one rule that arithmetic can break."""
-    if not np.isfinite(values).all():
-        check_axes(columns, dict.fromkeys(columns, GROUP_RULES["rewards"]), {})
 
 
 def _spans(sizes: Iterable[int]) -> list[slice]:
