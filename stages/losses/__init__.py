@@ -1,7 +1,7 @@
 """What a trainer minimises: terms that say what each token costs, and how they become one number."""
 
 from .diagnostics import diagnostics
-from .distillation import TOKENS_USED, Distillation, Divergence, Mode, SampledDistillation
+from .distillation import TOKENS_USED, Distillation, Divergence, Rest, SampledDistillation
 from .entropy import Entropy
 from .importance import Beyond, ImportanceWeight, Level, Weighted
 from .kl import KL
@@ -31,11 +31,11 @@ __all__ = [
     "Lowest",
     "Mean",
     "Metric",
-    "Mode",
     "OldPolicy",
     "PPOClip",
     "PerToken",
     "PolicyTerm",
+    "Rest",
     "SampledDistillation",
     "Scored",
     "Sum",

@@ -29,12 +29,12 @@ from .policy import AdvantageWeighted, PolicyTerm
 from .scored import Scored, clamped
 from .terms import PerToken, Term
 
-__all__ = ["TOKENS_USED", "Distillation", "Divergence", "Mode", "SampledDistillation"]
+__all__ = ["TOKENS_USED", "Distillation", "Divergence", "Rest", "SampledDistillation"]
 
 Divergence: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
 """KL(teacher ‖ policy), KL(policy ‖ teacher), or what lies between them."""
 
-Mode: TypeAlias = Literal["raw", "renormalised", "tail"]
+Rest: TypeAlias = Literal["raw", "renormalised", "tail"]
 """What becomes of the tokens that are no candidates: they are passed over, made up for, or one candidate together."""
 
 TOKENS_USED = "distill/tokens_used"
@@ -61,13 +61,13 @@ class Distillation(Term):
     """
 
     divergence: Divergence = "forward_kl"
-    mode: Mode = "tail"
+    mode: Rest = "tail"
     beta: float | None = None
 
     name: ClassVar[str] = "distillation"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("divergence", get_args(Divergence)), ("mode", get_args(Mode))):
+        for name, allowed in (("divergence", get_args(Divergence)), ("mode", get_args(Rest))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if (self.divergence == "jsd") != (self.beta is not None):
@@ -111,6 +111,10 @@ class SampledDistillation(PolicyTerm):
     `Distillation("reverse_kl")`, and all that can be had where the teacher tells of the sampled token alone. Tokens
     that are not among their candidates are not used. A is clamped to ±20. Where samples are stale, weight it
     (`* ImportanceWeight()`).
+
+    That holds at temperature 1. At another one A compares the policy as it is at 1, tokens are drawn from it as it is
+    at that temperature, and log π is of the latter: the gradient is that of no divergence, though it is 0, as that of
+    reverse KL is, where the policy at temperature 1 expects what its teacher does.
     """
 
     name: ClassVar[str] = "distillation"
@@ -176,7 +180,7 @@ class _Told(NamedTuple):
             predicted if len(rows) == len(ids) else predicted[rows],
         )
 
-    def distributions(self, mode: Mode) -> tuple[Tensor, Tensor]:
+    def distributions(self, mode: Rest) -> tuple[Tensor, Tensor]:
         """[R, C] log-probabilities of the teacher, and of the policy; −inf where there is no candidate."""
         teacher, policy = self.logprobs, self._bare(self.predicted.gather(-1, self.ids.clamp(min=0)))
         match mode:
@@ -191,14 +195,14 @@ class _Told(NamedTuple):
         return values.masked_fill(~self.known, -math.inf)
 
     def _with_tail(self, teacher: Tensor, policy: Tensor) -> tuple[Tensor, Tensor]:
-        """With one candidate more, for all that are none; where all are candidates, that has no probability.
+        """With one candidate more, for all that are none; where the policy can say nothing else, without.
 
         The policy's is summed up over the vocabulary, not taken from 1: where it is small, its gradient would be noise.
         """
         rows, vocabulary = self.predicted.shape
         padding_first = torch.zeros(rows, 1 + vocabulary, dtype=torch.bool, device=self.ids.device)
         candidate = padding_first.scatter(-1, self.ids + 1, value=True)[:, 1:]
-        whole = candidate.all(-1)
+        whole = (candidate | self.predicted.isneginf()).all(-1)
         elsewhere = self.predicted.masked_fill(candidate, torch.finfo(self.predicted.dtype).min).logsumexp(-1)
         missing = (1 - teacher.exp().sum(-1)).clamp(min=LEAST_TAIL).log()
         return (

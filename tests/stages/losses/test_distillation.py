@@ -18,8 +18,8 @@ from penstock.stages.losses import (
     ImportanceWeight,
     Loss,
     Metric,
-    Mode,
     PPOClip,
+    Rest,
     SampledDistillation,
     Scored,
     check_used,
@@ -27,7 +27,7 @@ from penstock.stages.losses import (
 )
 
 VOCABULARY = 5
-MODES: list[Mode] = ["raw", "renormalised", "tail"]
+MODES: list[Rest] = ["raw", "renormalised", "tail"]
 DIVERGENCES = [Distillation("forward_kl"), Distillation("reverse_kl"), Distillation("jsd", beta=0.3)]
 
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
@@ -91,7 +91,7 @@ def costs(term: Distillation | SampledDistillation, given: Scored) -> list[float
 @EVERY_MODE
 @EVERY_DIVERGENCE
 def test_with_the_whole_vocabulary_as_candidates_every_mode_gives_the_divergence(
-    term: Distillation, mode: Mode
+    term: Distillation, mode: Rest
 ) -> None:
     teacher, policy = predictions(3, seed=1), predictions(3)
     ids = [[3, 1, 4, -1, 0, 2], [0, 1, 2, 3, 4, -1], [-1, 4, 3, 2, 1, 0]]
@@ -120,7 +120,7 @@ def test_with_fewer_candidates_the_modes_are_three_different_numbers(term: Disti
 
 @EVERY_MODE
 @EVERY_DIVERGENCE
-def test_neither_the_order_of_candidates_nor_where_padding_stands_matters(term: Distillation, mode: Mode) -> None:
+def test_neither_the_order_of_candidates_nor_where_padding_stands_matters(term: Distillation, mode: Rest) -> None:
     given = ragged()
     assert given.teacher_ids is not None
     assert given.teacher_logprobs is not None
@@ -132,7 +132,7 @@ def test_neither_the_order_of_candidates_nor_where_padding_stands_matters(term: 
 
 @EVERY_MODE
 @EVERY_DIVERGENCE
-def test_a_policy_that_expects_what_its_teacher_does_costs_nothing_and_stays(term: Distillation, mode: Mode) -> None:
+def test_a_policy_that_expects_what_its_teacher_does_costs_nothing_and_stays(term: Distillation, mode: Rest) -> None:
     teacher = predictions(5, seed=1)
     logits = teacher.clone().requires_grad_()
 
@@ -176,6 +176,19 @@ def test_the_policy_is_compared_at_temperature_one_whatever_it_samples_at(term: 
 
 
 @EVERY_DIVERGENCE
+def test_logits_of_minus_infinity_beside_the_candidates_are_no_tail(term: Distillation) -> None:
+    """As a model has them whose vocabulary is padded: the rest of it is impossible, not merely improbable."""
+    logits = torch.tensor([[1.0, 0.0, -math.inf, -math.inf, -math.inf]], requires_grad=True)
+    teacher = torch.tensor([[0.7, 0.3]]).log()
+
+    value = term.per_token(taught(torch.log_softmax(logits, -1), [[0, 1]], teacher)).values.sum()
+
+    expected = divergence(term, torch.tensor([0.7, 0.3]), torch.softmax(torch.tensor([1.0, 0.0]), 0))
+    assert value.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert slope(value, logits).isfinite().all()
+
+
+@EVERY_DIVERGENCE
 @pytest.mark.parametrize("rest", [1e-9, 0.0], ids=["hardly any", "none"])
 def test_in_float32_a_tail_that_is_lost_in_rounding_leaves_loss_and_gradient_what_they_are(
     term: Distillation, rest: float
@@ -199,7 +212,7 @@ def test_in_float32_a_tail_that_is_lost_in_rounding_leaves_loss_and_gradient_wha
 @EVERY_MODE
 @EVERY_DIVERGENCE
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradients_agree_with_finite_differences(term: Distillation, mode: Mode, temperature: float) -> None:
+def test_gradients_agree_with_finite_differences(term: Distillation, mode: Rest, temperature: float) -> None:
     loss, given = replace(term, mode=mode), ragged(temperature=temperature)
 
     def value(logits: Tensor) -> Tensor:
