@@ -73,7 +73,8 @@ class TorchTrainer:
             policy.
         reference: a frozen model of the same vocabulary, which scores batches that bring no `ref_logprobs`.
         autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
-            and the optimizer stay float32. None computes everything in the model's own dtype.
+            and the optimizer stay float32. None computes everything in the model's own dtype. A head that computes in
+            bfloat16 blurs every ratio by percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: what else a checkpoint keeps, by name: `{"normalizer": normalizer}`.
 
