@@ -179,6 +179,22 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise InvalidRecord("select: expected to keep at least one group, got none")
         return self._only(keep[self.group_of_sequence()])
 
+    def in_order(self) -> TrainBatch:
+        """The batch with its groups in the order of their ids, whichever came first."""
+        ids = [group.id for group in self.groups]
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        if order == list(range(len(ids))):
+            return self
+        places = np.argsort(order)[self.group_of_sequence()]
+        rows = np.argsort(places, kind="stable")
+        tokens = np.argsort(places[self.sequence_of_token()], kind="stable")
+        taken = {
+            name: column[tokens if self._over_tokens(name) else rows]
+            for name, column in self.columns().items()
+            if name != "cu_seqlens"
+        }
+        return _finish(tuple(self.groups[place] for place in order), taken, _bounds(self.lengths()[rows]))
+
     def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
         """A rank's share: the sequences for which `rows` [B] is true, maybe none, with the totals of all of it."""
         return msgspec.structs.replace(

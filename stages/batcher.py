@@ -42,7 +42,8 @@ class Batcher:
     Args:
         max_tokens: tokens that a batch holds at most, prompts included.
         max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains;
-            a group with an older one is dropped as stale. None for no bound.
+            a group with an older one is dropped as stale. None for no bound. With 0, a batch lies in the order of its
+            ids, whichever came first.
         drop_zero_variance: drop groups with advantages that are all 0, or without any whose rewards, two or more, are
             all equal. A group with a teacher's candidates is kept: there is something to learn whatever its rewards.
         sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
@@ -135,6 +136,8 @@ class _Filling:
         if not self._packer.groups:
             return None
         batch = self._fresh(self._packer.pack())
+        if batch is not None and self._rules.max_lag == 0:
+            batch = batch.in_order()  # several workers may have sampled it, and rounding must not tell who was first
         if batch is not None:
             self._shipped.append(TrajectoryId(*batch.groups[0].id, int(batch.repetition_ids[0])))
             self._observe(batch)

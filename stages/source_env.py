@@ -33,6 +33,7 @@ from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
 from .pace import Pace
 from .policies import Completion, Engine, Policy, Tokenizer
+from .rollout_columns import columns_of, said_anything, tokens_of
 
 __all__ = ["SourceEnv"]
 
@@ -334,13 +335,13 @@ class _Crew:
                     self._fail(error)
         if timeout.cancelled_caught:
             self._drop([trajectory], "failed", self._timed_out)
-        elif trajectory.repetition_id in rollouts and not _said_anything(rollouts[trajectory.repetition_id]):
+        elif trajectory.repetition_id in rollouts and not said_anything(rollouts[trajectory.repetition_id]):
             del rollouts[trajectory.repetition_id]
             self._drop([trajectory], "rejected", "nothing was sampled")
 
     async def _speak(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
         """Let the policy answer to `turns`; None where `max_length` leaves no token."""
-        prompt = np.concatenate([_tokens_of(turn) for turn in turns])
+        prompt = np.concatenate([tokens_of(turn) for turn in turns])
         allowance = self._source.max_tokens
         if self._source.max_length is not None:
             allowance = min(allowance, self._source.max_length - len(prompt))
@@ -392,53 +393,6 @@ class _Crew:
         metrics.total("rollout/trajectories", len(group))
         metrics.mean("rollout/reward", group.rewards)
         metrics.mean("rollout/response_length", completion_lengths)
-        metrics.mean("rollout/prompt_length", [len(_tokens_of(rollout.turns[0])) for rollout in rollouts])
+        metrics.mean("rollout/prompt_length", [len(tokens_of(rollout.turns[0])) for rollout in rollouts])
         metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])
         metrics.mean("rollout/cut_ratio", group.stop_reasons == StopReason.LENGTH)
-
-
-def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The token columns of `rollouts`, one sequence each: what the policy did not sample has no loss and no logprob."""
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    lengths = np.array([len(_tokens_of(turn)) for turn in turns])
-    turn_ends = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])[turn_ends]
-    loss_mask = np.repeat([isinstance(turn, Completion) for turn in turns], lengths)
-    columns = {
-        "tokens": np.concatenate([_tokens_of(turn) for turn in turns]),
-        "offsets": offsets,
-        "loss_mask": loss_mask,
-        "policy_versions": _versions(turns, loss_mask, offsets),
-    }
-    if all(turn.logprobs is not None for turn in turns if isinstance(turn, Completion)):
-        columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
-    return columns
-
-
-def _versions(
-    turns: Sequence[NDArray[np.int32] | Completion], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[S] where every sequence was sampled by one version; else [N], with a sequence's oldest where nobody sampled."""
-    sampled = np.concatenate([turn.policy_versions for turn in turns if isinstance(turn, Completion)])
-    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    oldest = np.full(len(offsets) - 1, np.iinfo(np.int64).max)
-    np.minimum.at(oldest, owner[loss_mask], sampled)
-    if (oldest[owner[loss_mask]] == sampled).all():
-        return oldest
-    versions = oldest[owner]
-    versions[loss_mask] = sampled
-    return versions
-
-
-def _said_anything(rollout: Rollout) -> bool:
-    return any(isinstance(turn, Completion) and len(turn.tokens) for turn in rollout.turns)
-
-
-def _tokens_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.int32]:
-    return turn.tokens if isinstance(turn, Completion) else turn
-
-
-def _logprobs_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.float32]:
-    if isinstance(turn, Completion) and turn.logprobs is not None:
-        return turn.logprobs
-    return np.zeros(len(_tokens_of(turn)), np.float32)

@@ -131,6 +131,20 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
 
 
+def test_groups_are_brought_into_the_order_of_their_ids_with_all_that_is_theirs() -> None:
+    groups = [
+        group(instance_id=name, seed=number, completion_lengths=[3, 1 + number]) for number, name in enumerate("cab")
+    ]
+
+    ordered = TrainBatch.pack(groups).in_order()
+
+    expected = TrainBatch.pack([groups[1], groups[2], groups[0]])
+    assert ordered.groups == expected.groups
+    for name, column in expected.columns().items():
+        assert np.array_equal(ordered.columns()[name], column), name
+    assert ordered.in_order() is ordered
+
+
 def test_versions_a_sequence_and_versions_a_token_are_joined_by_token() -> None:
     mixed = TrainBatch.pack([rich((1,)), rich((2,), 1, versions_by_token=True)])
 

@@ -430,3 +430,11 @@ def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
 def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected at least"):
         Batcher(**{"max_tokens": 10, **arguments})
+
+
+async def test_in_a_synchronous_schedule_a_batch_does_not_tell_who_was_first() -> None:
+    came = [group(instance_id=name, policy_versions=[0, 0], rewards=[0, 1]) for name in "bca"]
+
+    (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), came)
+
+    assert [packed.instance_id for packed in batch.groups] == ["a", "b", "c"]
