@@ -8,6 +8,7 @@ import time
 from subprocess import Popen
 
 import anyio
+import anyio.to_thread
 import pytest
 from tests.processes.children import child, line
 from tests.processes.test_workers import Commit
@@ -69,6 +70,11 @@ def stop(process: Popen[str]) -> float:
     return time.monotonic()
 
 
+async def status(process: Popen[str]) -> int:
+    """How a process ends, to which this one goes on listening."""
+    return await anyio.to_thread.run_sync(process.wait, 10)
+
+
 async def receive_into(came: list[int], inbox: ReceiveChannel[TrajectoryGroup]) -> None:
     """Receive until that fails, and note which records came."""
     while True:
@@ -112,7 +118,7 @@ async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url:
 
             assert time.monotonic() - stopped_at < KNOWN_WITHIN_S
         receiver.send_signal(signal.SIGCONT)
-        assert receiver.wait(10) == 1  # PeerLost: its sender closed the door without a goodbye
+        assert await status(receiver) == 1  # PeerLost: its sender closed the door without a goodbye
 
 
 async def test_who_is_busy_for_longer_than_that_is_not_silent() -> None:
@@ -127,7 +133,7 @@ async def test_who_is_busy_for_longer_than_that_is_not_silent() -> None:
                     await outbox.send(await inbox.receive())
                 assert outbox.failure is None
 
-            assert receiver.wait(10) == sender.wait(10) == 0
+            assert await status(receiver) == await status(sender) == 0
 
 
 async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> None:
