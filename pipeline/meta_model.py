@@ -27,7 +27,8 @@ def complete(model: nn.Module, device: torch.device | str) -> None:
     """Make, on `device`, every tensor of `model` that is on the meta device and is in no state_dict.
 
     A module is made again as `type(module)(…)`, each argument being its attribute of that name (`config`, say), and the
-    result must agree with the module in every attribute. Its parameters and persistent buffers are not touched.
+    result must agree with the module in every attribute. It is made twice, with other random numbers: a tensor that is
+    not the same both times is not known. Parameters and persistent buffers are not touched.
 
     >>> class Rotary(nn.Module):
     ...     def __init__(self, theta):
@@ -91,10 +92,28 @@ def _made(module: nn.Module, left: Mapping[str, Tensor | None], device: torch.de
     for name, tensor in left.items():
         if tensor is None:
             raise _CannotTell(f"expected a tensor, found {name} that contains some")
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        again = type(module)(**_arguments(module, device))
+    again, once_more = (_again(module, device, seed) for seed in (0, 1))
     _check_same(module, again)
+    for name in left:
+        if not torch.equal(_bytes(getattr(again, name)), _bytes(getattr(once_more, name))):
+            raise _CannotTell(f"expected the same numbers whenever {type(module).__name__} is made, found random ones")
     return {name: getattr(again, name).to(tensor.dtype) for name, tensor in left.items() if tensor is not None}
+
+
+def _again(module: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """A module like `module`; the random numbers of this process are as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.default_generator.manual_seed(seed)
+        for forked in devices:
+            with torch.cuda.device(forked):
+                torch.cuda.manual_seed(seed)
+        return type(module)(**_arguments(module, device))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Not a number is like itself."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _arguments(module: nn.Module, device: torch.device) -> dict[str, Any]:

@@ -73,6 +73,15 @@ def test_no_random_number_is_drawn() -> None:
     assert model.get_buffer("table").tolist() == [0, 1, 2]
 
 
+class Projected(nn.Module):
+    """Draws its table: nobody knows which one the trainer has."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("table", torch.randn(dim), persistent=False)
+
+
 class Forgetful(nn.Module):
     """What it was made from is nowhere to be found: a default would be a guess."""
 
@@ -112,10 +121,11 @@ class Anything(nn.Module):
     [
         (on_meta(Forgetful, 8, 5e5), r"model\.inv_freq: expected Forgetful to keep its argument theta as an attribute"),
         (on_meta(Halving, 8), r"model\.table: made again, Halving has dim = 2, expected 4"),
+        (on_meta(Projected, 8), r"model\.table: expected the same numbers whenever Projected is made, found random"),
         (on_meta(Listing), r"model\.tables: expected a tensor, found tables that contains some"),
         (nn.Sequential(nn.ReLU(), on_meta(Forgetful, 8)), r"1\.inv_freq: expected Forgetful to keep"),
     ],
-    ids=["default", "changed", "list", "nested"],
+    ids=["default", "changed", "random", "list", "nested"],
 )
 def test_what_cannot_be_told_is_never_guessed(model: nn.Module, line: str) -> None:
     with pytest.raises(WeightsMismatch, match=line):
