@@ -34,6 +34,9 @@ __all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 NO_VERSION = -1
 """The version of weights that were never published."""
 
+LOOKS = 32
+"""How often a reader looks anew for the newest version: a second time only where it was stalled for a whole one."""
+
 ALIGNMENT = 64
 """Bytes: every tensor begins on a cache line."""
 
@@ -232,12 +235,19 @@ class WeightReader:
         return self._words[LATEST]
 
     def newest(self) -> Publication | None:
-        """The newest version and where it lies; None before the first. A look into memory."""
-        sequence = self._words[SEQUENCE]
-        if sequence == 0:
-            return None
-        self._fence()
-        return Publication(sequence, self._words[VERSION + sequence % 2])
+        """The newest version and where it lies. A look into memory.
+
+        None before the first, and where two publications came between every two words that were read.
+        """
+        for _ in range(LOOKS):
+            if not (sequence := self._words[SEQUENCE]):
+                break
+            self._fence()
+            version = self._words[VERSION + sequence % 2]
+            self._fence()
+            if self._words[BEGUN + sequence % 2] == sequence:  # else it may be the next version in this buffer
+                return Publication(sequence, version)
+        return None
 
     def intact(self, sequence: int) -> bool:
         """Whether nothing was written over publication `sequence` so far: what was read of it until now is right."""

@@ -232,6 +232,23 @@ def test_a_reader_that_is_overtaken_for_ever_gives_up_and_touches_no_tensor(monk
     assert (np.asarray(target["weight"]) == 0).all()
 
 
+def test_two_publications_during_a_look_give_no_mixture_of_the_old_one_and_the_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(arrays()) as (writer, reader):
+        writer.write(arrays(), 5)
+        fence = reader._fence
+
+        def publish_two() -> None:
+            monkeypatch.setattr(reader, "_fence", fence)
+            writer.write(arrays(), 6)
+            writer.write(arrays(), 7)
+
+        monkeypatch.setattr(reader, "_fence", publish_two)
+
+        assert reader.newest() == (3, 7)
+
+
 def test_threads_at_full_speed_never_show_a_mixture() -> None:
     size, versions = 200_000, 300
     target: dict[str, Tensor] = {"a": np.zeros(size, np.int64), "b": np.zeros(size, np.int64)}
