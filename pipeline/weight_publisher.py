@@ -86,8 +86,9 @@ class _Listener:
 class WeightPublisher:
     """Publishes versions of one set of tensors to any number of subscribers on this host.
 
-    A subscriber that copies never holds up `publish`. One whose model is views is given time to end the batch that it
-    samples; one that is dead is not waited for, and what one samples that is stuck is void.
+    A subscriber that copies never holds up `publish`. One whose model is views is given `patience_s` to end the batch
+    that it samples, and to be pointed to what is newer; one that is dead is not waited for, and what one samples that
+    is stuck is void.
     """
 
     def __init__(
@@ -368,12 +369,15 @@ class WeightPublisher:
         self._changed.wake_all()
 
     async def _part(self, tasks: TaskGroup) -> None:
-        """Tell everyone that this was all, then stop."""
+        """Tell everyone that this was all, then stop; memory that goes with the publisher is left by all before."""
         self._final = True
         self._ring()
         with anyio.CancelScope(shield=True), anyio.move_on_after(PARTING_S):
             while any(not listener.told_final for listener in self._listeners):
                 await self._changed.wait()
+        if self._writer is not None and self._writer.handle is not None:
+            with anyio.CancelScope(shield=True):
+                await self._left(self._writer.sequence)
         tasks.cancel_scope.cancel()
 
     def _close(self) -> None:

@@ -37,7 +37,8 @@ from ..schemas.control import (
     Weights,
 )
 from .door import Door
-from .errors import PeerClosed, PeerLost
+from .errors import NobodyListens, PeerClosed, PeerLost
+from .silence import DEFAULT_SILENCE_S
 from .socket_directory import sweep
 from .waiting import Waiters
 from .weight_copies import Copies
@@ -91,7 +92,7 @@ class WeightSubscriber:
         """Knock, and map the publisher's segment.
 
         Raises:
-            NobodyListens: there is no publisher at `url`.
+            NobodyListens: there is no publisher at `url`, or it is silent.
             ProtocolMismatch: it refused, with its reason.
             PeerLost: it died or closed meanwhile.
         """
@@ -99,8 +100,14 @@ class WeightSubscriber:
         async with AsyncExitStack() as stack:
             door = await stack.enter_async_context(await knock(self.url))
             try:
-                await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
-                self._reader = await self._introduce(door)
+                with anyio.fail_after(DEFAULT_SILENCE_S):
+                    await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
+                    self._reader = await self._introduce(door)
+            except TimeoutError:
+                raise NobodyListens(
+                    f"expected the publisher at {self.url} to answer, got silence for {DEFAULT_SILENCE_S:g} s: is its "
+                    f"process stopped, or its event loop held up?"
+                ) from None
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -171,8 +178,12 @@ class WeightSubscriber:
             self._target = MountedViews(reader, model, fused, whose)
         self._version, self._held = NO_VERSION, 0
 
+    def detach(self) -> None:
+        """Let go of what was attached, and of the memory that bringing it to a version took."""
+        self._target = None
+
     def refresh(self) -> int:
-        """Bring what is attached to the newest version, if it is older; return the version it holds.
+        """Bring what is attached to the newest version, if it is older or not `intact`; return the version it holds.
 
         May block: call it in a worker thread, where nobody samples from the model meanwhile. The tensors never hold a
         mixture. A publisher that overtakes a copy again and again leaves them as they were.
@@ -186,7 +197,7 @@ class WeightSubscriber:
             raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
         if self._failure is not None and not reader.memory.stays:
             raise self._failure
-        if reader.latest > self._version:
+        if reader.latest > self._version or not self.intact:
             brought = self._target.bring()
             if brought is not None:
                 self._version = brought.version
@@ -200,10 +211,11 @@ class WeightSubscriber:
     def intact(self) -> bool:
         """Whether what the model computed since `refresh` was computed with one version. A look into memory.
 
-        False where the model is views, and the publisher lost patience and wrote over what it is views of: throw away
-        what was sampled, and refresh.
+        False where the model is views, and the publisher lost patience and wrote over what it is views of, or has gone
+        and its memory with it: throw away what was sampled, and refresh.
         """
-        return not self._held or self._opened().intact(self._held)
+        reader = self._opened()
+        return not self._held or (reader.intact(self._held) and (self._failure is None or reader.memory.stays))
 
     async def newer(self, than: int | None = None) -> int:
         """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
@@ -297,6 +309,10 @@ class WeightSubscriber:
                     await door.say(Paused(self._confirmed))
 
     def _holding(self) -> int:
-        """The publication that must stay as it is. Whoever does not sample lets go of it when there is a newer one."""
+        """The publication that must stay as it is.
+
+        Whoever does not sample lets go of it when there is a newer one, or when the publisher closes.
+        """
         newest = self._opened().newest()
-        return self._held if self._active or (newest and newest.sequence == self._held) else 0
+        is_newest = newest is not None and newest.sequence == self._held
+        return self._held if self._active or (is_newest and not self._final) else 0

@@ -334,6 +334,8 @@ class TorchEngine:
                 self._let_go = self._let_go or {storage: storage.nbytes() for storage in _storages(self._model)}
                 for storage in self._let_go:
                     storage.resize_(0)
+                if self._let_go:
+                    self._weights.detach()  # `wake_up` attaches anew
                 torch.cuda.empty_cache()  # to other processes; without a GPU it does nothing
 
     async def wake_up(self) -> None:

@@ -108,6 +108,10 @@ class FolderSubscriber:
             self._target = _Views(model, owner.tensors, fused, whose)
         self._version = NO_VERSION
 
+    def detach(self) -> None:
+        """Let go of what was attached."""
+        self._target = None
+
     def refresh(self) -> int:
         """As `WeightSubscriber.refresh`; reads the disk.
 

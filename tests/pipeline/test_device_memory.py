@@ -187,9 +187,11 @@ async def test_when_a_publisher_closes_its_memory_on_a_device_is_sampled_from_no
     async with anyio.create_task_group() as tasks, WeightSubscriber(await tasks.start(serve, closing)) as subscriber:
         subscriber.attach(model)
         subscriber.refresh()
+        before = subscriber.intact
         closing.set()
         with pytest.raises(PeerLost, match="closed, and its memory on"):
             await subscriber.newer()
+        assert (before, subscriber.intact) == (True, False)
         with pytest.raises(PeerLost, match="closed, and its memory on"):
             async with subscriber.sampling():
                 pass

@@ -479,6 +479,19 @@ async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path:
                     pass
 
 
+async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.pipeline.weight_subscriber.DEFAULT_SILENCE_S", 0.01)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "door"))
+        server.listen()
+
+        with pytest.raises(NobodyListens, match=r"got silence for 0\.01 s: is its process stopped"):
+            async with WeightSubscriber(f"weights://{tmp_path}"):
+                pass
+
+
 def close_after_accepting(server: socket.socket) -> None:
     server.accept()[0].close()
 
