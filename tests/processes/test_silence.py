@@ -19,7 +19,7 @@ from penstock.errors import NobodyListens, PeerLost
 from penstock.pipeline import workers
 from penstock.testing import group
 
-SILENCE_S = 0.5
+SILENCE_S = 0.8
 
 KNOWN_WITHIN_S = SILENCE_S + 1.0
 
@@ -94,7 +94,7 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wake
             assert await line(sender) == "sent"
 
             stopped_at, came = stop(sender), list[int]()
-            with pytest.raises(PeerLost, match=r"the sender .pid \d+. was silent for 0.5 s"):
+            with pytest.raises(PeerLost, match=r"the sender .pid \d+. was silent for 0.8 s"):
                 await receive_into(came, inbox)
 
             assert time.monotonic() - stopped_at < KNOWN_WITHIN_S
@@ -113,7 +113,7 @@ async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url:
             assert await line(receiver) == "received"
 
             stopped_at = stop(receiver)
-            with pytest.raises(PeerLost, match=r"the receiver, was silent for 0\.5 s, for its process was stopped"):
+            with pytest.raises(PeerLost, match=r"the receiver, was silent for 0\.8 s, for its process was stopped"):
                 await send_into(outbox)
 
             assert time.monotonic() - stopped_at < KNOWN_WITHIN_S
@@ -184,4 +184,4 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_
     assert balance.balanced
     (reason,) = balance.reasons["lost"]
     assert reason.startswith(f"{name} (pid ")
-    assert reason.endswith("was silent for 0.5 s, for its process was stopped or its host hung; it was killed")
+    assert reason.endswith("was silent for 0.8 s, for its process was stopped or its host hung; it was killed")
