@@ -88,7 +88,7 @@ class LastingSender:
         return len(self._kept)
 
     async def send(self, record: TrajectoryGroup, /) -> None:
-        """Hand over `record`, waiting for a receiver and for credit if need be.
+        """Hand over `record`, waiting for a receiver and for credit if need be. Cancelled, it has sent nothing.
 
         Raises:
             TooMuchUnsaved: so much is kept already that `record` has no room.
@@ -97,13 +97,10 @@ class LastingSender:
         """
         kept = self._keep(record)
         try:
-            while not kept.offered:
-                line = await self._connected()
-                if not kept.offered:  # with what else was kept, by who connected
-                    await self._offer(kept, line)
+            while not await self._offer(kept, await self._connected()):
+                pass
         except BaseException:
-            if not kept.offered:
-                self._forget(kept)
+            self._forget(kept)
             raise
 
     def _keep(self, record: TrajectoryGroup) -> _Kept:
@@ -120,6 +117,8 @@ class LastingSender:
         return kept
 
     def _forget(self, kept: _Kept) -> None:
+        if kept not in self._kept:  # saved meanwhile, with another record of the group
+            return
         del self._kept[kept]
         alike = self._by_group[kept.record.id]
         alike.remove(kept)
@@ -191,8 +190,8 @@ class LastingSender:
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def _use(self, line: RemoteSender[TrajectoryGroup]) -> None:
-        """Offer again what is kept, let the others send, and return when the receiver is gone."""
-        for kept in list(self._kept):
+        """Offer again what was sent, let `send` offer the rest, and return when the receiver is gone."""
+        for kept in [kept for kept in self._kept if kept.offered]:
             if kept in self._kept and not await self._offer(kept, line):
                 return
         self._line = line

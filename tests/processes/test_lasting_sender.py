@@ -7,7 +7,7 @@ import socket
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -17,7 +17,9 @@ from tests.faults.zygote import ROOT, environment
 from tests.journal.script_of_a_run import GROUP_TOKENS, State
 
 from penstock import TrajectoryGroup, outlast, serve
-from penstock.errors import NobodyListens, TooMuchUnsaved
+from penstock.errors import NobodyListens, RecordTooLarge, TooMuchUnsaved
+from penstock.pipeline.lasting_sender import LastingSender
+from penstock.pipeline.remote_sender import RemoteSender
 from penstock.stages.checkpoint import latest_checkpoint
 from penstock.testing import group
 
@@ -79,6 +81,62 @@ async def test_whatever_the_trainer_was_doing_when_it_was_killed_everything_is_t
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
+
+
+class Line:
+    """A connection that takes a record when it may."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.taken: list[TrajectoryGroup] = []
+        self.may_take = anyio.Event()
+        self._refusal = refusal
+
+    async def send(self, offered: TrajectoryGroup) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        await self.may_take.wait()
+        self.taken.append(offered)
+
+    async def gone(self) -> None:
+        await anyio.sleep_forever()
+
+
+async def test_a_send_that_is_cancelled_while_a_receiver_comes_has_sent_nothing() -> None:
+    sender, line, given_up = LastingSender(2, 2**20, 1.0), Line(), anyio.CancelScope()
+
+    async def send() -> None:
+        with given_up:
+            await sender.send(record(0))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(sender._use, cast("RemoteSender[TrajectoryGroup]", line))
+        await anyio.wait_all_tasks_blocked()
+        given_up.cancel()
+        await anyio.wait_all_tasks_blocked()
+        line.may_take.set()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert given_up.cancelled_caught
+    assert (line.taken, sender.unsaved) == ([], 0)
+
+
+async def test_a_record_that_is_too_large_fails_its_own_send_alone() -> None:
+    sender, line = LastingSender(2, 2**20, 1.0), Line(RecordTooLarge("much"))
+
+    async def connect() -> None:
+        await anyio.wait_all_tasks_blocked()
+        await sender._use(cast("RemoteSender[TrajectoryGroup]", line))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(connect)
+        with pytest.raises(RecordTooLarge, match="much"):
+            await sender.send(record(0))
+        tasks.cancel_scope.cancel()
+
+    assert not sender.unsaved
 
 
 async def test_more_than_may_be_kept_is_an_error_that_says_what_to_do() -> None:
