@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
-RUNS = ["arithmetic_grpo.py", "two_ranks.py"]
+RUNS = ["arithmetic_grpo.py", "distillation.py", "two_ranks.py"]
 LONGEST = 90
 
 

@@ -1,0 +1,83 @@
+"""Distillation: a student learns from a teacher what reinforcement alone would take many times the steps to find out.
+
+    python examples/distillation.py --seed 3
+
+First a teacher is trained as in arithmetic_grpo.py. Two students then begin with little skill, one by reinforcement and
+one without any reward: that one samples answers of its own, right and wrong, and learns at every token what the teacher
+expects there. A step is a batch of 512 answers. Everything runs in one process, for some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from functools import partial
+from pathlib import Path
+
+import anyio
+import torch
+
+from arithmetic.curve import printed_curve
+from arithmetic.exam import ExaminedTrainer
+from arithmetic.model import Transformer, make_model
+from arithmetic.optimizer import annealed_adamw
+from arithmetic.task import LONGEST_ANSWER, TrainingProblems
+from arithmetic.tokenizer import TOKENIZER
+from arithmetic.warm_up import warm_up
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    Distillation,
+    PPOClip,
+    RewardBridge,
+    SinkTrainer,
+    SourceEnv,
+    Teacher,
+    TorchPolicy,
+    TorchTeacher,
+    TorchTrainer,
+    WeightPublisher,
+    source,
+)
+
+STEPS, TARGET, LITTLE_SKILL = 250, 0.95, 200
+REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
+
+
+async def learn(name: str, model: Transformer, seed: int, teacher: Transformer | None = None) -> None:
+    """Train `model` by its teacher, or else by rewards, and print how it gets on."""
+    updates = 4 if teacher else 1  # what a teacher says of an answer stays true; by rewards, four times are too many
+    optimizer = partial(annealed_adamw, steps=STEPS * updates)
+    loss = Distillation() if teacher else PPOClip()
+    trainer = TorchTrainer(model, optimizer=optimizer, loss=loss, updates=updates)
+    with printed_curve(name, model, TARGET) as metrics:
+        async with WeightPublisher(model.state_dict()) as publisher:
+            policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=seed)
+            make_env = partial(TrainingProblems, seed)
+            env = partial(SourceEnv, make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
+            if teacher:  # no group: answers are not compared with each other
+                recipe = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
+                judged = source(env(group_size=1)).then(Teacher(recipe, TOKENIZER, top_k=4, concurrency=256))
+            else:
+                bridge = RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER)
+                judged = source(env(group_size=8)).then(bridge).then(AdvantageNormalizer("grpo"))
+            batches = judged.then(Batcher(max_tokens=8192, sequences=512, max_lag=4, drop_zero_variance=True))
+            sink = SinkTrainer(ExaminedTrainer(trainer, model, every=5), publisher, max_steps=STEPS)
+            await batches.sink(sink).run(metrics=metrics)
+
+
+async def main(seed: int) -> None:
+    """A teacher, and two students that begin alike."""
+    torch.manual_seed(seed)
+    teacher, student = make_model(), make_model()
+    await warm_up(teacher, seed)
+    await warm_up(student, seed, LITTLE_SKILL)
+    await learn("the teacher, by reinforcement", teacher, seed)
+    await learn("a student, by distillation", copy.deepcopy(student), seed, teacher)
+    await learn("the same student, by reinforcement alone", student, seed)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A teacher, and two students that begin alike.")
+    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
+    anyio.run(main, parser.parse_args().seed)
