@@ -49,8 +49,11 @@ class Ranks:
         self.count = dist.get_world_size()
         self._orders: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         """For what the leader says: it is waited for while the leader waits for a batch."""
-        self._work: Any = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        world: Any = dist.group.WORLD
+        self._work: Any = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         """For numbers that are on the host."""
+        self._limit: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
+        """How long the others have to take what the leader says."""
         self._heart = _Heart(self.index)
 
     def __repr__(self) -> str:
@@ -61,21 +64,25 @@ class Ranks:
     def order(self, order: int, told: Sequence[bytes] = ()) -> None:
         """As the leader: have all others do `order`, with what each is told of it, if anything."""
         with self.connected():
-            sizes = [len(each) for each in told] or [0] * (self.count - 1)
-            dist.broadcast(torch.tensor([order, 0, *sizes]), 0, group=self._orders)
-            for rank, each in enumerate(told, start=1):
-                if each:
-                    dist.send(torch.frombuffer(bytearray(each), dtype=torch.uint8), rank, group=self._orders)
+            sent: list[Any] = [
+                dist.isend(tensor, rank, group=self._orders)
+                for rank, each in enumerate(told or [b""] * (self.count - 1), start=1)
+                for tensor in (torch.tensor([order, len(each)]), _bytes_of(each))
+                if len(tensor)
+            ]
+            for each in sent:
+                each.wait(self._limit)
 
     def ordered(self) -> tuple[int, bytes]:
         """As another: wait for the next order, and what this rank is told of it."""
         with self.connected():
-            header = torch.empty(1 + self.count, dtype=torch.int64)
-            dist.broadcast(header, 0, group=self._orders)
-            told = torch.empty(int(header[1 + self.index]), dtype=torch.uint8)
-            if len(told):
+            header = torch.empty(2, dtype=torch.int64)
+            dist.recv(header, 0, group=self._orders)
+            order, length = header.tolist()
+            told = torch.empty(length, dtype=torch.uint8)
+            if length:
                 dist.recv(told, 0, group=self._orders)
-            return int(header[0]), told.numpy().tobytes()
+            return order, told.numpy().tobytes()
 
     # -- what all do together ------------------------------------------------------------------------------------------
 
@@ -93,7 +100,7 @@ class Ranks:
         """
         mine = msgspec.msgpack.encode({name: _told(metric) for name, metric in metrics.items()})
         padded = torch.zeros(self.most(len(mine)), dtype=torch.uint8)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        padded[: len(mine)] = _bytes_of(mine)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._work)
         all_told = [torch.empty_like(padded) for _ in range(self.count)]
@@ -155,6 +162,10 @@ class _Heart:
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+def _bytes_of(told: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(told, np.uint8).copy())
 
 
 def _beats_of(rank: int) -> str:
