@@ -40,7 +40,12 @@ class Events:
     """The `data` of server-sent events, out of bytes that may be cut anywhere."""
 
     def __init__(self) -> None:
-        self._begun = b""
+        self._line: list[bytes] = []
+        """Pieces of the line that has begun."""
+        self._data: list[bytes] = []
+        """What the event that has begun says so far."""
+        self._nbytes = 0
+        """Of that event."""
 
     def feed(self, received: bytes) -> Iterator[bytes]:
         """The data of every event that `received` completes.
@@ -48,22 +53,39 @@ class Events:
         Raises:
             ProtocolMismatch: an event is longer than any that a completion has.
         """
-        *events, self._begun = (self._begun + received).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._begun) > LONGEST_EVENT:
-            raise ProtocolMismatch(f"expected events of at most {LONGEST_EVENT} bytes, got {len(self._begun)} and more")
-        for event in events:
-            fields = [line.partition(b":")[::2] for line in event.split(b"\n")]
-            if data := [value.removeprefix(b" ") for name, value in fields if name == b"data"]:
-                yield b"\n".join(data)
+        for number, piece in enumerate(received.split(b"\n")):
+            if number and (event := self._end_line()) is not None:
+                yield event
+            self._line.append(piece)
+            self._nbytes += len(piece)
+            if self._nbytes > LONGEST_EVENT:
+                raise ProtocolMismatch(f"expected events of at most {LONGEST_EVENT} bytes, got {self._nbytes} and more")
+
+    def _end_line(self) -> bytes | None:
+        """Take in the line that has come to its end; the data of the event that ends with it."""
+        line = b"".join(self._line).removesuffix(b"\r")
+        self._line.clear()
+        if line:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" "))
+            return None
+        event = b"\n".join(self._data) if self._data else None
+        self._data.clear()
+        self._nbytes = 0
+        return event
 
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """As records hold it."""
 
+Logprob: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
+"""Finite, also in single precision; above 0 by no more than rounding does."""
+
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
-    token_logprobs: list[float | None] | None = None
+    token_logprobs: list[Logprob | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -85,7 +107,9 @@ _id_decoder = msgspec.json.Decoder(TokenId)
 class StreamedCompletion:
     """One completion, event by event."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        """What was asked for at most."""
         self.done = False
         """Whether the server has said why it stopped."""
         self._tokens: list[int] = []
@@ -116,6 +140,10 @@ class StreamedCompletion:
     def _take(self, choice: _Choice) -> None:
         ids = _ids(choice)
         self._tokens += ids
+        if ids and self.done:
+            raise ProtocolMismatch(f"expected no token after the finish_reason, got {len(ids)}")
+        if len(self._tokens) > self._max_tokens:
+            raise ProtocolMismatch(f"expected at most {self._max_tokens} tokens, got {len(self._tokens)}")
         if ids and self._logprobs is not None:
             given = choice.logprobs.token_logprobs if choice.logprobs else None
             if given is None:

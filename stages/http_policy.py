@@ -138,7 +138,8 @@ class HttpEngine:
             EngineRefused: listing those that it knows.
         """
         listed = await self._client.retried("/v1/models", lambda: self._client.answer("GET", "/v1/models"))
-        known = [model.get("id") for model in listed.get("data", []) if isinstance(model, dict)]
+        models = listed.get("data")
+        known = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
         if self._policy.model not in known:
             raise EngineRefused(f"expected {self._policy.model!r} at {self._policy.url}, got {known}")
 
@@ -205,16 +206,14 @@ class HttpEngine:
             with self._gate.inside():
                 self._check_weights()
                 version = await self._version_now()
-                return (await self._streamed(encoded)).completion(version)
+                return (await self._streamed(encoded, body["max_tokens"])).completion(version)
 
         completion = await self._client.retried("/v1/completions", attempt)
-        if len(completion.tokens) > body["max_tokens"]:
-            raise ProtocolMismatch(f"expected at most {body['max_tokens']} tokens, got {len(completion.tokens)}")
         current().metrics.total("rollout/tokens", len(completion.tokens))
         return completion
 
-    async def _streamed(self, body: bytes) -> StreamedCompletion:
-        said, events = StreamedCompletion(), Events()
+    async def _streamed(self, body: bytes, max_tokens: int) -> StreamedCompletion:
+        said, events = StreamedCompletion(max_tokens), Events()
         async with self._client.stream("/v1/completions", body) as pieces:
             async for piece in pieces:
                 for data in events.feed(piece):
@@ -235,7 +234,7 @@ class HttpEngine:
         if self._policy.versions == "told" or self._dialect.version is None:
             return self._version
         told = (await self._client.answer("GET", self._dialect.version)).get("weight_version")
-        noted = "0" if told in {None, "default"} else str(told)
+        noted = "0" if told is None or told == "default" else str(told)
         if not noted.isdecimal():
             raise ProtocolMismatch(f"expected a number as weight_version of {self._policy.url}, got {told!r}")
         return int(noted)

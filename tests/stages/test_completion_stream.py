@@ -26,8 +26,32 @@ def test_an_event_without_end_is_not_collected_for_ever(monkeypatch: pytest.Monk
         list(Events().feed(b"data: 12345"))
 
 
+def test_a_long_event_in_small_pieces_is_read_once() -> None:
+    events, value = Events(), b"x" * 300_000
+
+    found = [data for i in range(0, len(value), 3) for data in events.feed(value[i : i + 3] if i else b"data:")]
+
+    assert not found
+    assert len(next(events.feed(b"\n\n"))) == len(value) - 3
+
+
+@pytest.mark.parametrize("logprob", ["0.5", "-1e39", "1e400", "NaN"])
+def test_what_is_no_log_probability_is_refused(logprob: str) -> None:
+    said = b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [%b]}}]}' % logprob.encode()
+
+    with pytest.raises(ProtocolMismatch, match="expected a part of a completion as JSON"):
+        StreamedCompletion(max_tokens=8).take(said)
+
+
+def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come() -> None:
+    with pytest.raises(ProtocolMismatch, match="expected at most 8 tokens, got 9"):
+        taken({"token_ids": [1] * 9})
+    with pytest.raises(ProtocolMismatch, match="expected no token after the finish_reason, got 1"):
+        taken({"token_ids": [1], "finish_reason": "stop"}, {"token_ids": [1]})
+
+
 def taken(*choices: dict[str, Any]) -> StreamedCompletion:
-    said = StreamedCompletion()
+    said = StreamedCompletion(max_tokens=8)
     for choice in choices:
         said.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
     said.take(b"[DONE]")
