@@ -49,7 +49,14 @@ Probe: TypeAlias = Callable[[], Awaitable[object]]
 
 
 def responds(url: str) -> Probe:
-    """A probe: a GET of this `http://` URL is answered with a status from 200 to 299."""
+    """A probe: a GET of this `http://` URL is answered with a status from 200 to 299.
+
+    Raises:
+        ValueError: it is not such a URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"expected a URL that begins with http:// and names a host, got {url!r}")
     return partial(_get, url)
 
 
@@ -77,7 +84,9 @@ async def _connect(host: str, port: int) -> None:
 class RunningServer:
     """A server that was started here, until all of it has ended."""
 
-    def __init__(self, name: str, log_path: Path, popen: subprocess.Popen[bytes], orders: int, words: int) -> None:
+    def __init__(
+        self, name: str, log_path: Path, popen: subprocess.Popen[bytes], *, pidfd: int, orders: int, words: int
+    ) -> None:
         self.name = name
         self.log = log_path
         """What it prints, to either stream, is appended there."""
@@ -90,7 +99,7 @@ class RunningServer:
         self._heard = anyio.Event()
         """Set when there is nothing more to hear."""
         self._popen = popen
-        self._pidfd = os.pidfd_open(popen.pid)
+        self._pidfd = pidfd
         self._orders = orders
         self._words = words
         for descriptor in (orders, words):
@@ -149,9 +158,12 @@ class RunningServer:
 
     def tail(self) -> str:
         """The last that it printed. Blocks."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"(unreadable: {error.strerror})"
 
 
 def _how(status: int) -> str:
@@ -225,6 +237,12 @@ class OutsideServer:
                     pass_fds=(hears_orders, says_words),
                     start_new_session=True,
                 )
+            try:
+                pidfd = os.pidfd_open(popen.pid)
+            except OSError:
+                os.write(orders, b"stop")
+                popen.wait()
+                raise
         except BaseException:
             os.close(orders)
             os.close(words)
@@ -232,7 +250,7 @@ class OutsideServer:
         finally:
             os.close(hears_orders)
             os.close(says_words)
-        return RunningServer(label, path, popen, orders, words)
+        return RunningServer(label, path, popen, pidfd=pidfd, orders=orders, words=words)
 
     async def _until_nobody_answers(self) -> None:
         """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""

@@ -24,7 +24,7 @@ from ..schemas import ProtocolMismatch
 from ..schemas.control import DeviceHandle
 from ..schemas.errors import UNREADABLE
 from .device_memory import DeviceMemory
-from .errors import StaleHandle
+from .errors import OutOfSharedMemory, StaleHandle
 from .shared_memory import allocate, may_shrink
 from .weight_memory import HostMemory, VersionMemory
 from .weight_specs import ITEM_BYTES, Fused, Part, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
@@ -125,7 +125,14 @@ class WeightWriter:
         purpose = f"{len(self.specs)} tensors, twice"
         self.fd = allocate(self.nbytes, purpose, "free memory, or publish a smaller model")
         """To be handed to readers; open until `close`."""
-        memory = memoryview(mmap.mmap(self.fd, self.nbytes))
+        try:
+            memory = memoryview(mmap.mmap(self.fd, self.nbytes))
+        except OSError as error:
+            os.close(self.fd)
+            raise OutOfSharedMemory(
+                f"expected to map {self.nbytes} bytes of shared memory for {purpose}, got none ({error.strerror}): "
+                f"raise the limit of address space (ulimit -v), or publish a smaller model"
+            ) from error
         memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
         self._words = memory[: mmap.PAGESIZE].cast("q")
         self._words[LATEST], self._words[GENERATION] = NO_VERSION, self.generation

@@ -32,11 +32,14 @@ from safetensors.torch import save_file
 
 from ..pipeline.engine_sync import Syncable, synced
 from ..pipeline.errors import WeightsInUse
+from ..pipeline.telemetry import get_logger
 from ..pipeline.weight_specs import Fused, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
 from ..pipeline.weights import NO_VERSION
 from .checkpoint import write_checkpoint
 
 __all__ = ["MANIFEST", "OWNER", "SCHEME", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
+
+log = get_logger("penstock.weights")
 
 E = TypeVar("E", bound=Syncable)
 
@@ -196,8 +199,13 @@ class WeightFolder:
         unfinished.rename(self.folder / OWNER)
 
     def _leave(self) -> None:
-        if self._lock >= 0:
+        if self._lock < 0:
+            return
+        try:
             self._say(msgspec.structs.replace(self._owner, closed=True))
+        except OSError as error:  # samplers learn it from the lock
+            log.warning("weights_not_closed", folder=str(self.folder), reason=str(error))
+        finally:
             os.close(self._lock)
             self._lock = -1
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -334,6 +336,19 @@ def test_a_list_with_tensors_that_cannot_be_is_refused(spec: TensorSpec) -> None
 def test_a_machine_without_room_says_how_much_was_wanted() -> None:
     with pytest.raises(OutOfSharedMemory, match="bytes of shared memory for 1 tensors, twice"):
         WeightWriter([TensorSpec("huge", "float32", (1 << 58,))])
+
+
+def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    held = len([*Path("/proc/self/fd").iterdir()])
+    monkeypatch.setattr("penstock.pipeline.weights.mmap.mmap", refuse)
+
+    with pytest.raises(OutOfSharedMemory, match="Cannot allocate memory"):
+        WeightWriter(specs_of(arrays()))
+
+    assert len([*Path("/proc/self/fd").iterdir()]) == held
 
 
 def test_closing_twice_is_fine() -> None:

@@ -253,3 +253,19 @@ async def test_samplers_that_read_a_folder_cannot_be_paused(tmp_path: Path) -> N
         generation: Generation = publisher
         with pytest.raises(RuntimeError, match=r"SinkTrainer\(sampling='overlap'\)"):
             generation.paused()
+
+
+async def test_a_folder_that_is_gone_hides_nothing_that_the_body_raises_and_its_lock_is_given_back(
+    tmp_path: Path,
+) -> None:
+    publisher = WeightFolder(tmp_path / "weights", tied().state_dict())
+
+    async def lose_it() -> None:
+        async with publisher:
+            (tmp_path / "weights").rename(tmp_path / "elsewhere")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await lose_it()
+
+    assert "closed" in repr(publisher)
