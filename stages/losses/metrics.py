@@ -152,7 +152,7 @@ def check_used(metrics: Mapping[str, Metric]) -> None:
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
-    """Merge every metric of `more` with that of its name."""
+    """Merge every metric of `more`, of another micro-batch or update, with that of its name."""
     for name, metric in more.items():
         into[name] = into[name].merged(metric) if name in into else metric
 
