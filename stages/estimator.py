@@ -155,9 +155,8 @@ class Estimator:
             largest = max(largest, np.abs(values).max(initial=0.0))
             advantages = generalized_advantages(rewards, values, self.gamma, self.gae_lambda, remaining)
         else:
-            advantages = discounted_sums(
-                rewards, self.gamma, remaining
-            )  # where all are equal, each is its chain's last reward
+            # where all of these are equal, each is the last reward of its chain: `largest` stands
+            advantages = discounted_sums(rewards, self.gamma, remaining)
         if self.whitens:
             advantages = self._whitened(advantages, mask[places], preset.noise * largest)
         spread = np.zeros(len(mask))

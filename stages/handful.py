@@ -55,7 +55,10 @@ class Handful:
 
     def magnitudes(self) -> Floats:
         """[B] how much was added up to each reward, as far as `reward_parts` tell: what rounding is a share of."""
-        return np.concatenate([_magnitudes(group) for group in self._groups])
+        rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
+        names = sorted({name for group in self._groups for name in group.reward_parts})
+        nothing = np.zeros(len(rewards))
+        return np.maximum(np.abs(rewards), sum((np.abs(self.reward_parts(name, nothing)) for name in names), nothing))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
@@ -158,14 +161,6 @@ class Handful:
 
     def _each(self, spans: Sequence[slice]) -> Iterable[tuple[TrajectoryGroup, slice]]:
         return zip(self._groups, spans, strict=True)
-
-
-def _magnitudes(group: TrajectoryGroup) -> Floats:
-    of_rewards = np.abs(group.rewards, dtype=np.float64)
-    if not group.reward_parts:
-        return of_rewards
-    of_parts: Floats = np.abs([*group.reward_parts.values()], dtype=np.float64).sum(axis=0)
-    return np.maximum(of_rewards, of_parts)
 
 
 def _spans(sizes: Iterable[int]) -> list[slice]:
