@@ -28,7 +28,8 @@ class PretrainedTokenizer:
         """Read the folder.
 
         Raises:
-            InvalidConfig: there is no tokenizer in it, or it does not say which token ends a completion.
+            InvalidConfig: there is no tokenizer in it, or a broken one, or one that does not say which token ends a
+                completion.
         """
         self.name_or_path = str(folder)
         """The folder."""
@@ -82,11 +83,19 @@ class PretrainedTokenizer:
 def _loaded(path: Path) -> Any:
     if not path.is_file():
         raise InvalidConfig(f"{path}: expected a tokenizer saved by `save_pretrained(folder)`, got no such file")
-    loaded = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise InvalidConfig(f"{path}: expected a tokenizer, got {error}: save it anew") from error
     loaded.no_padding()
     loaded.no_truncation()
     return loaded
 
 
 def _config(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it anew") from error

@@ -5,6 +5,7 @@ As `WeightSubscriber`, where there is no memory to share and nobody to be asked:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -233,10 +234,10 @@ def _read(folder: Path, owner: Owner) -> _Content:
     if manifest.generation != owner.generation:
         raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe anew")
     path = folder / WEIGHTS
-    memory = np.empty(manifest.nbytes, np.uint8)
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
+            memory = np.empty(min(size, manifest.nbytes), np.uint8)
             found = _read_into(memory, file)
     except OSError as error:
         raise WeightsDamaged(f"expected {path}, got none: {error.strerror}") from error

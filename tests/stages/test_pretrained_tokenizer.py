@@ -137,6 +137,15 @@ def test_what_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
         PretrainedTokenizer(saved(tmp_path / "words", {}))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_what_is_broken_is_told_with_its_path(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path / "words")
+    (folder / name).write_text("{")
+
+    with pytest.raises(InvalidConfig, match=rf"words/{name}: expected a .*: save it anew"):
+        PretrainedTokenizer(folder)
+
+
 @pytest.mark.parametrize(("words", "fine"), [(WORDS, True), (WORDS[::-1], False)])
 def test_a_run_looks_at_it_before_it_starts(tmp_path: Path, words: list[str], *, fine: bool) -> None:
     ours, theirs = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -130,16 +131,22 @@ def altered(file: Path) -> None:
         opened.write(b"\x55")
 
 
+def boastful(file: Path) -> None:
+    told = msgspec.json.decode(file.read_bytes())
+    file.write_bytes(msgspec.json.encode(told | {"nbytes": 2**60}))
+
+
 @pytest.mark.parametrize(
     ("name", "harm", "reason"),
     [
         ("weights.safetensors", torn, r"expected \d+ bytes, got \d+: it is torn"),
         ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
         ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
+        ("manifest.json", boastful, r"expected 1152921504606846976 bytes, got \d+: it is torn"),
         ("manifest.json", torn, r"manifest\.json: expected a manifest, got .*: it is torn"),
         ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
     ],
-    ids=["torn", "altered", "absent", "torn manifest", "absent manifest"],
+    ids=["torn", "altered", "absent", "boastful manifest", "torn manifest", "absent manifest"],
 )
 async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
     tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
