@@ -81,7 +81,8 @@ class Teacher:
         tokenizer: the tokenizer that the tokens were made with, or its `TokenizerIdentity`.
         top_k: candidates that are asked for; the columns are one wider, for the token itself.
         concurrency: sequences that the teacher is asked about at once. No more groups than that are held.
-        timeout_s: how long one answer may take.
+        timeout_s: how long one answer may take, from the question on: where the teacher answers one question after the
+            other, the time in line included.
         backoff: how often a sequence is asked about in all, and how long is waited in between.
         on_failure: what becomes of a group where all that was in vain.
 

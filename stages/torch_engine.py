@@ -238,6 +238,7 @@ class TorchEngine:
     def _take_up(self) -> None:
         """Bring a model that follows its publisher to the newest version; there is one."""
         while self._follows and self._weights is not None:
+            self._check_open()
             self._version = self._weights.refresh()
             if self._version != NO_VERSION:
                 return
