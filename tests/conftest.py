@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import zmq
 from blockbuster import blockbuster_ctx
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
@@ -30,6 +31,13 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
             function.can_block_in("penstock/pipeline/telemetry.py", "_write_line")
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_as_a_script_finds_it() -> Iterator[None]:
+    """structlog counts as configured once its own `capture_logs` was used, and then caplog sees nothing more."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

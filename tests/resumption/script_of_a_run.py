@@ -110,8 +110,8 @@ class Mortal(TorchTrainer):
         self._fate.at("emitted")
         return super().save(folder, committed)
 
-    def _write(self, *args: Any) -> None:
-        super()._write(*args)
+    def _write(self, *args: Any, **kwargs: Any) -> None:
+        super()._write(*args, **kwargs)
         self._fate.at("half saved")
 
 

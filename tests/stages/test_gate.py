@@ -48,7 +48,7 @@ async def test_shutting_waits_for_everybody_inside() -> None:
 
 
 async def test_a_gate_that_two_shut_for_one_reason_stays_shut_when_the_first_gives_up() -> None:
-    gate, first = Gate(), anyio.CancelScope()
+    gate, first, shut_by_the_second = Gate(), anyio.CancelScope(), set[str]()
 
     async def give_up() -> None:
         with first:
@@ -62,7 +62,7 @@ async def test_a_gate_that_two_shut_for_one_reason_stays_shut_when_the_first_giv
             await settle()
             first.cancel()
             await settle()
-            shut_by_the_second = set(gate.shut_for)
+            shut_by_the_second |= gate.shut_for
 
     assert shut_by_the_second == gate.shut_for == {"paused"}
 

@@ -450,17 +450,18 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
     context = Context()
     outbox, inbox = memory_channel[TrajectoryGroup](9)
     stage = source(Uneven, Patient(), groups=6, max_lag=0, step_groups=3)
+    waves = list[list[TrajectoryGroup]]()
 
     async with inbox, outbox, anyio.create_task_group() as tasks:
         with entered(context):
             tasks.start_soon(stage.run, outbox)
-        first = [await inbox.receive() for _ in range(3)]
+        waves.append([await inbox.receive() for _ in range(3)])
         assert len(asked) == 3
-        for group in first:
+        for group in waves[0]:
             context.ledger.settle(group.id, 0b111, "trained", 1)
-        second = [await inbox.receive() for _ in range(3)]
+        waves.append([await inbox.receive() for _ in range(3)])
 
-    assert [group.instance_id for group in first + second] == ["0", "1", "2", "3", "4", "5"]
+    assert [group.instance_id for wave in waves for group in wave] == ["0", "1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize(

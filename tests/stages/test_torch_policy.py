@@ -232,11 +232,10 @@ async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds
             failures.append(error)
 
     with anyio.fail_after(5):
-        async with anyio.create_task_group() as tasks:
-            async with TorchPolicy(TinyModel, EOS).open(Worker()) as engine:
-                await engine.pause()
-                tasks.start_soon(ask, engine)
-                await anyio.wait_all_tasks_blocked()
+        async with anyio.create_task_group() as tasks, TorchPolicy(TinyModel, EOS).open(Worker()) as engine:
+            await engine.pause()
+            tasks.start_soon(ask, engine)
+            await anyio.wait_all_tasks_blocked()
 
     assert len(failures) == 1
 
