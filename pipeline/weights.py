@@ -82,16 +82,15 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class _Fence:
-    """Keeps the processor from moving stores and loads across it: a lock given back and taken again does."""
+def _fence() -> None:
+    """Keep the processor from moving stores and loads across: a lock that is given back and taken again does.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def __call__(self) -> None:
-        self._lock.release()
-        self._lock.acquire()
+    A lock of one's own, for the thread that samples and the event loop's look at the same time.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
 
 
 class WeightWriter:
@@ -142,7 +141,6 @@ class WeightWriter:
         self._plan = _Plan(self.specs, first if device == "cpu" else mmap.PAGESIZE)
         if device != "cpu":
             self._move_to(device)
-        self._fence = _Fence()
 
     def _move_to(self, device: str) -> None:
         try:
@@ -182,15 +180,15 @@ class WeightWriter:
         sequence = self.sequence + 1
         at = sequence % 2
         self._words[BEGUN + at] = sequence
-        self._fence()
+        _fence()
         for part in self._parts:
             if not part.spec.tied:
                 self._memory.store(self._plan.start(sequence, part), tensors[part.spec.name], part.spec)
         self._memory.flush()
         self._words[VERSION + at] = version
-        self._fence()
+        _fence()
         self._words[SEQUENCE] = sequence
-        self._fence()
+        _fence()
         self._words[LATEST] = version
 
     def close(self) -> None:
@@ -226,7 +224,6 @@ class WeightReader:
         _check_generation(self._words[GENERATION], generation)
         self.specs = _decode_specs(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
         """What is published, in the publisher's order."""
-        self._fence = _Fence()
         self._plan = _Plan(self.specs, first if handle is None else mmap.PAGESIZE)
         have = nbytes if handle is None else handle.nbytes
         self.memory = HostMemory(memory) if handle is None else _opened(handle, generation)
@@ -249,16 +246,16 @@ class WeightReader:
         for _ in range(LOOKS):
             if not (sequence := self._words[SEQUENCE]):
                 break
-            self._fence()
+            _fence()
             version = self._words[VERSION + sequence % 2]
-            self._fence()
+            _fence()
             if self._words[BEGUN + sequence % 2] == sequence:  # else it may be the next version in this buffer
                 return Publication(sequence, version)
         return None
 
     def intact(self, sequence: int) -> bool:
         """Whether nothing was written over publication `sequence` so far: what was read of it until now is right."""
-        self._fence()
+        _fence()
         return self._words[BEGUN + sequence % 2] == sequence
 
     @property

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,18 @@ def test_a_write_that_fails_half_way_leaves_the_version_before(monkeypatch: pyte
         assert read(reader, target) == 3
 
 
+def at_every_look(monkeypatch: pytest.MonkeyPatch, publish: Callable[[], object]) -> None:
+    """Whenever a reader looks, `publish` is called first."""
+    fence = module._fence
+
+    def looked() -> None:
+        monkeypatch.setattr(module, "_fence", fence)
+        publish()
+        monkeypatch.setattr(module, "_fence", looked)
+
+    monkeypatch.setattr(module, "_fence", looked)
+
+
 def test_a_reader_overtaken_by_the_publisher_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     target = arrays(0)
 
@@ -210,12 +223,12 @@ def test_a_reader_overtaken_by_the_publisher_starts_over(monkeypatch: pytest.Mon
         writer.write(arrays(1), 1)
         overtaken: list[int] = []
 
-        def fence() -> None:
+        def overtake() -> None:
             if len(overtaken) < 4:
                 overtaken.append(writer.latest + 1)
                 writer.write(arrays(overtaken[-1]), overtaken[-1])
 
-        monkeypatch.setattr(reader, "_fence", fence)
+        at_every_look(monkeypatch, overtake)
         version = read(reader, target)
 
     assert version == overtaken[-1]
@@ -227,7 +240,7 @@ def test_a_reader_that_is_overtaken_for_ever_gives_up_and_touches_no_tensor(monk
 
     with opened(arrays()) as (writer, reader):
         writer.write(arrays(1), 1)
-        monkeypatch.setattr(reader, "_fence", lambda: writer.write(arrays(), writer.latest + 1))
+        at_every_look(monkeypatch, lambda: writer.write(arrays(), writer.latest + 1))
         version = read(reader, target)
 
     assert version == NO_VERSION
@@ -239,14 +252,13 @@ def test_two_publications_during_a_look_give_no_mixture_of_the_old_one_and_the_n
 ) -> None:
     with opened(arrays()) as (writer, reader):
         writer.write(arrays(), 5)
-        fence = reader._fence
+        to_come = [6, 7]
 
         def publish_two() -> None:
-            monkeypatch.setattr(reader, "_fence", fence)
-            writer.write(arrays(), 6)
-            writer.write(arrays(), 7)
+            while to_come:
+                writer.write(arrays(), to_come.pop(0))
 
-        monkeypatch.setattr(reader, "_fence", publish_two)
+        at_every_look(monkeypatch, publish_two)
 
         assert reader.newest() == (3, 7)
 
@@ -271,6 +283,32 @@ def test_threads_at_full_speed_never_show_a_mixture() -> None:
         thread.join()
 
     assert seen == sorted(seen)
+
+
+@contextmanager
+def switching_every(seconds: float) -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_two_threads_may_look_at_the_same_time() -> None:
+    """The event loop looks which version is the newest while the thread that samples looks before every token."""
+    seen = list[bool]()
+
+    def look() -> None:
+        seen.extend(reader.intact(1) for _ in range(50_000))
+
+    with opened(arrays()) as (writer, reader), switching_every(1e-6):
+        writer.write(arrays(), 0)
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert seen == [True] * 100_000
 
 
 def test_the_reader_keeps_the_memory_when_the_writer_is_gone() -> None:
