@@ -1,6 +1,7 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
-#   make test            the whole suite, two files at a time, with coverage
+#   make test            the suite, two files at a time, with coverage
+#   make test-all        every cell of its long tables too, of which make test runs some
 #   make check           formatter, linter, mypy, pyright, import directions
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test test-all check bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -22,6 +23,9 @@ test: $(READY)
 	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long or not long"
 
 check: $(READY)
 	$(BIN)/ruff format --check

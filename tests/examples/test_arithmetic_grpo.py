@@ -120,7 +120,15 @@ def _memory_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
-@pytest.mark.parametrize("imported", ["argparse", "numpy", "torch", "reasoning_gym"])
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "argparse",
+        pytest.param("numpy", marks=pytest.mark.long),
+        "torch",
+        pytest.param("reasoning_gym", marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_path: Path) -> None:
     with started(tmp_path, "-X", "importtime", str(SCRIPT)) as demo:
         read_until(demo, rf"\| +{imported}$")
@@ -133,7 +141,15 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
-@pytest.mark.parametrize("moment", ["warming up", "reinforcement from", "worker_started", "step 10:"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "warming up",
+        pytest.param("reinforcement from", marks=pytest.mark.long),
+        "worker_started",
+        pytest.param("step 10:", marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     with started(tmp_path, "-c", SHORTER) as demo:
         read_until(demo, moment)
@@ -156,6 +172,7 @@ def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) 
     assert kept(tmp_path)["ended_by"] == "all steps done"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:

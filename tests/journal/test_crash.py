@@ -24,19 +24,19 @@ PROMPTS = 120
 stages, so that files are deleted while it runs."""
 
 MOMENTS = [
-    ("writing", 1),  # half of the first entry is on disk
+    pytest.param("writing", 1, marks=pytest.mark.long),  # half of the first entry is on disk
     ("writing", 33),
-    ("journaled", 1),  # on disk, and on its way to the trainer
+    pytest.param("journaled", 1, marks=pytest.mark.long),  # on disk, and on its way to the trainer
     ("journaled", 31),
-    ("stepping", 1),
-    ("stepped", 1),  # the weights have changed, nothing is committed
+    pytest.param("stepping", 1, marks=pytest.mark.long),
+    pytest.param("stepped", 1, marks=pytest.mark.long),  # the weights have changed, nothing is committed
     ("stepped", 8),
     ("saving", 1),  # committed, in no checkpoint
     ("half saved", 3),
-    ("saved", 1),  # in a checkpoint that nobody has heard of
+    pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that nobody has heard of
     ("saved", 4),
     ("deleting", 1),  # in a checkpoint, and still in the journal
-    ("deleted", 2),
+    pytest.param("deleted", 2, marks=pytest.mark.long),
 ]
 """When a run kills itself: what it does, and how often it did it before."""
 
@@ -77,7 +77,7 @@ def test_what_was_received_is_trained_once_by_the_run_that_goes_on(tmp_path: Pat
     assert max(trained.values()) == 1
 
 
-@pytest.mark.parametrize(("moment", "nth"), MOMENTS[1::3])
+@pytest.mark.parametrize(("moment", "nth"), MOMENTS[1::6])
 def test_a_source_that_begins_from_its_beginning_has_everything_trained_once(
     tmp_path: Path, moment: str, nth: int
 ) -> None:
