@@ -31,7 +31,7 @@ from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .slots import SlotTable, Span
-from .socket_directory import socket_directory, sweep
+from .socket_directory import socket_directory, sweep, sweep_after
 
 __all__ = ["connect_shm", "serve_shm"]
 
@@ -299,7 +299,7 @@ async def connect_shm(
         finally:
             if isinstance(line.failure, PeerLost):  # its sockets are nobody's now
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(sweep)
+                    await anyio.to_thread.run_sync(sweep_after, path.parent)
 
 
 def _bind(directory: Path, silence_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:

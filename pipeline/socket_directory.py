@@ -10,14 +10,18 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["socket_directory", "sweep"]
+__all__ = ["socket_directory", "sweep", "sweep_after"]
 
 PREFIX = "penstock-"
 LOCK = "lock"
+
+DYING_S, LOOK_AGAIN_S = 1.0, 0.005
+"""How long a dying process may take to let go of its lock, and how often is looked meanwhile."""
 
 LONGEST_PATH = 80
 """A Unix socket's path holds 107 bytes, and names are appended to this."""
@@ -45,6 +49,19 @@ def sweep() -> None:
             if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+
+
+def sweep_after(path: Path) -> None:
+    """Remove directory `path`, whose owner was seen to die, and what others left. Blocks.
+
+    A process that is killed closes one descriptor after the other: its door may be shut, which is what was seen, while
+    its lock is still held.
+    """
+    sweep()
+    deadline = time.monotonic() + DYING_S
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(LOOK_AGAIN_S)
+        sweep()
 
 
 def _root() -> Path:

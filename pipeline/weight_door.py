@@ -17,7 +17,7 @@ from .door import Door
 from .errors import NobodyListens
 from .socket_directory import socket_directory, sweep
 
-__all__ = ["knock", "opened_door"]
+__all__ = ["directory_of", "knock", "opened_door"]
 
 SCHEME = "weights://"
 DOOR = "door"
@@ -37,6 +37,11 @@ def opened_door() -> Iterator[tuple[str, socket.socket]]:
             door.close()
 
 
+def directory_of(url: str) -> Path:
+    """Where the publisher at `url` has its door."""
+    return Path(url.removeprefix(SCHEME))
+
+
 async def knock(url: str) -> Door:
     """The door at `url`, from outside.
 
@@ -47,7 +52,7 @@ async def knock(url: str) -> Door:
     if not url.startswith(SCHEME):
         raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
     try:
-        return Door(await anyio.connect_unix(Path(url.removeprefix(SCHEME)) / DOOR))
+        return Door(await anyio.connect_unix(directory_of(url) / DOOR))
     except OSError as error:
         await anyio.to_thread.run_sync(sweep)
         raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error

@@ -39,10 +39,10 @@ from ..schemas.control import (
 from .door import Door
 from .errors import NobodyListens, PeerClosed, PeerLost
 from .silence import DEFAULT_SILENCE_S
-from .socket_directory import sweep
+from .socket_directory import sweep_after
 from .waiting import Waiters
 from .weight_copies import Copies
-from .weight_door import knock
+from .weight_door import directory_of, knock
 from .weight_specs import Fused, Tensor
 from .weights import NO_VERSION, WeightReader
 
@@ -284,7 +284,7 @@ class WeightSubscriber:
             self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
         self._news.wake_all()
         if self._failure is not None:
-            await anyio.to_thread.run_sync(sweep)
+            await anyio.to_thread.run_sync(sweep_after, directory_of(self.url))
 
     def _note(self, said: Message) -> None:
         if isinstance(said, Pause):

@@ -64,6 +64,7 @@ def _nobody_asks_what_a_dead_worker_held() -> None:
 def _sockets_of_the_dead_stay() -> None:
     for module in (supervisor, shm):
         _replace(module, "sweep", lambda _: lambda: None)
+    _replace(shm, "sweep_after", lambda _: lambda _: None)
 
 
 def _descriptors_stay_open() -> None:
