@@ -185,7 +185,7 @@ class _Child:
             return f"swallowed by {who}"
         if self.failure is not None:
             return f"{who} {self.failure.error}"
-        if self.given_up:
+        if self.given_up and status == -signal.SIGKILL:  # else it was dying already, and only slow at it
             return f"{who} {self.given_up}; it was killed"
         if status is not None and status < 0:
             return f"{who} was killed by {_signal_name(-status)}"

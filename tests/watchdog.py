@@ -36,7 +36,8 @@ def _ends() -> Iterator[str]:
 
 
 def _tasks() -> Iterator[str]:
-    for task in [each for each in gc.get_objects() if isinstance(each, asyncio.Task) and not each.done()]:
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task)]  # by type: some objects warn
+    for task in [each for each in tasks if not each.done()]:
         yield f"  {task.get_name()}"
         yield from _awaited(task.get_coro())
 
