@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import anyio
 
 from ..schemas import ProtocolMismatch
-from ..schemas.control import PROTOCOL_VERSION, Hello, Message, Ready, Refused, Welcome
+from ..schemas.control import PROTOCOL_VERSION, Hello, Message, Offer, Ready, Refused, Welcome
 from .door import Door
 from .errors import NobodyListens, OutOfSharedMemory, PeerClosed, PenstockError, TooManySenders
 
@@ -48,26 +48,29 @@ async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Wel
         PeerClosed: it refused for another reason, or went away.
     """
     identity = b"p" + secrets.token_bytes(15)
-    await door.say(Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
-    answer = await _answer(door)
+    answer = await _answer(door, Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
     if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
     return answer, identity
 
 
-async def let_in(door: Door) -> None:
-    """Wait for the last word of an introduction.
+async def let_in(door: Door, offer: Offer | None = None, fd: int | None = None) -> None:
+    """Hand over the segment `offer` with its `fd`, where the carrier has one, and wait for the last word.
 
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.
         PeerClosed: it refused for another reason, or went away.
     """
-    answer = await _answer(door)
+    answer = await _answer(door, offer, fd)
     if not isinstance(answer, Ready):
         raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
 
 
-async def _answer(door: Door) -> Message:
+async def _answer(door: Door, said: Message | None = None, fd: int | None = None) -> Message:
+    """What the receiver says to what was `said`; it may have answered, and gone, before it heard that."""
+    if said is not None:
+        with suppress(anyio.BrokenResourceError):
+            await door.say(said, fd)
     try:
         answer = await door.hear()
     except anyio.EndOfStream:

@@ -288,8 +288,7 @@ async def connect_shm(
                 SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
             )
             stack.callback(segment.close)
-            await door.say(Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-            await let_in(door)
+            await let_in(door, Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
         outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
         line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity, silence_s=silence_s), silence_s)
         stack.pop_all()

@@ -9,9 +9,12 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import pytest
+from anyio.abc import UNIXSocketStream
 
 from penstock import TrajectoryGroup, connect, serve
-from penstock.errors import PeerLost
+from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost
+from penstock.pipeline.door import Door
+from penstock.pipeline.introduction import let_in
 from penstock.pipeline.segment import SegmentWriter
 from penstock.schemas import control
 from penstock.testing import group
@@ -64,3 +67,24 @@ async def test_a_sender_that_dies_as_it_is_let_in_does_not_keep_the_stream_open(
                     await inbox.receive()
                 with pytest.raises(anyio.EndOfStream):
                     await inbox.receive()
+
+
+async def door_that_closed_after(*said: control.Message) -> Door:
+    """The sender's side of a door whose receiver said this, and went without listening."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    for message in said:
+        theirs.sendall(frame(message))
+    theirs.close()
+    return Door(await UNIXSocketStream.from_socket(ours))
+
+
+async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_broken_socket() -> None:
+    async with await door_that_closed_after() as door:
+        with pytest.raises(PeerClosed, match="closed the door without an answer"):
+            await let_in(door, control.Offer(1, 4096, 4096))
+
+
+async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
+    async with await door_that_closed_after(control.Refused("OutOfSharedMemory", "no room")) as door:
+        with pytest.raises(OutOfSharedMemory, match="the receiver refused: no room"):
+            await let_in(door, control.Offer(1, 4096, 4096))
