@@ -1,6 +1,6 @@
 """A pipeline script as a user writes one; the tests run it, interrupt it, and kill it.
 
-Its stages live in `__main__`. It prints the process ids of its workers when the first group has arrived.
+Its stages live in `__main__`. It prints the process ids of its workers when both work.
 """
 
 # ruff: noqa: T201 (the tests listen to what it prints)
@@ -34,9 +34,10 @@ class Tell:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         told = False
         async for _ in inbox:
-            if not told:
+            pids = [worker.pid for worker in pipeline.statistics().stages[0].workers]
+            if not told and all(pids):  # the second may still be on its way
                 told = True
-                print("workers", *(worker.pid for worker in pipeline.statistics().stages[0].workers), flush=True)
+                print("workers", *pids, flush=True)
 
 
 pipeline = source(Sample(forever="forever" in sys.argv), on=processes(2)).sink(Tell())

@@ -21,17 +21,29 @@ SCRIPT = Path(__file__).with_name("script_of_a_user.py")
 def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The script runs in a process group of its own, as it would under a terminal."""
     command = [sys.executable, str(SCRIPT), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        command, text=True, process_group=0, env=os.environ | {"PYTHONFAULTHANDLER": "1"}, **pipes
     ) as running:
         try:
             yield running
+        except BaseException:
+            for pid in [*children_of(running.pid), running.pid]:
+                os.kill(pid, signal.SIGABRT)  # each tells where its threads stand
+            sys.stderr.write(running.communicate()[1])
+            raise
         finally:
             running.kill()
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that the threads of `pid` started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 def workers_of(running: subprocess.Popen[str]) -> list[int]:
-    """Pidfds of the script's workers, once the first group has arrived."""
+    """Pidfds of the script's workers, once both are there."""
     assert running.stdout is not None
     for line in running.stdout:
         if line.startswith("workers "):
