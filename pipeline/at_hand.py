@@ -13,7 +13,7 @@ from typing import Generic, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from .channel import ReceiveChannel, SendChannel
+from .channels.channel import ReceiveChannel, SendChannel
 
 __all__ = ["AT_ONCE", "at_hand", "send_each"]
 

@@ -28,7 +28,7 @@ from typing import Any
 from ..schemas import TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
 from ..schemas.tokenizer import disagreements
 from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, sends
-from .placement import Processes
+from .processes.placement import Processes
 
 __all__ = ["problems"]
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import anyio
 
 from .causes import sole_cause
-from .channel import ReceiveChannel, SendChannel
+from .channels.channel import ReceiveChannel, SendChannel
 
 __all__ = ["Each", "each"]
 

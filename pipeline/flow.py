@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .blocking import enter_in_thread
-from .channel import SendChannel
+from .channels.channel import SendChannel
 from .check import problems
 from .context import Context, current
 from .describe import drawn
 from .errors import InvalidPipeline
 from .ledger import Ledger
 from .link import Link, name_of, named, sends
-from .placement import HERE, Here, Placement
+from .processes.placement import HERE, Here, Placement
+from .processes.worker import refuse_while_importing_main
 from .resumption import kept_in
 from .run import Run
 from .stage import Sink, Source, Stage
 from .statistics import PipelineStatistics, Report
 from .telemetry import Metrics, get_logger
-from .worker import refuse_while_importing_main
 
 __all__ = ["Flow", "Pipeline", "source"]
 

@@ -15,8 +15,8 @@ import anyio
 import anyio.lowlevel
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup
-from .channel import ChannelStatistics, ReceiveChannel, SendChannel
-from .ends import Closing
+from .channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
+from .channels.ends import Closing
 from .ledger import Ledger
 from .repetitions import without
 from .statistics import JointStatistics

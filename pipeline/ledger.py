@@ -23,8 +23,8 @@ from typing import TypeAlias
 import msgspec
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from .account import END_STATES, Account, EndState
 from .errors import LedgerImbalance
+from .processes.account import END_STATES, Account, EndState
 from .repetitions import bits, mask_of, noted
 from .waiting import Waiters
 

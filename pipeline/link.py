@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..schemas import TrainBatch, TrajectoryGroup
-from .channel import SendChannel
-from .placement import Placement, Processes
+from .channels.channel import SendChannel
+from .processes.placement import Placement, Processes
 
 __all__ = [
     "MEMORY_CAPACITY",

@@ -16,18 +16,18 @@ from typing import Any
 import anyio
 
 from .causes import sole_cause
-from .channel import SendChannel
+from .channels.channel import SendChannel
+from .channels.memory import memory_channel
 from .context import Context, entered
 from .errors import PeerClosed, StageFailed
 from .joint import Joint, Outbox, Passage
 from .ledger import Ledger
 from .link import MEMORY_CAPACITY, Link
-from .memory import memory_channel
-from .placement import Here, Processes
+from .processes.placement import Here, Processes
+from .processes.worker_books import RUN_ENDED
+from .processes.workers import Workers
 from .statistics import PipelineStatistics, StageState, StageStatistics
 from .telemetry import get_logger, telling_waits
-from .worker_books import RUN_ENDED
-from .workers import Workers
 
 __all__ = ["Run"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from .channel import ReceiveChannel, SendChannel
+from .channels.channel import ReceiveChannel, SendChannel
 
 __all__ = ["Sink", "Source", "Stage"]
 

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from .channel import ChannelStatistics
+from .channels.channel import ChannelStatistics
 from .ledger import Balance
 
 __all__ = [

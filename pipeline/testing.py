@@ -19,9 +19,9 @@ import anyio
 import numpy as np
 
 from ..schemas import StopReason, TrainBatch, Trajectory, TrajectoryGroup
+from .channels.memory import MemoryReceiver, memory_channel
 from .context import Context, Worker, entered
 from .ledger import Ledger
-from .memory import MemoryReceiver, memory_channel
 from .stage import Sink, Source, Stage
 from .telemetry import Metrics
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
 from ..schemas import TrajectoryGroup
-from .advantages import Mode, RunningStatistics
-from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
+from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
+from .advantages.formulas import Mode, RunningStatistics
+from .advantages.presets import OURS, PRESETS, Library
 from .handful import Handful
-from .presets import OURS, PRESETS, Library
 
 __all__ = ["AdvantageNormalizer"]
 

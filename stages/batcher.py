@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
 from ..pipeline.errors import RecordTooLarge
 from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
-from .advantages import Groups
+from .advantages.formulas import Groups
 from .handful import Handful
 
 __all__ = ["Batcher"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..pipeline.errors import InvalidPipeline, PenstockError
 from ..schemas import InvalidRecord, StopReason
-from .policies import Completion, Tokenizer
+from .engines.policies import Completion, Tokenizer
 from .threads import Call, Threads
 
 __all__ = [

@@ -16,7 +16,7 @@ import msgspec
 
 from ..pipeline.assembly import Assembly, Parting, Why
 from ..pipeline.at_hand import at_hand, send_each
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
 from ..pipeline.repetitions import bits, trajectories
 from ..pipeline.telemetry import get_logger

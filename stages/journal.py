@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from ..pipeline.at_hand import at_hand, send_each
 from ..pipeline.blocking import enter_in_thread
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Context, current
 from ..pipeline.journal import JournalFiles, Reading, Volume, open_journal
 from ..pipeline.ledger import Ledger

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..schemas import InvalidRecord, TrajectoryGroup
 from ..schemas.columns import as_column, freeze
 from .kl_estimate import KLEstimator, kl_estimate

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.causes import sole_cause
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import drop
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
+from .engines.policies import Tokenizer
 from .handful import Handful
-from .policies import Tokenizer
-from .reward_functions import Answer, Calls, Failure, RewardFunction, calling
-from .reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
+from .rewards.reward_functions import Answer, Calls, Failure, RewardFunction, calling
+from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
 __all__ = ["RewardBridge"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .engines.policies import Completion
 from .environments import Rollout
-from .policies import Completion
 
 __all__ = ["columns_of", "said_anything", "tokens_of"]
 

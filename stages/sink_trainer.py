@@ -21,13 +21,13 @@ import anyio.to_thread
 import numpy as np
 from anyio.abc import TaskStatus
 
-from ..pipeline.channel import ReceiveChannel
+from ..pipeline.channels.channel import ReceiveChannel
 from ..pipeline.context import current
 from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
-from .checkpoint import latest_checkpoint
+from .training.checkpoint import latest_checkpoint
 
 __all__ = ["Checkpointed", "Generation", "Resumable", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
 

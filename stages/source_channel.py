@@ -14,13 +14,13 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from ..pipeline.carriers import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, serve
-from ..pipeline.channel import SendChannel
+from ..pipeline.channels.carriers import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, serve
+from ..pipeline.channels.channel import SendChannel
+from ..pipeline.channels.keys import Key
+from ..pipeline.channels.remote_receiver import Peer
 from ..pipeline.context import current
 from ..pipeline.errors import PeerLost
-from ..pipeline.keys import Key
 from ..pipeline.ledger import Ledger
-from ..pipeline.remote_receiver import Peer
 from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, TrajectoryGroup

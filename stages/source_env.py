@@ -23,16 +23,16 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from ..pipeline.channel import SendChannel
+from ..pipeline.channels.channel import SendChannel
 from ..pipeline.context import Context, Worker, current, drop
 from ..pipeline.errors import InvalidConfig
 from ..pipeline.ledger import EndState
 from ..pipeline.resumption import Past
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
 from .pace import Pace
-from .policies import Completion, Engine, Policy, Tokenizer
 from .rollout_columns import columns_of, said_anything, tokens_of
 
 __all__ = ["SourceEnv"]

@@ -21,15 +21,15 @@ from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from ..pipeline.causes import sole_cause
-from ..pipeline.channel import ReceiveChannel, SendChannel
+from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Worker, current, drop
 from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
 from ..schemas.columns import freeze
 from ..schemas.tokenizer import check_tokenizers
-from .backoff import Backoff
-from .candidates import Candidates
+from .engines.backoff import Backoff
+from .teachers.candidates import Candidates
 
 __all__ = ["OnFailure", "Teacher", "TeacherEngine", "TeacherPolicy"]
 

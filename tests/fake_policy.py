@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.pipeline.context import Worker
 from penstock.schemas import StopReason
-from penstock.stages.policies import Completion, NoOpEngine
+from penstock.stages.engines.policies import Completion, NoOpEngine
 
 
 @dataclass(frozen=True)

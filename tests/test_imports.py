@@ -27,14 +27,14 @@ FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
 TORCH_AT_MODULE_LEVEL = {
     path.relative_to(ROOT).as_posix()
     for pattern in (
-        "pipeline/meta_model.py",
-        "pipeline/weight_views.py",
-        "stages/causal_model.py",
+        "pipeline/policy/meta_model.py",
+        "pipeline/policy/weight_views.py",
+        "stages/training/causal_model.py",
         "stages/losses/*.py",
-        "stages/micro_batches.py",
-        "stages/scoring.py",
-        "stages/step_clock.py",
-        "stages/torch_*.py",
+        "stages/training/micro_batches.py",
+        "stages/training/scoring.py",
+        "stages/training/step_clock.py",
+        "stages/*/torch_*.py",
     )
     for path in ROOT.glob(pattern)
 }

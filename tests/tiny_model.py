@@ -1,4 +1,4 @@
-"""A transformer small enough for a unit test, as a user would write one for `penstock.stages.causal_model`."""
+"""A transformer small enough for a unit test, as a user would write one for `penstock.stages.training.causal_model`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stages.causal_model import KVCache
+from penstock.stages.training.causal_model import KVCache
 
 
 class TinyModel(nn.Module):

@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 
 from penstock import TrainBatch, TrajectoryGroup, connect, serve
-from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.schemas import Packer
 
 from ..records import Checker, batch_tokens

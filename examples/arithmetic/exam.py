@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock import TorchTrainer, TrainBatch
-from penstock.stages.torch_sampling import Request, generate
+from penstock.stages.engines.torch_sampling import Request, generate
 
 from .model import Transformer
 from .task import HELD_OUT, LONGEST_ANSWER, held_out, is_right

@@ -1,6 +1,6 @@
 """The policy: a small decoder-only transformer. Two layers, 64 wide, some 100,000 parameters.
 
-Knows no task and no training. `penstock.stages.causal_model` says what sampling and training need of it.
+Knows no task and no training. `penstock.stages.training.causal_model` says what sampling and training need of it.
 
 Axes: B rows, T tokens of this call, C keys visible, H heads, D width of a head, W width of the model.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stages.causal_model import KVCache
+from penstock.stages.training.causal_model import KVCache
 
 from .tokenizer import TOKENIZER
 

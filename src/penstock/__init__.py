@@ -10,23 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .pipeline.carriers import connect, serve
-    from .pipeline.channel import ChannelStatistics, ReceiveChannel, SendChannel
+    from .pipeline.channels.carriers import connect, serve
+    from .pipeline.channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
+    from .pipeline.channels.keys import Key
+    from .pipeline.channels.lasting_sender import LastingSender, outlast
+    from .pipeline.channels.memory import memory_channel
     from .pipeline.context import Context, Worker, current, drop
     from .pipeline.each import each
     from .pipeline.flow import Flow, Pipeline, source
-    from .pipeline.keys import Key
-    from .pipeline.lasting_sender import LastingSender, outlast
     from .pipeline.ledger import Balance, Ledger
-    from .pipeline.memory import memory_channel
-    from .pipeline.outside_server import OutsideServer, listens, responds
-    from .pipeline.placement import here, processes
+    from .pipeline.policy.weight_publisher import WeightPublisher
+    from .pipeline.policy.weight_specs import Fused
+    from .pipeline.policy.weight_subscriber import WeightSubscriber
+    from .pipeline.processes.outside_server import OutsideServer, listens, responds
+    from .pipeline.processes.placement import here, processes
     from .pipeline.stage import Sink, Source, Stage
     from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
-    from .pipeline.weight_publisher import WeightPublisher
-    from .pipeline.weight_specs import Fused
-    from .pipeline.weight_subscriber import WeightSubscriber
     from .schemas import (
         GroupId,
         Packer,
@@ -41,12 +41,15 @@ if TYPE_CHECKING:
     )
     from .stages.advantage_normalizer import AdvantageNormalizer
     from .stages.batcher import Batcher
-    from .stages.candidates import Candidates
-    from .stages.engine_publisher import EnginePublisher
+    from .stages.engines.engine_publisher import EnginePublisher
+    from .stages.engines.http_policy import HttpPolicy
+    from .stages.engines.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
+    from .stages.engines.pretrained_tokenizer import PretrainedTokenizer
+    from .stages.engines.torch_folder_subscriber import FolderSubscriber
+    from .stages.engines.torch_policy import TorchPolicy
+    from .stages.engines.torch_weight_folder import WeightFolder
     from .stages.environments import EnvironmentFailed, OutsideEnvironment, Rollout, ScoredDataset, StepEnvironment
     from .stages.group_assembler import GroupAssembler
-    from .stages.http_policy import HttpPolicy
-    from .stages.http_teacher import HttpTeacher
     from .stages.journal import Journal
     from .stages.kl_reward import KLReward
     from .stages.losses import (
@@ -60,21 +63,18 @@ if TYPE_CHECKING:
         PPOClip,
         SampledDistillation,
     )
-    from .stages.policies import Completion, Engine, NoOpEngine, NoOpPolicy, Policy, Tokenizer
-    from .stages.pretrained_tokenizer import PretrainedTokenizer
     from .stages.reward_bridge import RewardBridge
-    from .stages.reward_functions import Answer, RewardFunction
+    from .stages.rewards.reward_functions import Answer, RewardFunction
     from .stages.sink_trainer import SinkTrainer, Trainer, WeightedTrainer
     from .stages.source_channel import SourceChannel
     from .stages.source_env import SourceEnv
     from .stages.teacher import Teacher, TeacherEngine, TeacherPolicy
-    from .stages.torch_folder_subscriber import FolderSubscriber
-    from .stages.torch_policy import TorchPolicy
-    from .stages.torch_ranked_trainer import RankedTrainer
-    from .stages.torch_reference import TorchReference
-    from .stages.torch_teacher import TorchTeacher
-    from .stages.torch_trainer import TorchTrainer
-    from .stages.torch_weight_folder import WeightFolder
+    from .stages.teachers.candidates import Candidates
+    from .stages.teachers.http_teacher import HttpTeacher
+    from .stages.teachers.torch_teacher import TorchTeacher
+    from .stages.training.torch_ranked_trainer import RankedTrainer
+    from .stages.training.torch_reference import TorchReference
+    from .stages.training.torch_trainer import TorchTrainer
 
 __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "AdvantageNormalizer",
@@ -173,23 +173,23 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
 ]
 
 _HOMES = {
-    "pipeline.carriers": ("connect", "serve"),
-    "pipeline.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
+    "pipeline.channels.carriers": ("connect", "serve"),
+    "pipeline.channels.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
     "pipeline.context": ("Context", "Worker", "current", "drop"),
     "pipeline.each": ("each",),
     "pipeline.flow": ("Flow", "Pipeline", "source"),
-    "pipeline.keys": ("Key",),
-    "pipeline.lasting_sender": ("LastingSender", "outlast"),
+    "pipeline.channels.keys": ("Key",),
+    "pipeline.channels.lasting_sender": ("LastingSender", "outlast"),
     "pipeline.ledger": ("Balance", "Ledger"),
-    "pipeline.memory": ("memory_channel",),
-    "pipeline.outside_server": ("OutsideServer", "listens", "responds"),
-    "pipeline.placement": ("here", "processes"),
+    "pipeline.channels.memory": ("memory_channel",),
+    "pipeline.processes.outside_server": ("OutsideServer", "listens", "responds"),
+    "pipeline.processes.placement": ("here", "processes"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
     "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
-    "pipeline.weight_publisher": ("WeightPublisher",),
-    "pipeline.weight_specs": ("Fused",),
-    "pipeline.weight_subscriber": ("WeightSubscriber",),
+    "pipeline.policy.weight_publisher": ("WeightPublisher",),
+    "pipeline.policy.weight_specs": ("Fused",),
+    "pipeline.policy.weight_subscriber": ("WeightSubscriber",),
     "schemas": (
         "GroupId",
         "Packer",
@@ -204,12 +204,12 @@ _HOMES = {
     ),
     "stages.advantage_normalizer": ("AdvantageNormalizer",),
     "stages.batcher": ("Batcher",),
-    "stages.candidates": ("Candidates",),
-    "stages.engine_publisher": ("EnginePublisher",),
+    "stages.teachers.candidates": ("Candidates",),
+    "stages.engines.engine_publisher": ("EnginePublisher",),
     "stages.environments": ("EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"),
     "stages.group_assembler": ("GroupAssembler",),
-    "stages.http_policy": ("HttpPolicy",),
-    "stages.http_teacher": ("HttpTeacher",),
+    "stages.engines.http_policy": ("HttpPolicy",),
+    "stages.teachers.http_teacher": ("HttpTeacher",),
     "stages.journal": ("Journal",),
     "stages.kl_reward": ("KLReward",),
     "stages.losses": (
@@ -223,21 +223,21 @@ _HOMES = {
         "PPOClip",
         "SampledDistillation",
     ),
-    "stages.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
-    "stages.pretrained_tokenizer": ("PretrainedTokenizer",),
+    "stages.engines.policies": ("Completion", "Engine", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"),
+    "stages.engines.pretrained_tokenizer": ("PretrainedTokenizer",),
     "stages.reward_bridge": ("RewardBridge",),
-    "stages.reward_functions": ("Answer", "RewardFunction"),
+    "stages.rewards.reward_functions": ("Answer", "RewardFunction"),
     "stages.sink_trainer": ("SinkTrainer", "Trainer", "WeightedTrainer"),
     "stages.source_channel": ("SourceChannel",),
     "stages.source_env": ("SourceEnv",),
     "stages.teacher": ("Teacher", "TeacherEngine", "TeacherPolicy"),
-    "stages.torch_folder_subscriber": ("FolderSubscriber",),
-    "stages.torch_policy": ("TorchPolicy",),
-    "stages.torch_ranked_trainer": ("RankedTrainer",),
-    "stages.torch_reference": ("TorchReference",),
-    "stages.torch_teacher": ("TorchTeacher",),
-    "stages.torch_trainer": ("TorchTrainer",),
-    "stages.torch_weight_folder": ("WeightFolder",),
+    "stages.engines.torch_folder_subscriber": ("FolderSubscriber",),
+    "stages.engines.torch_policy": ("TorchPolicy",),
+    "stages.training.torch_ranked_trainer": ("RankedTrainer",),
+    "stages.training.torch_reference": ("TorchReference",),
+    "stages.teachers.torch_teacher": ("TorchTeacher",),
+    "stages.training.torch_trainer": ("TorchTrainer",),
+    "stages.engines.torch_weight_folder": ("WeightFolder",),
 }
 """Which module each name comes from; the imports above say the same to type checkers, and a test compares the two."""
 

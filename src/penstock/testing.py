@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pipeline.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
+from .pipeline.channels.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
 from .pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, group, trajectory
 
 __all__ = [

@@ -22,7 +22,7 @@ from arithmetic.task import HELD_OUT, LONGEST_ANSWER, TrainingProblems, held_out
 from arithmetic.tokenizer import CHARACTERS, TOKENIZER
 from arithmetic.warm_up import FIRST, Demonstrations, imitation_loss, warm_up
 from penstock import RewardBridge, TorchTrainer, TrainBatch, TrajectoryGroup
-from penstock.stages.causal_model import causal_attend, positions_of
+from penstock.stages.training.causal_model import causal_attend, positions_of
 
 ARITHMETIC = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
 

@@ -30,11 +30,11 @@ from anyio.lowlevel import checkpoint
 from tests.faults.cells import Cell
 
 from penstock import Ledger, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
-from penstock.pipeline.door import Door
-from penstock.pipeline.remote_sender import SenderLine
-from penstock.pipeline.segment import SegmentWriter
-from penstock.pipeline.shm import SlotInlet
-from penstock.pipeline.supervisor import _Child
+from penstock.pipeline.channels.door import Door
+from penstock.pipeline.channels.remote_sender import SenderLine
+from penstock.pipeline.channels.segment import SegmentWriter
+from penstock.pipeline.channels.shm import SlotInlet
+from penstock.pipeline.processes.supervisor import _Child
 from penstock.schemas.control import Closed, Goodbye
 from penstock.testing import group
 

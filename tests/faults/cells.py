@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from penstock.pipeline.silence import DEFAULT_SILENCE_S
+from penstock.pipeline.channels.silence import DEFAULT_SILENCE_S
 
 __all__ = [
     "AT",

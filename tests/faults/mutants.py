@@ -12,11 +12,12 @@ from typing import Any
 import anyio
 from tests.faults.cells import Cell
 
-from penstock.pipeline import shm, supervisor
-from penstock.pipeline.remote_receiver import RemoteReceiver
-from penstock.pipeline.segment import SegmentWriter
-from penstock.pipeline.shm import SlotInlet
-from penstock.pipeline.worker_books import RelayBooks
+from penstock.pipeline.channels import shm
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.segment import SegmentWriter
+from penstock.pipeline.channels.shm import SlotInlet
+from penstock.pipeline.processes import supervisor
+from penstock.pipeline.processes.worker_books import RelayBooks
 
 __all__ = ["MUTANTS", "mutate"]
 

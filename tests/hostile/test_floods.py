@@ -14,8 +14,8 @@ import zmq
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import PeerClosed
-from penstock.pipeline import reception, remote_receiver
-from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels import reception, remote_receiver
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]

@@ -33,7 +33,7 @@ from penstock import (
     source,
 )
 from penstock.pipeline.journal import JournalFiles
-from penstock.stages.checkpoint import latest_checkpoint, write_checkpoint
+from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
 from penstock.testing import group
 
 CAPACITY_BYTES = 2**17

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.pipeline import shared_memory
+from penstock.pipeline.channels import shared_memory
 
 RUN = """
 import os, resource
 {before}
 import anyio
 from penstock import TrajectoryGroup, connect, serve
-from penstock.pipeline import shared_memory
+from penstock.pipeline.channels import shared_memory
 from penstock.testing import group
 
 async def main():

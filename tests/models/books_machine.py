@@ -20,11 +20,11 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import PeerLost
-from penstock.pipeline.account import Account, EndState
+from penstock.pipeline.channels.remote_receiver import Peer
 from penstock.pipeline.joint import Passage
-from penstock.pipeline.remote_receiver import Peer
-from penstock.pipeline.worker_books import RelayBooks, SourceBooks
-from penstock.pipeline.worker_messages import Ending, News
+from penstock.pipeline.processes.account import Account, EndState
+from penstock.pipeline.processes.worker_books import RelayBooks, SourceBooks
+from penstock.pipeline.processes.worker_messages import Ending, News
 from penstock.schemas.control import PROTOCOL_VERSION, Hello
 from penstock.testing import group
 

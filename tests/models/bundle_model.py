@@ -17,7 +17,7 @@ from tests.models.channel_model import BELIEVED, BYTES, CREDIT, DELIVERED, FREED
 from tests.models.explore import Broken, Moments, Step, explore, hold
 
 from penstock.errors import PenstockError, StaleDescriptor
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.slots import SlotTable, Span
 
 __all__ = ["RULES", "Bundler", "search"]
 

@@ -19,8 +19,8 @@ from tests.models.explore import Broken, Moments, Step, explore, hold
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
-from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.slots import SlotTable, Span
+from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
 from penstock.schemas import GroupId
 from penstock.testing import group
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.account import Account, EndState
 from penstock.pipeline.ledger import Origin
+from penstock.pipeline.processes.account import Account, EndState
 from penstock.schemas import GroupId
 
 __all__ = [

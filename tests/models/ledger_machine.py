@@ -19,8 +19,8 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
 from penstock.pipeline.ledger import Balance
+from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
 from penstock.pipeline.repetitions import bits, mask_of
 from penstock.schemas import GroupId
 from penstock.testing import group

@@ -15,7 +15,7 @@ from tests.models.machine import PICKS, any_of, is_broken
 from tests.models.waiting_machine import TURNS
 
 from penstock import memory_channel
-from penstock.pipeline.memory import MemoryReceiver, MemorySender
+from penstock.pipeline.channels.memory import MemoryReceiver, MemorySender
 
 __all__ = ["MEMORY_RULES", "MemoryMachine"]
 

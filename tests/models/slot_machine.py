@@ -11,7 +11,7 @@ from tests.models.explore import Broken, hold
 from tests.models.machine import PICKS, any_of
 
 from penstock.errors import IllegalTransition, PenstockError, RecordTooLarge, StaleDescriptor
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.slots import SlotTable, Span
 
 __all__ = ["SLOT_RULES", "SlotMachine"]
 

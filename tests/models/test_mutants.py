@@ -78,10 +78,10 @@ from tests.models.waiting_machine import WaitingMachine
 
 from penstock.errors import IllegalTransition
 from penstock.pipeline.assembly import Assembly
-from penstock.pipeline.memory import MemoryReceiver, MemorySender, _Queue
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.memory import MemoryReceiver, MemorySender, _Queue
+from penstock.pipeline.channels.slots import SlotTable, Span
+from penstock.pipeline.processes.worker_books import RelayBooks, SourceBooks
 from penstock.pipeline.waiting import Waiters
-from penstock.pipeline.worker_books import RelayBooks, SourceBooks
 
 # -- faults of the slot table ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord
-from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 

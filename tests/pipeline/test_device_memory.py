@@ -18,10 +18,10 @@ from anyio.abc import TaskStatus
 from torch import nn
 
 from penstock.errors import NoDevice, OutOfSharedMemory, PeerLost, StaleHandle, WeightsMismatch
-from penstock.pipeline import device_memory as module
-from penstock.pipeline.device_memory import HANDLE_BYTES, DeviceMemory
-from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.pipeline.weight_subscriber import WeightSubscriber
+from penstock.pipeline.policy import device_memory as module
+from penstock.pipeline.policy.device_memory import HANDLE_BYTES, DeviceMemory
+from penstock.pipeline.policy.weight_publisher import WeightPublisher
+from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 from penstock.schemas.control import DeviceHandle
 
 

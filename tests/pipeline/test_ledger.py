@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.account import ACCOUNT_BYTES, Account, EndState
 from penstock.pipeline.ledger import Ledger
+from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
 from penstock.schemas import GroupId, TrainBatch
 from penstock.testing import group
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.meta_model import complete
+from penstock.pipeline.policy.meta_model import complete
 
 
 class Rotary(nn.Module):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import OutOfSharedMemory, StaleDescriptor
-from penstock.pipeline.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
+from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.schemas.descriptor import Descriptor
 from penstock.schemas.layout import Form, Layout, Lengths, aligned
 

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.errors import IllegalTransition, RecordTooLarge, StaleDescriptor
-from penstock.pipeline.slots import SlotTable, Span
+from penstock.pipeline.channels.slots import SlotTable, Span
 
 
 def allocated(table: SlotTable, count: int) -> Span:

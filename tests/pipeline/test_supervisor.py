@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from tests.pipeline.flow_stages import Count
 
-from penstock.pipeline import supervisor, worker
+from penstock.pipeline.processes import supervisor, worker
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.pipeline.weight_specs import Fused
-from penstock.pipeline.weight_subscriber import WeightSubscriber
+from penstock.pipeline.policy.weight_publisher import WeightPublisher
+from penstock.pipeline.policy.weight_specs import Fused
+from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=4.57'")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.weight_copies import Copies
-from penstock.pipeline.weight_specs import Fused, Tensor, TensorSpec, fitted, packed, specs_of
-from penstock.pipeline.weights import WeightReader, WeightWriter
+from penstock.pipeline.policy.weight_copies import Copies
+from penstock.pipeline.policy.weight_specs import Fused, Tensor, TensorSpec, fitted, packed, specs_of
+from penstock.pipeline.policy.weights import WeightReader, WeightWriter
 
 QKV = Fused("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight"))
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, WeightsMismatch
-from penstock.pipeline import weights as module
-from penstock.pipeline.weight_copies import Copies
-from penstock.pipeline.weight_memory import HostMemory
-from penstock.pipeline.weight_specs import Tensor, TensorSpec, check_weights, specs_of
-from penstock.pipeline.weights import NO_VERSION, WeightReader, WeightWriter
+from penstock.pipeline.policy import weights as module
+from penstock.pipeline.policy.weight_copies import Copies
+from penstock.pipeline.policy.weight_memory import HostMemory
+from penstock.pipeline.policy.weight_specs import Tensor, TensorSpec, check_weights, specs_of
+from penstock.pipeline.policy.weights import NO_VERSION, WeightReader, WeightWriter
 
 
 def arrays(value: float = 1.0) -> dict[str, Tensor]:
@@ -383,7 +383,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPa
 
     gc.collect()  # what other tests left is not counted
     held = len([*Path("/proc/self/fd").iterdir()])
-    monkeypatch.setattr("penstock.pipeline.weights.mmap.mmap", refuse)
+    monkeypatch.setattr("penstock.pipeline.policy.weights.mmap.mmap", refuse)
 
     with pytest.raises(OutOfSharedMemory, match="Cannot allocate memory"):
         WeightWriter(specs_of(arrays()))

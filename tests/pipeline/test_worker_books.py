@@ -12,12 +12,12 @@ import pytest
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
-from penstock.pipeline.account import Account
+from penstock.pipeline.channels.remote_receiver import Peer
 from penstock.pipeline.joint import Passage
-from penstock.pipeline.remote_receiver import Peer
+from penstock.pipeline.processes.account import Account
+from penstock.pipeline.processes.worker_books import Books, RelayBooks, SourceBooks
+from penstock.pipeline.processes.worker_messages import Ending, News
 from penstock.pipeline.telemetry import Observations
-from penstock.pipeline.worker_books import Books, RelayBooks, SourceBooks
-from penstock.pipeline.worker_messages import Ending, News
 from penstock.schemas.control import PROTOCOL_VERSION, Hello
 from penstock.testing import group
 

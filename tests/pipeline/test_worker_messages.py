@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.pipeline.worker_messages import Failed, Finished, Serving, Word, framed, words
+from penstock.pipeline.processes.worker_messages import Failed, Finished, Serving, Word, framed, words
 
 
 def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:

@@ -31,8 +31,8 @@ from penstock import (
     source,
 )
 from penstock.pipeline.context import Worker
-from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_policy import TorchPolicy
+from penstock.stages.engines.policies import Completion, Engine
+from penstock.stages.engines.torch_policy import TorchPolicy
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99

@@ -13,9 +13,9 @@ from anyio.abc import UNIXSocketStream
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost
-from penstock.pipeline.door import Door
-from penstock.pipeline.introduction import let_in
-from penstock.pipeline.segment import SegmentWriter
+from penstock.pipeline.channels.door import Door
+from penstock.pipeline.channels.introduction import let_in
+from penstock.pipeline.channels.segment import SegmentWriter
 from penstock.schemas import control
 from penstock.testing import group
 

@@ -15,7 +15,7 @@ import zmq
 
 from penstock import Key, TrajectoryGroup, connect, serve
 from penstock.errors import InvalidKey, PeerClosed, ProtocolMismatch
-from penstock.pipeline.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
 KEY, OTHER = Key(bytes(32)), Key(bytes(range(32)))

@@ -18,9 +18,9 @@ from tests.journal.script_of_a_run import GROUP_TOKENS, State
 
 from penstock import TrajectoryGroup, outlast, serve
 from penstock.errors import NobodyListens, RecordTooLarge, TooMuchUnsaved
-from penstock.pipeline.lasting_sender import LastingSender
-from penstock.pipeline.remote_sender import RemoteSender
-from penstock.stages.checkpoint import latest_checkpoint
+from penstock.pipeline.channels.lasting_sender import LastingSender
+from penstock.pipeline.channels.remote_sender import RemoteSender
+from penstock.stages.training.checkpoint import latest_checkpoint
 from penstock.testing import group
 
 SCRIPT = Path(__file__).with_name("script_of_a_trainer.py")

@@ -27,7 +27,7 @@ from penstock import (
     source,
 )
 from penstock.errors import ServerFailed
-from penstock.pipeline.outside_server import RunningServer
+from penstock.pipeline.processes.outside_server import RunningServer
 from penstock.testing import group
 
 SCRIPT = Path(__file__).with_name("outside.py")

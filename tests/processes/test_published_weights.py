@@ -20,11 +20,11 @@ from anyio.lowlevel import checkpoint
 from tests.processes.children import child, line
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
-from penstock.pipeline import weight_publisher as module
-from penstock.pipeline.door import Door
-from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.pipeline.weight_specs import Tensor
-from penstock.pipeline.weight_subscriber import WeightSubscriber
+from penstock.pipeline.channels.door import Door
+from penstock.pipeline.policy import weight_publisher as module
+from penstock.pipeline.policy.weight_publisher import WeightPublisher
+from penstock.pipeline.policy.weight_specs import Tensor
+from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ async def test_a_closed_publisher_publishes_nothing() -> None:
 
 FULL_SPEED = """
     import sys, anyio, numpy as np
-    from penstock.pipeline.weight_publisher import WeightPublisher
+    from penstock.pipeline.policy.weight_publisher import WeightPublisher
 
     def tensors(version):
         return {name: np.full(1_000_000, version, np.int64) for name in ("first", "second")}
@@ -274,7 +274,7 @@ async def test_a_subscriber_that_does_not_stop_is_named_and_the_pause_given_up()
 
 SAMPLING = """
     import sys, anyio
-    from penstock.pipeline.weight_subscriber import WeightSubscriber
+    from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 
     async def main():
         async with WeightSubscriber(sys.argv[1]) as subscriber, subscriber.sampling():
@@ -310,7 +310,7 @@ async def test_a_stopped_subscriber_does_not_hold_up_publishing() -> None:
 
 PUBLISHING = """
     import anyio, numpy as np
-    from penstock.pipeline.weight_publisher import WeightPublisher
+    from penstock.pipeline.policy.weight_publisher import WeightPublisher
 
     async def main():
         tensors = {"weight": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
@@ -482,7 +482,7 @@ async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path:
 async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.pipeline.weight_subscriber.DEFAULT_SILENCE_S", 0.01)
+    monkeypatch.setattr("penstock.pipeline.policy.weight_subscriber.DEFAULT_SILENCE_S", 0.01)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "door"))
         server.listen()

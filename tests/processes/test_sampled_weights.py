@@ -15,13 +15,13 @@ from torch import Tensor
 
 from penstock.pipeline.context import Worker
 from penstock.pipeline.errors import EngineRefused, PeerLost, WeightsMismatch
-from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.stages.causal_model import KVCache
-from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_engine import TorchEngine
-from penstock.stages.torch_policy import TorchPolicy
-from penstock.stages.torch_sampling import Batch, Request
-from penstock.stages.torch_weight_folder import WeightFolder
+from penstock.pipeline.policy.weight_publisher import WeightPublisher
+from penstock.stages.engines.policies import Completion, Engine
+from penstock.stages.engines.torch_engine import TorchEngine
+from penstock.stages.engines.torch_policy import TorchPolicy
+from penstock.stages.engines.torch_sampling import Batch, Request
+from penstock.stages.engines.torch_weight_folder import WeightFolder
+from penstock.stages.training.causal_model import KVCache
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99

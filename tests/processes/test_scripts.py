@@ -21,9 +21,9 @@ SCRIPT = Path(__file__).with_name("script_of_a_user.py")
 def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The script runs in a process group of its own, as it would under a terminal."""
     command = [sys.executable, str(SCRIPT), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    told = os.environ | {"PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
-        command, text=True, process_group=0, env=os.environ | {"PYTHONFAULTHANDLER": "1"}, **pipes
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=told
     ) as running:
         try:
             yield running

@@ -16,7 +16,7 @@ from tests.processes.worker_stages import Judge, Sample, SampleAndDie
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, processes, serve, source
 from penstock.errors import NobodyListens, PeerLost
-from penstock.pipeline import workers
+from penstock.pipeline.processes import workers
 from penstock.testing import group
 
 SILENCE_S = 0.8

@@ -13,8 +13,8 @@ import zmq
 
 from penstock import TrainBatch, TrajectoryGroup, connect, serve
 from penstock.errors import PeerClosed, PeerLost, ProtocolMismatch
-from penstock.pipeline.remote_receiver import RemoteReceiver
-from penstock.pipeline.remote_sender import RemoteSender
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.testing import group

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.pipeline.weight_publisher import WeightPublisher
-from penstock.pipeline.weight_subscriber import WeightSubscriber
+from penstock.pipeline.policy.weight_publisher import WeightPublisher
+from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 from penstock.schemas import TrainBatch
 from penstock.stages.losses import AdvantageWeighted
 from penstock.stages.sink_trainer import SinkTrainer
-from penstock.stages.torch_trainer import TorchTrainer
+from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import drive_sink, group
 
 

@@ -13,11 +13,11 @@ from tests.stages.holding import lets_go_of_what_it_sent
 from tests.stages.turns import of_turns
 
 from penstock.errors import InvalidRecord
+from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, entered
-from penstock.pipeline.memory import memory_channel
 from penstock.schemas import TrajectoryGroup
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.advantages import Mode
+from penstock.stages.advantages.formulas import Mode
 from penstock.testing import drive, group
 
 MODES: list[Mode] = list(get_args(Mode))

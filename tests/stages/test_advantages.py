@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.stages.advantages import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from penstock.stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
 
 GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]
 

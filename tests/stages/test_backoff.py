@@ -1,6 +1,6 @@
 import random
 
-from penstock.stages.backoff import Backoff
+from penstock.stages.engines.backoff import Backoff
 
 
 def test_bounds_double_up_to_the_longest_and_pauses_are_drawn_below_them() -> None:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRecord, RecordTooLarge
+from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, entered
-from penstock.pipeline.memory import memory_channel
 from penstock.schemas import TrainBatch, TrajectoryGroup
 from penstock.stages.batcher import Batcher
 from penstock.testing import drive, group

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.schemas import InvalidRecord
-from penstock.stages.candidates import Candidates
+from penstock.stages.teachers.candidates import Candidates
 
 TOKENS = np.array([5, 6, 7], np.int32)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.checkpoint import latest_checkpoint, write_checkpoint
+from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
 
 
 def write(text: str, folder: Path, step: int) -> Path:

@@ -14,7 +14,7 @@ from tests.tiny_model import TinyModel
 
 from penstock.schemas import InvalidRecord, TrainBatch
 from penstock.stages.losses import AdvantageWeighted, Distillation, PPOClip, SampledDistillation, Term
-from penstock.stages.torch_trainer import TorchTrainer
+from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import batch
 
 VOCABULARY = 11

@@ -16,6 +16,7 @@ from tests.fake_policy import Letters, said
 
 from penstock.pipeline.errors import InvalidPipeline
 from penstock.schemas import StopReason
+from penstock.stages.engines.policies import Completion
 from penstock.stages.environments import (
     Environment,
     EnvironmentFailed,
@@ -25,7 +26,6 @@ from penstock.stages.environments import (
     StepEnvironment,
     open_tasks,
 )
-from penstock.stages.policies import Completion
 
 Turns = Sequence[NDArray[np.int32] | Completion]
 

@@ -16,10 +16,10 @@ from tests.stages.turns import of_turns
 
 from penstock.errors import InvalidRecord
 from penstock.schemas import TrajectoryGroup
-from penstock.stages.advantages import EPSILON, Mode, RunningStatistics
-from penstock.stages.estimator import BY_TOKEN, Estimator, RewardLevel
+from penstock.stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
+from penstock.stages.advantages.formulas import EPSILON, Mode, RunningStatistics
+from penstock.stages.advantages.presets import OURS
 from penstock.stages.handful import Handful
-from penstock.stages.presets import OURS
 
 patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 

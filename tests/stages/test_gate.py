@@ -2,7 +2,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from penstock.stages.gate import Gate
+from penstock.stages.engines.gate import Gate
 
 
 async def settle() -> None:

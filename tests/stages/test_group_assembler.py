@@ -29,8 +29,8 @@ from penstock import (
     source,
 )
 from penstock.errors import InvalidPipeline
+from penstock.pipeline.channels.ends import Receiving
 from penstock.pipeline.context import entered
-from penstock.pipeline.ends import Receiving
 from penstock.pipeline.joint import Outbox, Passage
 from penstock.testing import VirtualClock, drive, group
 

@@ -35,11 +35,11 @@ from penstock.errors import (
 )
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
-from penstock.stages.backoff import Backoff
-from penstock.stages.http_policy import HttpEngine, HttpPolicy
-from penstock.stages.inference_servers import Server
-from penstock.stages.policies import Completion, Engine, Policy
-from penstock.stages.server_client import ServerClient
+from penstock.stages.engines.backoff import Backoff
+from penstock.stages.engines.http_policy import HttpEngine, HttpPolicy
+from penstock.stages.engines.inference_servers import Server
+from penstock.stages.engines.policies import Completion, Engine, Policy
+from penstock.stages.engines.server_client import ServerClient
 from penstock.testing import drive_source
 
 SERVER = Path(__file__).parent.parent / "inference_server.py"

@@ -13,9 +13,9 @@ from tests.stages.test_teacher import Letters
 
 from penstock import TrajectoryGroup
 from penstock.errors import InvalidConfig
-from penstock.stages.backoff import Backoff
-from penstock.stages.http_teacher import HttpTeacher
+from penstock.stages.engines.backoff import Backoff
 from penstock.stages.teacher import Teacher
+from penstock.stages.teachers.http_teacher import HttpTeacher
 from penstock.testing import Driven, drive, group
 
 Reply = Callable[[dict[str, Any]], web.Response]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas import InvalidRecord, TrainBatch
-from penstock.stages.micro_batches import MicroBatch, lay_out, micro_batches
+from penstock.stages.training.micro_batches import MicroBatch, lay_out, micro_batches
 from penstock.testing import batch
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 from tests.fake_policy import FakePolicy
 
 from penstock.pipeline.context import Worker
-from penstock.stages.http_policy import HttpEngine
-from penstock.stages.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
-from penstock.stages.torch_engine import TorchEngine
+from penstock.stages.engines.http_policy import HttpEngine
+from penstock.stages.engines.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
+from penstock.stages.engines.torch_engine import TorchEngine
 
 LISTED = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}
 

@@ -10,9 +10,9 @@ from tests.stages.trainer_libraries import FORMULAS, GAMMA, LAMBDA, Row
 
 from penstock.schemas import TrajectoryGroup
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.advantages import Mode
-from penstock.stages.estimator import RewardLevel
-from penstock.stages.presets import PRESETS, Library
+from penstock.stages.advantages.estimator import RewardLevel
+from penstock.stages.advantages.formulas import Mode
+from penstock.stages.advantages.presets import PRESETS, Library
 from penstock.testing import drive
 
 PROMPT = 2

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, source
 from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.schemas import check_tokenizers, identity_of
-from penstock.stages.policies import Tokenizer
-from penstock.stages.pretrained_tokenizer import PretrainedTokenizer
+from penstock.stages.engines.policies import Tokenizer
+from penstock.stages.engines.pretrained_tokenizer import PretrainedTokenizer
 
 WORDS = ["what", "is", "one", "and", "?", "[unknown]"]
 

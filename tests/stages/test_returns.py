@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.stages.returns import Observations, Steps, discounted_sums, generalized_advantages, last_places
+from penstock.stages.advantages.returns import Observations, Steps, discounted_sums, generalized_advantages, last_places
 
 patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock.errors import InvalidConfig
+from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, entered
-from penstock.pipeline.memory import memory_channel
 from penstock.schemas import TrajectoryGroup
 from penstock.stages.reward_bridge import RewardBridge
-from penstock.stages.reward_functions import Answer, RewardFunction
+from penstock.stages.rewards.reward_functions import Answer, RewardFunction
 from penstock.testing import VirtualClock, drive, group
 
 patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)

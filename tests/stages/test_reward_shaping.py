@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidConfig
 from penstock.schemas.config import parse_config
-from penstock.stages.reward_shaping import (
+from penstock.stages.rewards.reward_shaping import (
     FormatMarker,
     LengthBounty,
     RewardConfig,

@@ -15,9 +15,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 
+from penstock.pipeline.channels.memory import MemoryReceiver, memory_channel
 from penstock.pipeline.context import Context, entered
 from penstock.pipeline.ledger import Ledger
-from penstock.pipeline.memory import MemoryReceiver, memory_channel
 from penstock.schemas import GroupId, StopReason, TrainBatch
 from penstock.stages.sink_trainer import SinkTrainer, batch_metrics
 from penstock.testing import batch, drive_sink

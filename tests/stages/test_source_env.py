@@ -16,13 +16,13 @@ import structlog
 from anyio.lowlevel import checkpoint
 from tests.fake_policy import FakePolicy, Letters, said
 
+from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
-from penstock.pipeline.memory import memory_channel
 from penstock.pipeline.resumption import Past
 from penstock.schemas import GroupId, StopReason, TrajectoryGroup
+from penstock.stages.engines.policies import GenerationIsOutside, NoOpPolicy
 from penstock.stages.environments import Rollout
-from penstock.stages.policies import GenerationIsOutside, NoOpPolicy
 from penstock.stages.source_env import SourceEnv
 from penstock.testing import Driven, VirtualClock, drive_source
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from penstock import TrainBatch, TrajectoryGroup, memory_channel
 from penstock.errors import EngineFailed, EngineRefused, NobodyListens, TokenizersDiffer
 from penstock.pipeline.context import Worker
-from penstock.stages.backoff import Backoff
-from penstock.stages.candidates import Candidates
+from penstock.stages.engines.backoff import Backoff
 from penstock.stages.teacher import Teacher
+from penstock.stages.teachers.candidates import Candidates
 from penstock.testing import Driven, VirtualClock, drive, group
 
 

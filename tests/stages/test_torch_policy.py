@@ -15,11 +15,11 @@ from torch import Tensor
 
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.schemas import StopReason
-from penstock.stages.causal_model import KVCache, causal_attend
-from penstock.stages.policies import Completion, Engine
-from penstock.stages.torch_engine import TorchEngine
-from penstock.stages.torch_policy import TorchPolicy
-from penstock.stages.torch_sampling import Request, generate
+from penstock.stages.engines.policies import Completion, Engine
+from penstock.stages.engines.torch_engine import TorchEngine
+from penstock.stages.engines.torch_policy import TorchPolicy
+from penstock.stages.engines.torch_sampling import Request, generate
+from penstock.stages.training.causal_model import KVCache, causal_attend
 
 EOS = 3
 

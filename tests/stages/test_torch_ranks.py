@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.tiny_model import TinyModel
 
 from penstock import RankedTrainer, TorchTrainer, TrainBatch
-from penstock.stages.torch_ranks import decode_share, encode_share, owners
+from penstock.stages.training.torch_ranks import decode_share, encode_share, owners
 from penstock.testing import batch
 
 

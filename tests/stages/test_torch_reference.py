@@ -10,8 +10,8 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock.schemas import InvalidRecord, TrajectoryGroup
-from penstock.stages.causal_model import KVCache
-from penstock.stages.torch_reference import TorchReference
+from penstock.stages.training.causal_model import KVCache
+from penstock.stages.training.torch_reference import TorchReference
 from penstock.testing import drive, group
 
 VOCABULARY = 11

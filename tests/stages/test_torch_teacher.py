@@ -14,11 +14,11 @@ from torch import Tensor
 from arithmetic.tokenizer import TOKENIZER
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.pipeline.context import Worker
-from penstock.stages.causal_model import KVCache
 from penstock.stages.losses import Distillation
 from penstock.stages.teacher import Teacher
-from penstock.stages.torch_teacher import TorchTeacher
-from penstock.stages.torch_trainer import TorchTrainer
+from penstock.stages.teachers.torch_teacher import TorchTeacher
+from penstock.stages.training.causal_model import KVCache
+from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import drive, group
 
 

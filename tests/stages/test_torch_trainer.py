@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from penstock.errors import WeightsMismatch
 from penstock.schemas import GroupId, InvalidRecord, TrainBatch
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.causal_model import KVCache
 from penstock.stages.losses import (
     CISPO,
     GSPO,
@@ -34,9 +33,10 @@ from penstock.stages.losses import (
     PPOClip,
     Scored,
 )
-from penstock.stages.micro_batches import micro_batches
 from penstock.stages.sink_trainer import Checkpointed, WeightedTrainer
-from penstock.stages.torch_trainer import TorchTrainer
+from penstock.stages.training.causal_model import KVCache
+from penstock.stages.training.micro_batches import micro_batches
+from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import batch, drive, group
 
 VOCABULARY = 11

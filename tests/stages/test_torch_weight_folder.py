@@ -25,10 +25,10 @@ from penstock.errors import (
     WeightsInUse,
     WeightsMismatch,
 )
-from penstock.pipeline.weight_specs import Fused, Tensor
+from penstock.pipeline.policy.weight_specs import Fused, Tensor
+from penstock.stages.engines.torch_folder_subscriber import FolderSubscriber
+from penstock.stages.engines.torch_weight_folder import WeightFolder
 from penstock.stages.sink_trainer import Generation
-from penstock.stages.torch_folder_subscriber import FolderSubscriber
-from penstock.stages.torch_weight_folder import WeightFolder
 
 
 def tied(value: float = 0.0) -> nn.Sequential:
@@ -213,7 +213,7 @@ async def test_who_closed_is_told_from_who_was_never_there_and_from_who_came_aft
 
 PUBLISHING = """
     import sys, anyio, torch
-    from penstock.stages import torch_weight_folder as module
+    from penstock.stages.engines import torch_weight_folder as module
 
     def stuck(tensors, path):
         path.write_bytes(b"half")

@@ -1,0 +1,202 @@
+"""What a carrier adds to the machinery that shm and tcp share: how a payload leaves, and how it is taken in.
+
+`remote_sender` and `remote_receiver` hold that machinery. Four rules keep it together:
+
+1. Credit is given back by release messages, never by a socket buffer: high-water marks are off and drop nothing.
+2. Records leave by tick: when the sending task yields, when enough have gathered, and before it waits for credit.
+3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
+   own, because the descriptor is edge-triggered and a send may swallow the edge.
+4. The door's end of stream is the notice of death. What a dead sender had published is taken in first, also the part
+   whose descriptors never left its process; then its loss is told, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+
+import zmq
+
+from ...schemas import Array, Packer
+from ...schemas.descriptor import Descriptor
+from ...schemas.layout import Form, Lengths, Schema
+from .keys import Key
+from .silence import expect_signs_of_life
+
+__all__ = [
+    "HANDSHAKE_S",
+    "LARGEST_MESSAGE",
+    "Frames",
+    "Inlet",
+    "Outlet",
+    "Parcel",
+    "R",
+    "Record",
+    "Released",
+    "dealer",
+    "router",
+]
+
+HANDSHAKE_S = 10.0
+"""A peer that was let in must introduce itself within this time."""
+
+LARGEST_MESSAGE = 64 * 2**20
+"""Bytes of a frame that is no column: ZeroMQ cuts off who sends a longer one, before there is memory for it."""
+
+Frames: TypeAlias = Sequence[Any]
+"""Payload frames of a ZeroMQ message: none for shm."""
+
+
+class Record(Protocol):
+    """What a remote channel can carry: columns, and a header for all that is not a column."""
+
+    schema: ClassVar[Schema]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns occupy."""
+        ...
+
+    def columns(self) -> dict[str, Array]:
+        """The arrays, by name."""
+        ...
+
+    def header(self) -> bytes:
+        """All else, encoded."""
+        ...
+
+    @classmethod
+    def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
+        """The record again."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Outlet(Protocol):
+    """How a carrier's payload leaves, and what of it is still in flight."""
+
+    items: int
+    nbytes: int
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no credit for any record, however small."""
+        ...
+
+    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
+        """Take a record in, with plain columns (see `Form.plain`), or tell that there is no credit for it.
+
+        Raises:
+            RecordTooLarge: there never will be.
+        """
+        ...
+
+    def post(self, socket: zmq.Socket[bytes]) -> None:
+        """Send what was placed."""
+        ...
+
+    def free(self, slot: int, generation: int, records: int) -> None:
+        """The receiver released some records of a bundle.
+
+        Raises:
+            StaleDescriptor: it is not in flight.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of memory."""
+        ...
+
+
+Parcel: TypeAlias = tuple[Descriptor, Frames]
+"""A bundle on its way: where it lies, and the frames that carry it where it does not lie in shared memory."""
+
+Released: TypeAlias = Callable[[Descriptor, int], None]
+"""Is told that some more records of a bundle are done with."""
+
+
+class Inlet(Protocol):
+    """How a carrier's payload is taken in, from one sender."""
+
+    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
+        """The header and the columns of record `index` of a bundle; `released` is called when nobody reads it any more.
+
+        Raises:
+            StaleDescriptor: the descriptor does not fit what lies there.
+            InvalidRecord: what lies there is no record.
+        """
+        ...
+
+    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
+        """Copy the groups of a bundle from `index` on straight into `packer`; how many it had room for.
+
+        None where their columns are not those of the groups before them.
+
+        Raises:
+            StaleDescriptor: the descriptor does not fit what lies there.
+            InvalidRecord: what lies there are no groups.
+        """
+        ...
+
+    def salvage(self, sequence: int) -> list[Parcel]:
+        """Records beyond `sequence` that a dead sender had published."""
+        ...
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The process' ZeroMQ context. Its I/O threads are batch work, unless somebody has set it to work before.
+
+    One of them is woken by every message, and would take the core from whoever copies records there; up to a fifth
+    of the throughput goes into that (docs/performance.md). Where a core is idle they run at once all the same.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    if _may_run_as_batch_work():
+        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+    return context
+
+
+@cache
+def _may_run_as_batch_work() -> bool:
+    """Whether this process has the usual policy and may change it: ZeroMQ aborts the process if it may not."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
+    try:
+        for policy in (os.SCHED_BATCH, os.SCHED_OTHER):
+            os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        return False
+    return True
+
+
+def dealer(endpoint: str, identity: bytes, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
+    """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
+    socket = _context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    expect_signs_of_life(socket, silence_s)
+    if key is not None:
+        key.protect(socket, "sender")
+    socket.connect(endpoint)
+    return socket
+
+
+def router(largest: int = LARGEST_MESSAGE, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
+    """A receiver's socket, not yet bound, that takes frames of `largest` bytes at most."""
+    socket = _context().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest)
+    expect_signs_of_life(socket, silence_s)
+    if key is not None:
+        key.protect(socket, "receiver")
+    return socket

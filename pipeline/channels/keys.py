@@ -1,0 +1,133 @@
+"""The key of a channel that leaves its host: who has it may talk, and nobody else hears or changes a word.
+
+Payload, descriptors and credit travel under CurveZMQ, with a pair of keys for each end derived from the one secret: to
+shake hands a sender must know the receiver's public key, which is never sent and which only the secret tells. At the
+door each frame carries an HMAC under a key that both nonces went into, so that nothing said there is forged or
+repeated; it is not encrypted, and nothing said there is secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import zmq
+import zmq.utils.z85
+
+from ..errors import InvalidKey
+
+__all__ = ["NONCE_BYTES", "SIGNATURE_BYTES", "Key", "Role", "Seal"]
+
+SECRET_BYTES = NONCE_BYTES = SIGNATURE_BYTES = 32
+
+Role: TypeAlias = Literal["receiver", "sender"]
+
+
+class CurvePair(NamedTuple):
+    """Z85, as ZeroMQ takes them."""
+
+    public: bytes
+    secret: bytes
+
+
+class Key:
+    """32 random bytes that both ends of a channel know; kept in a file of mode 0600.
+
+    >>> key = Key.create("/tmp/run-17.key")         # doctest: +SKIP
+    >>> serve("tcp://0.0.0.0:5555", TrajectoryGroup, key=key)       # doctest: +SKIP
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        """A key from its bytes.
+
+        Raises:
+            InvalidKey: there are not 32 of them.
+        """
+        if len(secret) != SECRET_BYTES:
+            raise InvalidKey(
+                f"expected a key of {SECRET_BYTES} bytes, got {len(secret)}: make one with Key.create(path)"
+            )
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "<Key>"
+
+    @classmethod
+    def create(cls, path: str | Path) -> Key:
+        """A new key in a new file that only this user reads. Copy it to the other host by a way that you trust.
+
+        Raises:
+            FileExistsError: there is one already.
+        """
+        key = cls(secrets.token_bytes(SECRET_BYTES))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(key._secret.hex() + "\n")
+        return key
+
+    @classmethod
+    def load(cls, path: str | Path) -> Key:
+        """The key in a file that `create` wrote.
+
+        Raises:
+            InvalidKey: the file holds none, or others than its owner may read it.
+            OSError: there is no such file.
+        """
+        mode = Path(path).stat().st_mode
+        if mode & 0o077:
+            raise InvalidKey(f"expected {path} to be readable by its owner alone, got mode {mode & 0o777:o}: chmod 600")
+        try:
+            return cls(bytes.fromhex(Path(path).read_text("ascii")))
+        except ValueError:
+            raise InvalidKey(
+                f"expected {path} to hold {2 * SECRET_BYTES} hexadecimal digits: Key.create(path)"
+            ) from None
+
+    def protect(self, socket: zmq.Socket[bytes], role: Role) -> None:
+        """Have a socket that is not bound or connected yet talk to those with the same key alone."""
+        ours, receiver = self._pair(role), self._pair("receiver")
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, ours.secret)
+        if role == "receiver":
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, receiver.public)
+
+    def _pair(self, role: Role) -> CurvePair:
+        secret = zmq.utils.z85.encode(self._derived(b"curve " + role.encode()))
+        return CurvePair(zmq.curve_public(secret), secret)
+
+    def seal(self, role: Role, ours: bytes, theirs: bytes) -> Seal:
+        """What signs and checks what is said at one door, from the nonces of both sides."""
+        receiver, sender = (ours, theirs) if role == "receiver" else (theirs, ours)
+        keys = {end: self._derived(b"door " + end.encode() + receiver + sender) for end in ("receiver", "sender")}
+        other = "sender" if role == "receiver" else "receiver"
+        return Seal(keys[role], keys[other])
+
+    def _derived(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._secret, purpose, hashlib.sha256)
+
+
+class Seal:
+    """Signs what one side of a door says, and checks what it hears: in order, and nothing twice."""
+
+    def __init__(self, ours: bytes, theirs: bytes) -> None:
+        self._ours = ours
+        self._theirs = theirs
+        self._said = 0
+        self._heard = 0
+
+    def sign(self, frame: bytes) -> bytes:
+        """The signature of the next frame that is said."""
+        self._said += 1
+        return hmac.digest(self._ours, self._said.to_bytes(8, "little") + frame, hashlib.sha256)
+
+    def fits(self, frame: bytes, signature: bytes) -> bool:
+        """Whether `frame` is the next that the other side said."""
+        self._heard += 1
+        expected = hmac.digest(self._theirs, self._heard.to_bytes(8, "little") + frame, hashlib.sha256)
+        return hmac.compare_digest(expected, signature)

@@ -1,0 +1,617 @@
+"""The receiving end of a channel from other processes: what shm and tcp have in common.
+
+One ZeroMQ socket for all senders, one door through which they come and at which their death is noticed. Everything runs
+on one event loop, except that a lease may die in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import anyio
+import anyio.lowlevel
+import zmq
+from anyio.abc import Listener
+
+from ...schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TrainBatch
+from ...schemas.control import (
+    PROTOCOL_VERSION,
+    Closed,
+    Ended,
+    Farewell,
+    Goodbye,
+    Hello,
+    Message,
+    Observed,
+    Publish,
+    Release,
+    Welcome,
+    decode,
+    encode,
+)
+from ...schemas.descriptor import Descriptor
+from ..errors import PeerLost, StaleDescriptor
+from ..ledger import EndState
+from ..repetitions import bits
+from ..telemetry import get_logger
+from ..waiting import WaitClock, Waiters
+from .carrier import Frames, Inlet, Parcel, R
+from .channel import ChannelStatistics
+from .door import Door
+from .ends import Receiving
+from .keys import Key
+from .memory import CHECKPOINT_EVERY
+from .reception import Enter, Reception, Refusals
+from .silence import SILENT, Severances
+
+__all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
+
+log = get_logger("penstock.channel")
+
+GATHERING_TICKS = 8
+"""Ticks that credit is held back while there are records to read: every message wakes four threads. Where the loop has
+nothing else to do they take some ten microseconds; where it has, the sender has credit left for longer than that."""
+
+DRAIN_AT_ONCE = 1024
+"""Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
+
+RELEASE_AT = 32
+"""Releases after which credit goes back at once, where half of the capacity is more."""
+
+
+class Peer:
+    """A sender, as its receiver knows it."""
+
+    def __init__(self, hello: Hello, schedule: Callable[[Peer], None]) -> None:
+        self.identity = hello.identity
+        self.name = hello.name
+        self.pid = hello.pid
+        self.inlet: Inlet
+        """Set when it is let in."""
+        self.door: Door
+        """Open for as long as both live; set when it is let in."""
+        self.open = True
+        """Until it says goodbye, or is lost."""
+        self.expelled = False
+        """Whether it broke the protocol. Of what it sent nothing more is believed."""
+        self.connected = False
+        """Whether anything was heard of it since it was let in."""
+        self.silent_for: float | None = None
+        """Seconds, where it was given up because it was silent."""
+        self.since = time.monotonic()
+        """When it was let in."""
+        self.sequence = 0
+        """Its last record that arrived."""
+        self.taken = 0
+        """Records that were handed to whoever receives."""
+        self.returned = 0
+        """Records whose credit went back."""
+        self.returned_bytes = 0
+        self.nbytes = 0
+        """Bytes of all its records that arrived."""
+        self.releases: deque[tuple[Descriptor, int]] = deque()
+        """Records whose credit has not been sent yet; appended to by any thread, which is all that one may do here."""
+        self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
+        """Endings that have not been sent yet."""
+        self._schedule = schedule
+
+    def __repr__(self) -> str:
+        state = "open" if self.open else "gone"
+        return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
+
+    def release(self, descriptor: Descriptor, records: int) -> None:
+        """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
+        self.releases.append((descriptor, records))
+        self._schedule(self)
+
+    def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
+        """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
+        self.endings.append((group, tuple(bits(mask)), state, step))
+        self._schedule(self)
+
+
+class PeerListener(Protocol):
+    """Who is told what happens to senders, in the order in which it happened; a pipeline, mostly."""
+
+    def received(self, peer: Peer, record: Any) -> Any:
+        """`record` came: what of it `receive` is to return; None for nothing."""
+        ...
+
+    def observed(self, peer: Peer, payload: bytes) -> None:
+        """The sender passed on what its process observed."""
+        ...
+
+    def lost(self, peer: Peer, error: PeerLost) -> None:
+        """The sender died; all that it had published was received before."""
+        ...
+
+    def parted(self, peer: Peer) -> None:
+        """The sender said goodbye; all that it had sent was received before."""
+        ...
+
+
+Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
+"""A bundle, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On what terms senders are let in; see `serve`."""
+
+    capacity: int
+    capacity_bytes: int
+    senders: int
+    max_senders: int
+    listener: PeerListener | None
+    name: str
+    key: Key | None
+    silence_s: float | None
+
+
+class RemoteReceiver(Receiving[R]):
+    """The receiving end of a channel from other processes; see `ReceiveChannel`."""
+
+    def __init__(
+        self,
+        record_type: type[R],
+        *,
+        carrier: str,
+        url: str,
+        socket: zmq.Socket[bytes],
+        terms: Terms,
+    ) -> None:
+        self.url = url
+        """Where senders connect."""
+        self.schema = record_type.schema
+        """What is carried."""
+        self._assemble = record_type.assemble
+        self._carrier = carrier
+        self._socket = socket
+        self._terms = terms
+        self._expected = terms.senders
+        """How many senders must have come before the stream may end."""
+        self._peers: dict[bytes, Peer] = {}
+        self._refusals = Refusals(url)
+        self._reception = Reception(
+            self._peers,
+            self._admit,
+            self._gone,
+            self._refusals,
+            carrier=carrier,
+            kind=self.schema.kind,
+            most=terms.max_senders,
+            key=terms.key,
+        )
+        self._listener = terms.listener
+        self._arrivals: deque[Arrival] = deque()
+        self._index = 0
+        """How many records of the first bundle were taken already."""
+        self._waiting_here = 0
+        """Records that arrived and were not taken yet."""
+        self._received = 0
+        self._waiting = Waiters()
+        self._clock = WaitClock()
+        self._until_checkpoint = CHECKPOINT_EVERY
+        self._dirty: dict[bytes, Peer] = {}
+        """Peers that are owed a message."""
+        self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
+        """Releases after which credit goes back, while a sender is ahead: every message wakes it once."""
+        self._flush_scheduled = False
+        self._ticks_gathered = 0
+        """For how many ticks some credit has been held back."""
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._resources = AsyncExitStack()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._on_readable)
+        self._severances = (
+            None if terms.silence_s is None else Severances(socket, terms.silence_s, self._look_for_the_silent)
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<RemoteReceiver {self.url}: {state}, {len(self._peers)} senders, {self._received} received>"
+
+    @property
+    def rejected(self) -> int:
+        """Connections and messages that were refused: strangers, other versions, nonsense."""
+        return self._refusals.count
+
+    # -- letting senders in ------------------------------------------------------------------------------------------
+
+    def attend(self, listener: Listener[Any], enter: Enter, resources: AsyncExitStack) -> None:
+        """Serve the door from now on; `enter` completes a carrier's introduction. Owns `resources` until closed."""
+        self._resources = resources
+        doorman = self._loop.create_task(self._reception.serve(listener, enter), name="penstock receiver door")
+        resources.push_async_callback(_cancelled, doorman)
+
+    def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
+        peer = self._peers[hello.identity] = Peer(hello, self._schedule)
+        peer.door, peer.inlet = door, inlet
+        if self._severances is not None:
+            self._severances.expect()
+        return peer
+
+    def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
+        """What a sender is granted."""
+        return Welcome(
+            PROTOCOL_VERSION, endpoint, self._terms.name, self._terms.capacity, self._terms.capacity_bytes, slot_bytes
+        )
+
+    def expect(self, more: int) -> None:
+        """The stream shall not end before `more` further senders have come and gone (fewer where negative)."""
+        self._expected += more
+        self._wake()
+
+    # -- hearing them ------------------------------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        self._drain()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrivals or self._ended():
+            self._waiting.wake_all()
+
+    def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
+        """Hear what has come; where more than `most` messages wait, the rest when other tasks have run."""
+        heard = 0
+        while not self._socket.closed:
+            if heard == most:
+                self._loop.call_soon(self._on_readable)  # the descriptor will not tell of them again
+                return
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
+            except zmq.Again:
+                return
+            heard += 1
+            self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
+
+    def _heed(self, identity: bytes, frames: Frames) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or not peer.open:
+            self._refusals.note("a message from a stranger")
+            return
+        try:
+            match decode(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
+                case Publish(descriptors):
+                    self._arrive(peer, descriptors, frames[1:])
+                case Observed(payload):
+                    if self._listener is not None:
+                        self._listener.observed(peer, payload)
+                case Goodbye(sequence):
+                    self._part(peer, sequence)
+                case message:
+                    self._expel(peer, ProtocolMismatch(f"expected what a sender says, got {type(message).__name__}"))
+        except (ProtocolMismatch, StaleDescriptor) as error:
+            self._expel(peer, error)
+
+    def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
+        peer.connected = True
+        for descriptor in descriptors:
+            if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
+                raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
+            self._take_in(peer, (descriptor, frames))
+        if peer.sequence - peer.returned > self._terms.capacity:
+            raise ProtocolMismatch(
+                f"expected at most {self._terms.capacity} records in flight, got {peer.sequence - peer.returned}"
+            )
+
+    def _take_in(self, peer: Peer, parcel: Parcel) -> None:
+        descriptor = parcel[0]
+        peer.sequence = descriptor.sequence
+        peer.nbytes += _bytes_of(descriptor, descriptor.records)
+        self._waiting_here += descriptor.records
+        self._arrivals.append((peer, parcel))
+
+    def _part(self, peer: Peer, sequence: int) -> None:
+        if sequence != peer.sequence:
+            raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
+        peer.open = False
+        if self._listener is not None:
+            self._arrivals.append((peer, None))
+        self._flush_peer(peer)
+        self._say(peer, Farewell())
+
+    def _expel(self, peer: Peer, error: Exception) -> None:
+        """A peer that breaks the protocol is treated as dead, once; the others go on."""
+        if peer.expelled:
+            return
+        peer.expelled = True
+        self._refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
+        peer.open = False
+        lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {error}")
+        lost.__cause__ = error
+        self._arrivals.append((peer, lost))
+        self._say(peer, Closed())
+
+    def _look_for_the_silent(self) -> None:
+        """A connection has ended. Whose door is still open has not died: it is given up as if it had."""
+        self._drain(None)
+        for peer in [peer for peer in self._peers.values() if peer.open and not self._reaches(peer)]:
+            peer.silent_for = self._terms.silence_s
+            peer.door.hang_up()
+        self._on_readable()
+
+    def _reaches(self, peer: Peer) -> bool:
+        """Whether there is a connection to `peer`: ZeroMQ tells only who tries to send, so this gives back nothing."""
+        try:
+            self._socket.send_multipart([peer.identity, encode(Release(()))], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            settled = peer.connected or time.monotonic() - peer.since >= (self._terms.silence_s or 0)
+            return error.errno != zmq.EHOSTUNREACH or not settled
+        return True
+
+    def _gone(self, peer: Peer) -> PeerLost | None:
+        """Its door is closed. If it had not said goodbye it died: take in what it left, then tell.
+
+        Returns:
+            What it is to be told itself, should it ever wake: it was silent, and is given up.
+        """
+        self._drain(None)
+        given_up = None
+        if peer.open:
+            peer.open = False
+            for parcel in peer.inlet.salvage(peer.sequence):
+                self._take_in(peer, parcel)
+            how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its door without saying goodbye"
+            error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
+            self._arrivals.append((peer, error))
+            log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
+            given_up = error if peer.silent_for else None
+        self._peers.pop(peer.identity, None)
+        self._waiting.wake_all()
+        return given_up
+
+    # -- answering them ----------------------------------------------------------------------------------------------
+
+    def _schedule(self, peer: Peer) -> None:
+        """Answer `peer` with this tick. Leases die in any thread; the socket belongs to the loop's."""
+        if self._closed:
+            return
+        self._dirty[peer.identity] = peer
+        if self._flush_scheduled:
+            return
+        self._flush_scheduled = True
+        with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._flush_tick)
+            else:
+                self._loop.call_soon_threadsafe(self._flush_tick)
+
+    def _flush_tick(self) -> None:
+        """Answer those who wait for it; while there is more to read of the others, let their credit gather a little."""
+        self._flush_scheduled = False
+        self._ticks_gathered += 1
+        for peer in list(self._dirty.values()):
+            if self._ticks_gathered >= GATHERING_TICKS or peer.endings or peer.taken == peer.sequence:
+                self._flush_peer(peer)
+        for peer in list(self._dirty.values()):
+            self._schedule(peer)
+        if not self._dirty:
+            self._ticks_gathered = 0
+        self._on_readable()
+
+    def _flush(self) -> None:
+        """Answer everyone."""
+        for peer in list(self._dirty.values()):
+            self._flush_peer(peer)
+        self._on_readable()
+
+    def _flush_peer(self, peer: Peer) -> None:
+        self._dirty.pop(peer.identity, None)
+        spans: list[tuple[int, int, int]] = []
+        while peer.releases:
+            released, records = peer.releases.popleft()
+            spans.append((released.slot, released.generation, records))
+            peer.returned += records
+            peer.returned_bytes += _bytes_of(released, records)
+        if spans:
+            self._say(peer, Release(tuple(spans)))
+        if peer.endings:
+            endings, peer.endings = peer.endings, []
+            self._say(peer, Ended(tuple(endings)))
+
+    def _say(self, peer: Peer, message: Message) -> None:
+        if self._socket.closed:
+            return
+        with suppress(zmq.ZMQError):  # a peer that is gone needs no answer
+            self._socket.send_multipart([peer.identity, encode(message)], zmq.NOBLOCK)
+
+    # -- the receiving end -------------------------------------------------------------------------------------------
+
+    def _ended(self) -> bool:
+        alive = any(peer.open for peer in self._peers.values())
+        return not alive and not self._reception.entering and self._reception.joined >= self._expected
+
+    def receive_nowait(self) -> R:
+        """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        while True:
+            peer, parcel = self._next()
+            if (record := self._take(peer, parcel)) is not None:
+                return record
+
+    def _next(self) -> tuple[Peer, Parcel]:
+        """The bundle that the next record is in; the notices before it are told."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        while True:
+            if not self._arrivals:
+                self._drain()
+            if not self._arrivals:
+                raise anyio.EndOfStream if self._ended() else anyio.WouldBlock
+            peer, arrival = self._arrivals[0]
+            if isinstance(arrival, tuple):
+                return peer, arrival
+            self._arrivals.popleft()
+            self._tell(peer, arrival)
+
+    def _tell(self, peer: Peer, notice: PeerLost | None) -> None:
+        """A sender died, or said goodbye."""
+        if notice is None:
+            if self._listener is not None:
+                self._listener.parted(peer)
+        elif self._listener is None:
+            raise notice
+        else:
+            self._listener.lost(peer, notice)
+
+    def _take(self, peer: Peer, parcel: Parcel) -> R | None:
+        try:
+            record: R = self._assemble(*peer.inlet.fetch(parcel, self._index, peer.release))
+        except (StaleDescriptor, InvalidRecord) as error:
+            self._drop(peer, parcel, error)
+            return None
+        self._count(peer, parcel, 1)
+        return record if self._listener is None else self._listener.received(peer, record)
+
+    def _count(self, peer: Peer, parcel: Parcel, records: int) -> None:
+        """More records of `peer` were handed over; credit goes back where enough has gathered."""
+        self._received += records
+        self._pass_over(peer, parcel, records)
+        if len(peer.releases) * records >= self._release_at:
+            self._flush_peer(peer)
+
+    def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
+        """What is left of a bundle cannot be read."""
+        self._pass_over(peer, parcel, parcel[0].records - self._index)
+        self._expel(peer, error)
+
+    def _pass_over(self, peer: Peer, parcel: Parcel, records: int) -> None:
+        """The next records of the first bundle wait no more."""
+        peer.taken += records
+        self._waiting_here -= records
+        self._index += records
+        if self._index == parcel[0].records:
+            self._arrivals.popleft()
+            self._index = 0
+
+    async def receive(self) -> R:
+        """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            await self._breathe()
+        while True:
+            try:
+                return self.receive_nowait()
+            except anyio.WouldBlock:
+                await self._wait()
+
+    async def receive_packed(self, packer: Packer) -> TrainBatch:
+        """Copy groups from where they lie straight into `packer` until the next has no room there, and pack them.
+
+        No view of a group is made, so this is the fastest way from a channel into a batch. A batch also ends where the
+        next group has other columns, and at the end of the stream. What was copied before a wait that is cancelled
+        stays in `packer`.
+
+        Raises:
+            TypeError: this channel does not carry groups, or belongs to a pipeline, which has to see every record.
+            InvalidRecord: the next group has no room in an empty batch; `receive` still gives it.
+            anyio.EndOfStream: all senders are gone, and all that they sent was received.
+            PeerLost: a sender died; what it had sent was received before.
+        """
+        if self.schema.kind != "group" or self._listener is not None:
+            whose = " of a pipeline" if self._listener is not None else ""
+            raise TypeError(f"expected a channel of groups of its own, got one of kind {self.schema.kind}{whose}")
+        while True:
+            try:
+                while not self._pack_next(packer):
+                    self._until_checkpoint -= 1
+                    if self._until_checkpoint <= 0:
+                        await self._breathe()
+                return packer.pack()
+            except anyio.WouldBlock:
+                await self._wait()
+            except anyio.EndOfStream:
+                if not packer.groups:
+                    raise
+                return packer.pack()
+
+    def _pack_next(self, packer: Packer) -> bool:
+        """Copy the next groups into `packer`, as many as lie together; whether `packer` was full before."""
+        peer, parcel = self._next()
+        try:
+            taken = peer.inlet.pack(parcel, self._index, packer)
+        except (StaleDescriptor, InvalidRecord) as error:
+            self._drop(peer, parcel, error)
+            return False
+        if taken:
+            peer.release(parcel[0], taken)
+            self._count(peer, parcel, taken)
+        elif not packer.groups:
+            raise InvalidRecord(
+                f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "
+                f"takes {parcel[0].nbytes} bytes: make batches larger or groups smaller"
+            )
+        return not taken
+
+    async def _wait(self) -> None:
+        with self._clock.waiting("record"):
+            self._flush()
+            if not self._arrivals and not self._ended():
+                await self._waiting.wait()
+
+    async def _breathe(self) -> None:
+        """Let other tasks run, and let a cancellation in before anything was moved."""
+        self._until_checkpoint = CHECKPOINT_EVERY
+        await anyio.lowlevel.checkpoint()
+
+    async def deserted(self) -> None:
+        """Wait until every sender has closed its door, having heard all that was said to it."""
+        while self._peers and not self._closed:
+            await self._waiting.wait()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        peers = [peer for peer in self._peers.values() if peer.open]
+        return ChannelStatistics(
+            carrier=self._carrier,
+            capacity=self._terms.capacity * max(1, len(peers)),
+            items=sum(peer.sequence - peer.returned for peer in peers),
+            capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
+            nbytes=sum(peer.nbytes - peer.returned_bytes for peer in peers),
+            sent=self._received + self._waiting_here,
+            received=self._received,
+            senders=len(peers),
+            waiting_for=self._clock.waiting_for,
+            waited_s=self._clock.waited_s,
+        )
+
+    async def aclose(self) -> None:
+        """Close this end; senders get PeerClosed. Closing twice is fine."""
+        if self._closed:
+            return
+        self._flush()
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        if self._severances is not None:
+            self._severances.close()
+        self._waiting.wake_all()
+        with anyio.CancelScope(shield=True):
+            for peer in list(self._peers.values()):
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    await peer.door.say(Closed())
+            await self._resources.aclose()
+        self._socket.close()
+        self._arrivals.clear()  # with the peers, their segments are unmapped now, not when cycles are collected
+        self._peers.clear()
+
+
+def _bytes_of(descriptor: Descriptor, records: int) -> int:
+    """Bytes of some records of a bundle, as if all were alike."""
+    return descriptor.nbytes // descriptor.records * records
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel `task` and wait for its end."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,358 @@
+"""The sending end of a channel to another process: what shm and tcp have in common.
+
+A line is one connection: a door for life, a ZeroMQ socket, an outlet, and the credit that the receiver gave. All clones
+of a sender share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Generic
+
+import anyio
+import anyio.lowlevel
+import zmq
+
+from ...schemas import ProtocolMismatch
+from ...schemas.control import (
+    Closed,
+    Ended,
+    Farewell,
+    Goodbye,
+    Message,
+    Observed,
+    Publish,
+    Refused,
+    Release,
+    Welcome,
+    decode,
+    encode,
+)
+from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
+from ..ledger import Origin
+from ..telemetry import get_logger
+from ..waiting import WaitClock, Waiters
+from .carrier import Outlet, R, Record
+from .channel import ChannelStatistics
+from .door import Door
+from .ends import Closing
+from .memory import CHECKPOINT_EVERY
+from .silence import GRACE_S, SILENT
+
+__all__ = ["RemoteSender", "SenderLine"]
+
+log = get_logger("penstock.channel")
+
+EVENTS = int(zmq.EVENTS)  # asking costs half of what an exception does
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+
+FLUSH_AT = 64
+"""Records in one message: beyond this a message a batch costs nothing measurable."""
+
+PARTING_S = 10.0
+"""How long a closing sender waits for a receiver that lives but does not answer."""
+
+
+class SenderLine:
+    """The connection that all clones of a sender share."""
+
+    def __init__(
+        self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes], silence_s: float | None
+    ) -> None:
+        self.outlet = outlet
+        self.welcome = welcome
+        """What the receiver granted."""
+        self.ends = 0
+        """Open clones."""
+        self.sent = 0
+        """Sequence number of the last record."""
+        self.failure: PeerClosed | PeerLost | None = None
+        """Why nothing can be sent any more."""
+        self.failed = anyio.Event()
+        """Set with `failure`."""
+        self.severed = anyio.Event()
+        """Set when the connection has ended, and all that came on it was heard."""
+        self.on_ended: Origin | None = None
+        """Is told how trajectories ended."""
+        self.waiting = Waiters()
+        self._door = door
+        self._socket = socket
+        self._silence_s = silence_s
+        """How long the receiver may be silent."""
+        self._loop = asyncio.get_running_loop()
+        self._unposted = 0
+        """Records that were taken in since the last message."""
+        self._severed = False
+        """Whether the socket has nobody to send to any more."""
+        self._goodbye = False
+        """Whether it was said."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Runs out when the door has not said why."""
+        self._flush_scheduled = False
+        self._parted = anyio.Event()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        """The socket's descriptor: readable when something may have happened."""
+        self._loop.add_reader(self._fd, self.drain)
+        self._watch = self._loop.create_task(self._watch_door(), name="penstock sender door")
+        self.tell(Publish(()))  # nothing yet: from now on the receiver knows this connection
+
+    async def _watch_door(self) -> None:
+        """Until the receiver closes the channel, or dies: then nothing can be sent any more."""
+        failure: PeerClosed | PeerLost = PeerLost(f"{self.welcome.name}, the receiver, died: its door is closed")
+        with suppress(anyio.EndOfStream, ProtocolMismatch):
+            match await self._door.hear():
+                case Closed():
+                    failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
+                case Refused(_, reason):
+                    failure = PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}")
+        self.drain()
+        self._fail(failure)
+
+    def _fail(self, failure: PeerClosed | PeerLost) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self.failed.set()
+        self._parted.set()
+        self.waiting.wake_all()
+
+    def place(self, record: Record) -> bool:
+        """Take `record` in if there is credit for it, and tell whether there was.
+
+        Raises:
+            InvalidRecord: it is not what its schema says.
+            PeerClosed, PeerLost: nobody will ever give credit for it.
+            RecordTooLarge: there will never be enough.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._severed:
+            return False
+        if not self._place(record):
+            self.drain()
+            if not self._place(record):
+                return False
+        self.sent += 1
+        self._unposted += 1
+        if self._unposted >= FLUSH_AT:
+            self.flush()
+        elif not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+        return True
+
+    def _place(self, record: Record) -> bool:
+        if self.outlet.full:
+            return False
+        form, lengths, plain = record.schema.laid_out(record.columns())
+        return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
+
+    def full(self) -> ChannelFull:
+        """The error that says what is in flight."""
+        if self._severed:
+            return ChannelFull(f"the connection to {self.welcome.name} is gone, and its door has not said why yet")
+        return ChannelFull(
+            f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
+            f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
+        )
+
+    def flush(self) -> None:
+        """Let what was taken in go."""
+        self._flush_scheduled = False
+        if self._unposted and self._connected:
+            self._unposted = 0
+            with self._noticing_severance():
+                self.outlet.post(self._socket)
+            self.drain()
+
+    @property
+    def _connected(self) -> bool:
+        return self.failure is None and not self._severed
+
+    @contextmanager
+    def _noticing_severance(self) -> Iterator[None]:
+        """ZeroMQ refuses to send when the other end is gone."""
+        try:
+            yield
+        except zmq.Again:
+            self._sever()
+
+    def _sever(self) -> None:
+        """There is nobody to send to. If the receiver closed or died, the door is about to tell; else it is silent."""
+        if not self._severed:
+            self._severed = True
+            self._grace = self._loop.call_later(GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._fail(PeerLost(f"{self.welcome.name}, the receiver, {SILENT.format(self._silence_s)}"))
+
+    def tell(self, message: Message) -> None:
+        """Send a message of control, after the descriptors that precede it."""
+        self.flush()
+        if self._connected:
+            with self._noticing_severance():
+                self._socket.send(encode(message), zmq.NOBLOCK)
+            self.drain()
+
+    def drain(self) -> None:
+        """Hear all that the receiver has said."""
+        while not self._socket.closed:
+            events = int(self._socket.getsockopt(EVENTS))
+            if not events & POLLIN:
+                if not events & POLLOUT:
+                    self._sever()
+                    self.severed.set()
+                return
+            try:
+                self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
+            except (ProtocolMismatch, StaleDescriptor) as error:
+                log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
+
+    def _heed(self, message: Message) -> None:
+        match message:
+            case Release(spans):
+                for slot, generation, records in spans:
+                    self.outlet.free(slot, generation, records)
+                self.waiting.wake_one()
+            case Ended(entries):
+                if self.on_ended is not None:
+                    for group, repetitions, state, step in entries:
+                        self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+            case Closed():
+                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, cut this sender off"))
+            case Farewell():
+                self._parted.set()
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
+
+    def say_goodbye(self) -> None:
+        """Nothing more comes from here. Saying it twice is fine."""
+        if not self._goodbye:
+            self._goodbye = True
+            self.tell(Goodbye(self.sent))
+
+    async def part(self) -> None:
+        """Say goodbye, wait until the receiver has everything, and let go."""
+        self.say_goodbye()
+        with anyio.move_on_after(PARTING_S, shield=True) as bound:
+            await self._parted.wait()
+        if bound.cancelled_caught:
+            log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+        self._watch.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=0)
+        with anyio.CancelScope(shield=True):
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            await self._door.aclose()
+        self.outlet.close()
+
+
+class RemoteSender(Closing, Generic[R]):
+    """The sending end of a channel to another process; see `SendChannel`."""
+
+    def __init__(self, line: SenderLine, carrier: str) -> None:
+        self._line = line
+        self._carrier = carrier
+        self._clock = WaitClock()
+        self._closed = False
+        self._until_checkpoint = CHECKPOINT_EVERY
+        line.ends += 1
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<RemoteSender {self._carrier} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
+
+    def send_nowait(self, record: R, /) -> None:
+        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if not self._line.place(record):
+            raise self._line.full()
+
+    async def send(self, record: R, /) -> None:
+        """Hand over `record`, waiting for credit if need be; see `SendChannel.send`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if self._line.waiting or not self._line.place(record):
+            with self._clock.waiting("credit"):
+                await self._send_after_waiting(record)
+
+    async def _send_after_waiting(self, record: R) -> None:
+        line, first = self._line, False
+        while True:
+            line.flush()  # hears of credit too, which no wake-up will announce again: so try before waiting
+            if self._closed:
+                raise anyio.ClosedResourceError
+            if (first or not line.waiting) and line.place(record):
+                line.waiting.wake_one()  # one release may have made room for several
+                return
+            await line.waiting.wait(first=first)
+            first = True
+
+    def tell(self, observed: bytes) -> None:
+        """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
+        if not self._closed:
+            self._line.tell(Observed(observed))
+
+    def on_ended(self, listener: Origin) -> None:
+        """Have `listener` told how trajectories ended that were sent here."""
+        self._line.on_ended = listener
+
+    @property
+    def failure(self) -> PeerClosed | PeerLost | None:
+        """What `send` raises from now on because the receiver closed the channel, or died; None while all is well."""
+        return self._line.failure
+
+    async def gone(self) -> None:
+        """Wait until the receiver closed the channel, or died: `failure` says which."""
+        await self._line.failed.wait()
+
+    async def severed(self) -> None:
+        """Wait until the connection has ended, so that all was heard which the receiver had said."""
+        await self._line.severed.wait()
+
+    def say_goodbye(self) -> None:
+        """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
+        self._line.say_goodbye()
+
+    def clone(self) -> RemoteSender[R]:
+        """Another sending end of the same connection.
+
+        Raises:
+            anyio.ClosedResourceError: this end is closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return RemoteSender(self._line, self._carrier)
+
+    async def aclose(self) -> None:
+        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._line.ends -= 1
+            if not self._line.ends:
+                await self._line.part()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        line = self._line
+        return ChannelStatistics(
+            carrier=self._carrier,
+            capacity=line.welcome.capacity,
+            items=line.outlet.items,
+            capacity_bytes=line.welcome.capacity_bytes,
+            nbytes=line.outlet.nbytes,
+            sent=line.sent,
+            received=line.sent - line.outlet.items,
+            senders=line.ends,
+            waiting_for=self._clock.waiting_for,
+            waited_s=self._clock.waited_s,
+        )

@@ -1,0 +1,82 @@
+"""Memory that processes share, and that has no name: nothing is left of it when the last of them dies.
+
+It is a memfd, sealed so that no holder can cut off what another has mapped (that would be a SIGBUS), and its pages
+exist before anybody uses it, so that a full machine is an error at the start. Where there is no memfd (an old kernel, a
+sandbox that forbids it) it is a file in /dev/shm that was unlinked before anything was in it. Such a file cannot be
+sealed, so a reader takes one only where it could have no memfd itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from ..errors import OutOfSharedMemory
+from .machine_memory import available_bytes
+
+__all__ = ["allocate", "may_shrink", "scratch"]
+
+FOLDER = Path("/dev/shm")  # noqa: S108 (what is made there has no name)
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def allocate(nbytes: int, purpose: str, remedy: str) -> int:
+    """A file descriptor of `nbytes` bytes of shared memory, all of which exist; the caller closes it. Blocks.
+
+    Raises:
+        OutOfSharedMemory: the machine, a control group, /dev/shm or a limit of this process has no room for them. The
+            message ends with `remedy`.
+    """
+    wanted = f"expected {nbytes} bytes of shared memory for {purpose}, got none"
+    if nbytes > (available := available_bytes()):
+        raise OutOfSharedMemory(f"{wanted} ({available} are available): {remedy}")
+    fd = scratch(purpose)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        if _has_memfd():
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(fd)
+        where = "" if _has_memfd() else f" in {FOLDER}, as this kernel has no memfd"
+        raise OutOfSharedMemory(f"{wanted} ({error.strerror}{where}): {remedy}") from error
+    return fd
+
+
+def scratch(name: str) -> int:
+    """The file descriptor of an anonymous file in memory, empty yet; the caller closes it.
+
+    Raises:
+        OutOfSharedMemory: there is neither a memfd nor a /dev/shm that can be written to.
+    """
+    if _has_memfd():
+        return os.memfd_create(f"penstock: {name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with tempfile.TemporaryFile(dir=FOLDER) as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise OutOfSharedMemory(
+            f"expected a memfd or a file in {FOLDER}, got neither ({error.strerror}): allow memfd_create in this "
+            f"sandbox, or mount a tmpfs there"
+        ) from error
+
+
+def may_shrink(fd: int) -> bool:
+    """Whether whoever holds the file could cut off what is mapped of it, although there was a way not to."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # it lies on a disk
+        return True
+    return not seals & fcntl.F_SEAL_SHRINK and _has_memfd()
+
+
+@cache
+def _has_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("penstock", os.MFD_CLOEXEC))
+    except (AttributeError, OSError):
+        return False
+    return True

@@ -1,0 +1,184 @@
+"""Who owns which slot: the producer's table, sans-I/O.
+
+A slot is a fixed-size cell of a segment. A bundle of records takes a *span* of adjacent slots, first fit, the lowest
+address first, so that a small hot set of slots is used again and again and stays in the cache. Only the producer
+allocates in its own segment, so there is no lock and nothing for a killed process to leave locked.
+
+    free ──allocate, extend──▶ writing ──publish──▶ published ──release of every record──▶ free
+                                  └──────abandon─────▶ free
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ..errors import IllegalTransition, RecordTooLarge, StaleDescriptor
+
+__all__ = ["SlotTable", "Span"]
+
+SpanState: TypeAlias = Literal["writing", "published", "free"]
+
+STORY_LENGTH = 8
+"""Transitions of a slot that are remembered, for the message of an illegal one."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Adjacent slots that hold, or held, one bundle."""
+
+    start: int
+    """First slot."""
+    count: int
+    """Slots."""
+    generation: int
+    """How often the first slot had been allocated when this span was."""
+    state: SpanState = "writing"
+    sequence: int = 0
+    """The last record's number among the sender's; 0 until it is published."""
+    records: int = 0
+    """Records that the reader still holds."""
+
+
+class SlotTable:
+    """The ownership of `slots` slots."""
+
+    def __init__(self, slots: int) -> None:
+        if slots < 1:
+            raise ValueError(f"expected at least 1 slot, got {slots}")
+        self.slots = slots
+        self._free: list[tuple[int, int]] = [(0, slots)]
+        """Free runs as (first slot, slots), in order of address, never adjacent."""
+        self._live: dict[int, Span] = {}
+        """Spans in use, by first slot."""
+        self._generations: defaultdict[int, int] = defaultdict(int)
+        self._stories: defaultdict[int, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=STORY_LENGTH))
+        """What happened to each slot, as (transition, generation or sequence); put into words only when told."""
+
+    def __repr__(self) -> str:
+        return f"<SlotTable: {self.slots - self.free_slots} of {self.slots} slots in {len(self._live)} spans>"
+
+    @property
+    def live(self) -> int:
+        """Spans that are not free."""
+        return len(self._live)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no span uses."""
+        return sum(count for _, count in self._free)
+
+    def allocate(self, count: int) -> Span | None:
+        """A span of `count` slots in state writing, or None while there is no run that long.
+
+        Raises:
+            RecordTooLarge: there never will be.
+        """
+        if count > self.slots:
+            raise RecordTooLarge(f"expected a span of at most {self.slots} slots, got one of {count}")
+        for index, (start, length) in enumerate(self._free):
+            if length >= count:
+                self._take(index, count)
+                return self._open(start, count)
+        return None
+
+    def _take(self, index: int, count: int) -> None:
+        """The first `count` slots of a free run are free no more."""
+        start, length = self._free[index]
+        if length == count:
+            del self._free[index]
+        else:
+            self._free[index] = (start + count, length - count)
+
+    def _open(self, start: int, count: int) -> Span:
+        generation = self._generations[start] = self._generations[start] + 1
+        span = self._live[start] = Span(start, count, generation)
+        self._stories[start].append(("allocated as generation", generation))
+        return span
+
+    def extend(self, span: Span, count: int) -> bool:
+        """Let `span`, which is being written, have `count` slots more; whether those behind it were free.
+
+        Raises:
+            IllegalTransition: the span is not being written.
+        """
+        self._expect(span, "writing", "extend")
+        end = span.start + span.count
+        index = bisect_left(self._free, (end, 0))
+        if index == len(self._free) or self._free[index][0] != end or self._free[index][1] < count:
+            return False
+        self._take(index, count)
+        span.count += count
+        return True
+
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        """`span` holds `records` up to number `sequence`, and belongs to the reader until each is released.
+
+        Raises:
+            IllegalTransition: the span is not being written.
+        """
+        self._expect(span, "writing", "publish")
+        span.state, span.sequence, span.records = "published", sequence, records
+        self._stories[span.start].append(("published as record", sequence))
+
+    def abandon(self, span: Span) -> None:
+        """`span` will not be published after all.
+
+        Raises:
+            IllegalTransition: the span is not being written.
+        """
+        self._expect(span, "writing", "abandon")
+        self._close(span, "abandoned in generation")
+
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        """The reader is done with `records` more of the span that begins at slot `start`: with all, it is free.
+
+        Any order will do.
+
+        Raises:
+            StaleDescriptor: the slot is not in that generation, or holds fewer records: a late or forged release.
+            IllegalTransition: the span is not published.
+        """
+        span = self._live.get(start)
+        if span is None or span.generation != generation:
+            now = "free" if span is None else f"in generation {span.generation}"
+            raise StaleDescriptor(
+                f"release of slot {start}, generation {generation}, but the slot is {now}; {self._story(start)}"
+            )
+        self._expect(span, "published", "release")
+        if not 0 < records <= span.records:
+            raise StaleDescriptor(
+                f"release of {records} records in slot {start}, generation {generation}, but {span.records} are held; "
+                f"{self._story(start)}"
+            )
+        span.records -= records
+        if not span.records:
+            self._close(span, "released in generation")
+        return span
+
+    def _close(self, span: Span, how: str) -> None:
+        del self._live[span.start]
+        span.state = "free"
+        self._stories[span.start].append((how, span.generation))
+        start, count = span.start, span.count
+        index = bisect_left(self._free, (start, 0))
+        if index < len(self._free) and self._free[index][0] == start + count:
+            count += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            start, before = self._free[index - 1]
+            self._free[index - 1] = (start, before + count)
+        else:
+            self._free.insert(index, (start, count))
+
+    def _expect(self, span: Span, state: SpanState, transition: str) -> None:
+        if span.state != state:
+            raise IllegalTransition(
+                f"cannot {transition} slot {span.start}: expected state {state}, got {span.state}; "
+                f"{self._story(span.start)}"
+            )
+
+    def _story(self, start: int) -> str:
+        story = ", ".join(f"{transition} {number}" for transition, number in self._stories[start])
+        return f"its story: {story or 'never used'}"

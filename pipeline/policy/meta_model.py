@@ -1,0 +1,153 @@
+"""Models that were built on the meta device, completed: what no state_dict holds is computed by the model's own code.
+
+Non-persistent buffers and plain attributes that are tensors, a table of rotary frequencies above all, are made by the
+module's own constructor from the arguments it had, and nothing else: no formula of ours, no default. Where the
+arguments cannot be told from the module, or do not lead to it again, that is an error that says which.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import WeightsMismatch
+
+__all__ = ["complete"]
+
+_CHANGES = {"training"}
+"""Attributes that are set after construction."""
+
+
+def complete(model: nn.Module, device: torch.device | str) -> None:
+    """Make, on `device`, every tensor of `model` that is on the meta device and is in no state_dict.
+
+    A module is made again as `type(module)(…)`, each argument being its attribute of that name (`config`, say), and the
+    result must agree with the module in every attribute. It is made twice, with other random numbers: a tensor that is
+    not the same both times is not known. Parameters and persistent buffers are not touched.
+
+    >>> class Rotary(nn.Module):
+    ...     def __init__(self, theta):
+    ...         super().__init__()
+    ...         self.theta = theta
+    ...         self.register_buffer("inv_freq", theta ** -torch.arange(0, 1, 0.5), persistent=False)
+    >>> with torch.device("meta"):
+    ...     rotary = Rotary(theta=100.0)
+    >>> complete(rotary, "cpu")
+    >>> rotary.inv_freq
+    tensor([1.0000, 0.1000])
+
+    Raises:
+        WeightsMismatch: listing every tensor that cannot be made, and why. The model is as it was.
+    """
+    made: list[tuple[nn.Module, dict[str, Tensor]]] = []
+    lines: list[str] = []
+    for name, module in model.named_modules():
+        if left := dict(_left(module)):
+            try:
+                made.append((module, _made(module, left, torch.device(device))))
+            except _CannotTell as error:
+                lines += [f"{name or 'model'}.{tensor}: {error}" for tensor in left]
+    if lines:
+        raise WeightsMismatch(
+            f"{len(lines)} tensors on the meta device cannot be computed\n  " + "\n  ".join(lines) + "\n"
+            f"Set them before the weights are attached, or build these modules on {device}"
+        )
+    for module, tensors in made:
+        _set(module, tensors)
+
+
+class _CannotTell(Exception):
+    """How a module was made."""
+
+
+def _left(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """What is on the meta device and in no state_dict: tensors, or None for attributes that contain some."""
+    for name in module._non_persistent_buffers_set:  # noqa: SLF001 (torch has no other way to ask)
+        buffer = module._buffers.get(name)  # noqa: SLF001 (as above)
+        if buffer is not None and buffer.is_meta:
+            yield name, buffer
+    for name, value in vars(module).items():
+        if _is_meta(value):
+            yield name, value
+        elif not name.startswith("_") and any(map(_is_meta, _contents(value))):
+            yield name, None
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _contents(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | set) else []
+
+
+def _made(module: nn.Module, left: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
+    for name, tensor in left.items():
+        if tensor is None:
+            raise _CannotTell(f"expected a tensor, found {name} that contains some")
+    again, once_more = (_again(module, device, seed) for seed in (0, 1))
+    _check_same(module, again)
+    for name in left:
+        if not torch.equal(_bytes(getattr(again, name)), _bytes(getattr(once_more, name))):
+            raise _CannotTell(f"expected the same numbers whenever {type(module).__name__} is made, found random ones")
+    return {name: getattr(again, name).to(tensor.dtype) for name, tensor in left.items() if tensor is not None}
+
+
+def _again(module: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """A module like `module`; the random numbers of this process are as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.default_generator.manual_seed(seed)
+        for forked in devices:
+            with torch.cuda.device(forked):
+                torch.cuda.manual_seed(seed)
+        return type(module)(**_arguments(module, device))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Not a number is like itself."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _arguments(module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """What the constructor was called with, as far as the module's attributes tell."""
+    arguments: dict[str, Any] = {}
+    for name in inspect.signature(type(module)).parameters:
+        if name == "device":
+            arguments[name] = device
+        elif name not in vars(module):
+            raise _CannotTell(
+                f"expected {type(module).__name__} to keep its argument {name} as an attribute, found none"
+            )
+        else:
+            arguments[name] = vars(module)[name]
+    return arguments
+
+
+def _check_same(module: nn.Module, again: nn.Module) -> None:
+    """Whatever the constructor sets, it must have set in `module` too."""
+    for name, value in [*vars(again).items(), *again._buffers.items()]:  # noqa: SLF001 (torch has no other way to ask)
+        ours = getattr(module, name, None)
+        if not name.startswith("_") and name not in _CHANGES and _essence(value) != _essence(ours):
+            raise _CannotTell(f"made again, {type(module).__name__} has {name} = {value!r}, expected {ours!r}")
+
+
+def _essence(value: object) -> object:
+    """What two of a kind are compared by."""
+    if isinstance(value, Tensor):
+        return value.shape
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return getattr(value, "__func__", value)
+
+
+def _set(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        setattr(module, name, tensor)

@@ -1,0 +1,396 @@
+"""The trainer's end of the way that weights take: versions are published to whoever subscribed.
+
+The publisher owns a segment of shared memory (`weights`) and a door (`weight_door`). A subscriber that knocks is handed
+the segment and stays connected: it hears of new versions, is asked to pause, and knows at once when the publisher dies,
+as the publisher knows of it. Nothing on the socket is unpickled.
+
+    async with WeightPublisher(model.state_dict()) as publisher:
+        await publisher.publish(model.state_dict(), version=0)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Self, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.abc import SocketListener, TaskGroup
+
+from ...schemas import ProtocolMismatch
+from ...schemas.control import (
+    PROTOCOL_VERSION,
+    Final,
+    Holding,
+    Message,
+    NewVersion,
+    Pause,
+    Paused,
+    Refused,
+    Resume,
+    Subscribe,
+    Weights,
+)
+from ..blocking import enter_in_thread
+from ..channels.door import Door, serve_door
+from ..telemetry import get_logger
+from ..waiting import Waiters
+from .engine_sync import Syncable, synced
+from .weight_door import opened_door
+from .weight_specs import Fused, Tensor, specs_of
+from .weights import NO_VERSION, WeightWriter
+
+__all__ = ["WeightPublisher"]
+
+log = get_logger("penstock.weights")
+
+INTRODUCTION_S = 10.0
+"""Whoever knocks has this long to say who they are."""
+
+PARTING_S = 1.0
+"""How long a publisher that closes waits for its subscribers to be told."""
+
+PAUSE_S = 60.0
+"""How long subscribers have to stop sampling: longer than a long completion takes."""
+
+PATIENCE_S = 60.0
+"""How long a buffer that is sampled from is not written to: as long as a pause is waited for, for the same reason."""
+
+
+E = TypeVar("E", bound=Syncable)
+
+
+@dataclass(slots=True, eq=False)
+class _Listener:
+    """A subscriber, as the publisher sees it: what it was told last, and what it confirmed."""
+
+    name: str
+    door: Door
+    told_version: int
+    told_pause: int
+    """Number of the pause it was told of; 0 once it was told to resume."""
+    confirmed: int
+    """Number of the last pause in which it stopped."""
+    holding: int = 0
+    """The publication whose buffer it samples from; 0 for none."""
+    told_final: bool = False
+    bell: Waiters = field(default_factory=Waiters)
+    """Wakes the task that tells it news."""
+
+
+class WeightPublisher:
+    """Publishes versions of one set of tensors to any number of subscribers on this host.
+
+    A subscriber that copies never holds up `publish`. One whose model is views is given `patience_s` to end the batch
+    that it samples, and to be pointed to what is newer; one that is dead is not waited for, and what one samples that
+    is stuck is void.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        fused: Iterable[Fused] = (),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        device: str = "cpu",
+        patience_s: float = PATIENCE_S,
+        name: str | None = None,
+    ) -> None:
+        """Prepare for tensors like these; they are not published yet.
+
+        Args:
+            tensors: names, dtypes and shapes of all that will be published: a `state_dict`. Tied tensors are published
+                under each of their names, and lie there once.
+            fused: tensors that the samplers' models have in one piece.
+            cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. Nothing else is ever cast.
+            device: where the versions lie: "cpu", or "cuda:0" for samplers on that device.
+            patience_s: how long `publish` waits for a sampler to leave the buffer that is to be written next.
+            name: who this is, for messages.
+
+        Raises:
+            TypeError: a value is no tensor, or has a dtype that does not travel.
+        """
+        self._make = partial(WeightWriter, specs_of(tensors), fused=tuple(fused), cast=dict(cast), device=device)
+        self._patience_s = patience_s
+        self.name = name or f"publisher in process {os.getpid()}"
+        self._url = ""
+        self._writer: WeightWriter | None = None
+        self._listeners: set[_Listener] = set()
+        self._publishing = anyio.Lock()
+        self._pause = 0
+        """Number of the pause that is on; 0 where none is."""
+        self._pauses = 0
+        """Pauses so far; each has a number of its own, so that a late confirmation is not taken for a new one."""
+        self._holders = 0
+        """Bodies of `paused` that run or wait."""
+        self._final = False
+        self._changed = Waiters()
+        """Wakes whoever waits for a listener to confirm, or to leave."""
+        self._stack = AsyncExitStack()
+
+    def __repr__(self) -> str:
+        state = "paused" if self._pause else "open" if self._writer else "closed"
+        return f"<WeightPublisher {self._url} {state}: version {self.version}, {len(self._listeners)} subscribers>"
+
+    async def __aenter__(self) -> Self:
+        """Allocate the segment and open the door.
+
+        Raises:
+            OutOfSharedMemory: the machine has no room for the weights, twice.
+            WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names a dtype that does not travel.
+            NoDevice: this process cannot use `device`.
+        """
+        async with AsyncExitStack() as stack:
+            self._writer = await anyio.to_thread.run_sync(self._make)
+            stack.callback(self._close)
+            self._url, door = await enter_in_thread(stack, opened_door())
+            listener = await stack.enter_async_context(await SocketListener.from_socket(door))
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(serve_door, listener, self._attend, self._refused)
+            stack.push_async_callback(self._part, tasks)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tell every subscriber that there will be nothing newer, and close. They keep what they have."""
+        await self._stack.aclose()
+
+    @property
+    def url(self) -> str:
+        """Where subscribers find it, while it is open."""
+        return self._url
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published; −1 before the first."""
+        return self._writer.latest if self._writer else NO_VERSION
+
+    @property
+    def subscribers(self) -> list[str]:
+        """Names of those who are connected."""
+        return sorted(listener.name for listener in self._listeners)
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make `tensors` the newest weights. Copies in a worker thread; cancelled, it has published all or nothing.
+
+        Waits, up to `patience_s`, for models that are views of the version before the last to be pointed to the last.
+
+        Args:
+            tensors: the same names, dtypes and shapes as at construction; not changed by anyone until this returns.
+            version: the optimizer step that made them; above every version before.
+
+        Raises:
+            WeightsMismatch: the tensors are others than at construction; lists them all.
+            ValueError: `version` is not newer than the last.
+            anyio.ClosedResourceError: the publisher is not open.
+        """
+        async with self._publishing:
+            writer = self._opened()
+            await anyio.to_thread.run_sync(writer.check, tensors, version)
+            await self._left(writer.sequence - 1)
+            try:
+                await anyio.to_thread.run_sync(writer.write, tensors, version)
+            finally:
+                self._ring()
+
+    async def _left(self, sequence: int) -> None:
+        """Return when nobody samples from publication `sequence`, or was given the time to end it."""
+        with anyio.move_on_after(self._patience_s):
+            while self._holders_of(sequence):
+                await self._changed.wait()
+        for listener in self._holders_of(sequence):
+            log.warning("sampler_overtaken", url=self._url, subscriber=listener.name, patience_s=self._patience_s)
+            listener.holding = 0
+
+    def _holders_of(self, sequence: int) -> list[_Listener]:
+        return [listener for listener in self._listeners if 0 < listener.holding <= sequence]
+
+    @asynccontextmanager
+    async def paused(self, timeout_s: float = PAUSE_S) -> AsyncIterator[None]:
+        """Within the body no subscriber samples: each has stopped and said so. Sampling goes on when the body ends.
+
+        A subscriber that dies is not waited for; one that joins meanwhile joins paused.
+
+        Raises:
+            TimeoutError: a subscriber did not stop within `timeout_s`; the message names it. Sampling goes on.
+        """
+        self._holders += 1
+        if self._holders == 1:
+            self._pauses += 1
+            self._pause = self._pauses
+            self._ring()
+        try:
+            await self._all_stopped(timeout_s)
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._pause = 0
+                self._ring()
+
+    def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
+        """Within the body `engine` is awake and has the newest version; after it, however it ends, it sleeps.
+
+        See `engine_sync.synced` for what entering and leaving may raise.
+        """
+        return synced(self, engine)
+
+    async def _all_stopped(self, timeout_s: float) -> None:
+        with anyio.move_on_after(timeout_s):
+            while self._sampling():
+                await self._changed.wait()
+        if names := self._sampling():
+            raise TimeoutError(f"expected every subscriber to stop sampling within {timeout_s} s, {names} did not")
+
+    def _sampling(self) -> list[str]:
+        """Who has not confirmed the pause that is on."""
+        return sorted(listener.name for listener in self._listeners if listener.confirmed != self._pause)
+
+    def _opened(self) -> WeightWriter:
+        if self._writer is None:
+            raise anyio.ClosedResourceError
+        return self._writer
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    async def _attend(self, door: Door) -> None:
+        """Serve one subscriber for as long as it lives."""
+        try:
+            listener = await self._introduced(door)
+            if listener is not None:
+                await self._stay_with(listener)
+        except ProtocolMismatch as error:
+            self._refused(str(error))
+        except (anyio.EndOfStream, anyio.BrokenResourceError):
+            pass
+
+    def _refused(self, reason: str) -> None:
+        log.warning("subscriber_rejected", url=self._url, reason=reason)
+
+    async def _introduced(self, door: Door) -> _Listener | None:
+        """Let a subscriber in and hand it the segment; None if it may not come in."""
+        with anyio.move_on_after(INTRODUCTION_S):
+            said = await door.hear()
+            if not isinstance(said, Subscribe):
+                raise ProtocolMismatch(f"expected Subscribe, got {type(said).__name__}")
+            name = f"{said.name} (pid {said.pid})"
+            refusal = _refusal(said, same_user=door.same_user)
+            if refusal is not None:
+                await door.say(refusal)
+                raise ProtocolMismatch(f"{name}: {refusal.reason}")
+            return await self._let_in(name, door)
+        return None
+
+    async def _let_in(self, name: str, door: Door) -> _Listener:
+        writer = self._opened()
+        listener = _Listener(name, door, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
+        self._listeners.add(listener)
+        weights = Weights(
+            PROTOCOL_VERSION,
+            self.name,
+            writer.generation,
+            writer.nbytes,
+            writer.manifest_bytes,
+            self._pause,
+            writer.handle,
+        )
+        try:
+            await door.say(weights, writer.fd)
+        except BaseException:
+            self._forget(listener)
+            raise
+        return listener
+
+    async def _stay_with(self, listener: _Listener) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._tell, listener)
+                await self._hear(listener)
+                tasks.cancel_scope.cancel()
+        finally:
+            self._forget(listener)
+
+    async def _hear(self, listener: _Listener) -> None:
+        """Note what a subscriber confirms and holds, until it leaves."""
+        try:
+            while True:
+                said = await listener.door.hear()
+                if isinstance(said, Paused):
+                    listener.confirmed = said.number
+                elif isinstance(said, Holding):
+                    listener.holding = said.sequence
+                self._changed.wake_all()
+        except anyio.EndOfStream:
+            pass
+        except ProtocolMismatch as error:
+            log.warning("subscriber_rejected", subscriber=listener.name, reason=str(error))
+
+    async def _tell(self, listener: _Listener) -> None:
+        """Tell a subscriber how things stand, whenever they stand otherwise than it was told."""
+        try:
+            while True:
+                news = self._news(listener)
+                if news is None:
+                    await listener.bell.wait()
+                    continue
+                await listener.door.say(news)
+                if isinstance(news, Final):
+                    listener.told_final = True
+                    self._changed.wake_all()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # it is gone: `_hear` notices
+
+    def _news(self, listener: _Listener) -> Message | None:
+        """What to tell a subscriber next, noted as told; None if it knows how things stand."""
+        if listener.told_version != self.version:
+            listener.told_version = self.version
+            return NewVersion(self.version)
+        if listener.told_pause != self._pause:
+            listener.told_pause = self._pause
+            return Pause(self._pause) if self._pause else Resume()
+        if self._final and not listener.told_final:
+            return Final()
+        return None
+
+    def _ring(self) -> None:
+        for listener in self._listeners:
+            listener.bell.wake_all()
+
+    def _forget(self, listener: _Listener) -> None:
+        self._listeners.discard(listener)
+        self._changed.wake_all()
+
+    async def _part(self, tasks: TaskGroup) -> None:
+        """Tell everyone that this was all, then stop; memory that goes with the publisher is left by all before."""
+        self._final = True
+        self._ring()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(PARTING_S):
+            while any(not listener.told_final for listener in self._listeners):
+                await self._changed.wait()
+        if self._writer is not None and self._writer.handle is not None:
+            with anyio.CancelScope(shield=True):
+                await self._left(self._writer.sequence)
+        tasks.cancel_scope.cancel()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _refusal(said: Subscribe, *, same_user: bool) -> Refused | None:
+    """Why a subscriber may not come in; None if it may."""
+    if not same_user:
+        return Refused("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
+    if said.version != PROTOCOL_VERSION:
+        versions = f"expected protocol version {PROTOCOL_VERSION}, got {said.version}"
+        return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
+    return None

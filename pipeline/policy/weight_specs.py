@@ -1,0 +1,264 @@
+"""Which tensors there are: names, dtypes, shapes, which of them are one, and how two sides that cut them differ.
+
+The rules by which weights are held to a model are here: every name, every dtype, every shape, all differences at once.
+Knows no memory: a torch tensor is looked at by functions that import torch when they meet one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ...schemas import Array
+from ..errors import WeightsMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ITEM_BYTES",
+    "Fused",
+    "Part",
+    "Tensor",
+    "TensorSpec",
+    "cast_specs",
+    "check_weights",
+    "fitted",
+    "packed",
+    "specs_of",
+]
+
+Tensor: TypeAlias = "Array | torch.Tensor"
+"""Weights are given as numpy arrays or as torch tensors, on any device."""
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""The dtypes that travel, by the name that numpy and torch give them."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, as told to another process."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tied: str = ""
+    """The tensor before it that it is one with; empty where it has memory of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor occupies."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """What `tensors` (a `state_dict`, say) are. Tied tensors are listed under each of their names.
+
+    >>> specs_of({"bias": np.zeros(3, np.float32)})
+    (TensorSpec(name='bias', dtype='float32', shape=(3,), tied=''),)
+
+    Raises:
+        TypeError: a value is no tensor, or has a dtype that does not travel.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    return tuple(_spec_of(name, tensor, first) for name, tensor in tensors.items())
+
+
+def _spec_of(name: str, tensor: Tensor, first: dict[tuple[object, ...], str]) -> TensorSpec:
+    dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise TypeError(f"{name}: expected a tensor of {', '.join(ITEM_BYTES)}, got {type(tensor).__name__} {dtype}")
+    tied = first.setdefault((dtype, *_memory_of(tensor)), name) if math.prod(tensor.shape) else name
+    return TensorSpec(name, dtype, tuple(tensor.shape), "" if tied == name else tied)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements of the same memory, also on a device that has none (meta)."""
+    if isinstance(tensor, np.ndarray):
+        return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides)
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())  # noqa: SLF001
+
+
+def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+    """What `specs` are with other dtypes: by dtype, and no others than those that `cast` names.
+
+    Raises:
+        ValueError: `cast` names a dtype that does not travel.
+    """
+    if unknown := {*cast, *cast.values()} - set(ITEM_BYTES):
+        raise ValueError(f"cast: expected dtypes among {', '.join(ITEM_BYTES)}, got {sorted(unknown)}")
+    return tuple(spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs)
+
+
+def check_weights(expected: Iterable[TensorSpec], found: Iterable[TensorSpec], whose: str) -> None:
+    """Hold the tensors that were found to those that were expected: names, dtypes, shapes. Nothing is ever cast.
+
+    Raises:
+        WeightsMismatch: listing every tensor that is missing, extra or different, with expected and found.
+    """
+    _refuse(_differences(expected, found), whose)
+
+
+def _differences(expected: Iterable[TensorSpec], found: Iterable[TensorSpec]) -> list[str]:
+    wanted, given = ({spec.name: spec for spec in specs} for specs in (expected, found))
+    return [
+        f"{name}: expected {wanted.get(name, 'no such tensor')}, found {given.get(name, 'none')}"
+        for name in dict.fromkeys([*wanted, *given])
+        if _bare(wanted.get(name)) != _bare(given.get(name))
+    ]
+
+
+def _bare(spec: TensorSpec | None) -> tuple[object, ...] | None:
+    return None if spec is None else spec[:3]
+
+
+def _refuse(lines: Sequence[str], whose: str) -> None:
+    if lines:
+        raise WeightsMismatch(f"{whose}: {len(lines)} tensors differ\n  " + "\n  ".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One tensor on one side is several on the other: `whole` is the rows of each of `parts`, one after the other.
+
+    `*` stands for any piece of a name between dots, the same in all of them: one `Fused` speaks for every layer.
+
+        Fused("layers.*.gate_up.weight", ("layers.*.gate.weight", "layers.*.up.weight"))
+    """
+
+    whole: str
+    parts: tuple[str, ...]
+
+    def instances(self, names: Iterable[str]) -> list[Fused]:
+        """This, without `*`: once for every set of parts of which one is among `names`."""
+        patterns = [re.compile(re.escape(part).replace(r"\*", r"([^.]+)")) for part in self.parts]
+        matches = [pattern.fullmatch(name) for name in names for pattern in patterns]
+        return list(dict.fromkeys(self._filled(match.groups()) for match in matches if match))
+
+    def _filled(self, pieces: Sequence[str]) -> Fused:
+        whole, *parts = (_filled(pattern, pieces) for pattern in (self.whole, *self.parts))
+        return Fused(whole, tuple(parts))
+
+
+def _filled(pattern: str, pieces: Sequence[str]) -> str:
+    left = iter(pieces)
+    return re.sub(r"\*", lambda _: next(left, "*"), pattern)
+
+
+class Part(NamedTuple):
+    """A tensor of one side, and where it lies on the other."""
+
+    spec: TensorSpec
+    whole: str
+    """The name of the tensor that it is rows of; its own name where it is not fused."""
+    offset: int
+    """Bytes of `whole` before it."""
+
+
+def packed(
+    specs: Sequence[TensorSpec], fused: Iterable[Fused], whose: str
+) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...]]:
+    """What `specs` are where `fused` parts lie together: the specs of whole tensors, and where each of `specs` is.
+
+    Raises:
+        WeightsMismatch: listing everything that was to be fused and is absent, tied, or differs in more than its rows.
+    """
+    wholes, parts, lines = _packed(specs, [(rule, rule.instances(_names(specs))) for rule in fused])
+    _refuse(lines, whose)
+    return wholes, parts
+
+
+def fitted(
+    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[Fused], whose: str
+) -> tuple[Part, ...]:
+    """Where each tensor of a model lies among those that are published.
+
+    Raises:
+        WeightsMismatch: listing every tensor that is missing, extra, different, or one here and two there.
+    """
+    names, there = _names(model), _names(published)
+    split = [(rule, [each for each in rule.instances(names) if each.whole in there]) for rule in fused]
+    wholes, parts, lines = _packed(model, [(rule, each) for rule, each in split if each])
+    lines += _differences(wholes, published)
+    _refuse(lines or _parted(model, parts, published), whose)
+    return parts
+
+
+def _names(specs: Iterable[TensorSpec]) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+def _packed(
+    specs: Sequence[TensorSpec], rules: Iterable[tuple[Fused, Sequence[Fused]]]
+) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...], list[str]]:
+    """As `packed`, with what does not fit as lines; it stays as it is."""
+    known = {spec.name: spec for spec in specs}
+    home: dict[str, tuple[TensorSpec, dict[str, Part]]] = {}
+    lines: list[str] = []
+    for rule, instances in rules:
+        if not instances:
+            lines.append(f"{rule.whole}: expected tensors named {', '.join(rule.parts)}, found none")
+        for each in instances:
+            members = [known.get(part) for part in each.parts]
+            if each.whole in known:
+                lines.append(f"{each.whole}: expected to be made of parts, found {known[each.whole]} already")
+            elif (whole := _whole(each.whole, members)) is None:
+                found = ", ".join(f"{part} {known.get(part, 'none')}" for part in each.parts)
+                lines.append(f"{each.whole}: expected parts that differ in their rows alone, found {found}")
+            else:
+                home |= dict.fromkeys(each.parts, (whole, _placed(each.whole, members)))
+    lines += [
+        f"{spec.name}: expected no tie to a part, found one to {spec.tied}" for spec in specs if spec.tied in home
+    ]
+    wholes = dict.fromkeys(home[spec.name][0] if spec.name in home else spec for spec in specs)
+    parts = [home[spec.name][1][spec.name] if spec.name in home else Part(spec, spec.name, 0) for spec in specs]
+    return tuple(wholes), tuple(parts), lines
+
+
+def _whole(name: str, parts: Sequence[TensorSpec | None]) -> TensorSpec | None:
+    """The tensor of these parts; None where they make none."""
+    present = [part for part in parts if part is not None and part.shape and not part.tied]
+    if len(present) < len(parts) or len({(part.dtype, part.shape[1:]) for part in present}) > 1:
+        return None
+    return TensorSpec(name, present[0].dtype, (sum(part.shape[0] for part in present), *present[0].shape[1:]))
+
+
+def _placed(whole: str, parts: Iterable[TensorSpec | None]) -> dict[str, Part]:
+    placed: dict[str, Part] = {}
+    offset = 0
+    for part in parts:
+        if part is not None:
+            placed[part.name] = Part(part, whole, offset)
+            offset += part.nbytes
+    return placed
+
+
+def _parted(model: Iterable[TensorSpec], parts: Iterable[Part], published: Iterable[TensorSpec]) -> list[str]:
+    """What is one tensor in the model, and two among those that are published: one of the two would be lost."""
+    owner = {spec.name: spec.tied or spec.name for spec in published}
+    place = {part.spec.name: (owner[part.whole], part.offset) for part in parts}
+    return [
+        f"{spec.name}: expected one tensor with {spec.tied}, found another"
+        for spec in model
+        if spec.tied and place[spec.name] != place[spec.tied]
+    ]

@@ -1,0 +1,318 @@
+"""The samplers' end of the way that weights take: a model is brought to the newest version that was published.
+
+A subscriber knocks at the publisher's door, is handed its segment of shared memory, which it reads without asking
+anyone, and stays connected to hear of versions, of pauses, and of the publisher's death. The publisher is told which
+buffer a model is views of while it samples, and nothing else.
+
+    async with WeightSubscriber(url) as subscriber:  # publisher.url
+        subscriber.attach(model)
+        await subscriber.newer()
+        async with subscriber.sampling():
+            await anyio.to_thread.run_sync(subscriber.refresh)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import anyio.to_thread
+
+from ...schemas import ProtocolMismatch
+from ...schemas.control import (
+    PROTOCOL_VERSION,
+    Final,
+    Holding,
+    Message,
+    Pause,
+    Paused,
+    Refused,
+    Resume,
+    Subscribe,
+    Weights,
+)
+from ..channels.door import Door
+from ..channels.silence import DEFAULT_SILENCE_S
+from ..channels.socket_directory import sweep_after
+from ..errors import NobodyListens, PeerClosed, PeerLost
+from ..waiting import Waiters
+from .weight_copies import Copies
+from .weight_door import directory_of, knock
+from .weight_specs import Fused, Tensor
+from .weights import NO_VERSION, WeightReader
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .weight_views import MountedViews
+
+__all__ = ["WeightSubscriber"]
+
+
+class WeightSubscriber:
+    """The weights of a publisher in another process (or in this one), and a model that is brought to the newest."""
+
+    def __init__(self, url: str, *, name: str | None = None) -> None:
+        """Prepare to subscribe at `url`; `name` says who this is, for messages."""
+        self.url = url
+        self.name = name or f"subscriber in process {os.getpid()}"
+        self._stack = AsyncExitStack()
+        self._reader: WeightReader | None = None
+        self._publisher = url
+        self._target: Copies | MountedViews | None = None
+        """What is brought to the newest version."""
+        self._version = NO_VERSION
+        self._held = 0
+        """The publication that the model is views of; 0 where it is views of none."""
+        self._told_held = 0
+        """What the publisher was told of it."""
+        self._failure: PeerLost | None = None
+        self._final = False
+        self._pause = 0
+        """Number of the pause that is on; 0 where sampling may go on."""
+        self._confirmed = 0
+        self._active = 0
+        """Bodies of `sampling` that run."""
+        self._news = Waiters()
+        """Wakes those who wait for a version or for the end of a pause."""
+        self._answer = Waiters()
+        """Wakes the task that tells the publisher what it has to know."""
+        self._loop: asyncio.AbstractEventLoop
+
+    def __repr__(self) -> str:
+        state = "lost" if self._failure else "final" if self._final else "paused" if self._pause else "open"
+        return f"<WeightSubscriber {self.url} {state}: version {self._version} of {self.latest}>"
+
+    async def __aenter__(self) -> Self:
+        """Knock, and map the publisher's segment.
+
+        Raises:
+            NobodyListens: there is no publisher at `url`, or it is silent.
+            ProtocolMismatch: it refused, with its reason.
+            PeerLost: it died or closed meanwhile.
+        """
+        self._loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            door = await stack.enter_async_context(await knock(self.url))
+            try:
+                with anyio.fail_after(DEFAULT_SILENCE_S):
+                    await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
+                    self._reader = await self._introduce(door)
+            except TimeoutError:
+                raise NobodyListens(
+                    f"expected the publisher at {self.url} to answer, got silence for {DEFAULT_SILENCE_S:g} s: is its "
+                    f"process stopped, or its event loop held up?"
+                ) from None
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(self._listen, door)
+            tasks.start_soon(self._tell, door)
+            stack.callback(tasks.cancel_scope.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave. The model keeps its weights."""
+        await self._stack.aclose()
+
+    async def _introduce(self, door: Door) -> WeightReader:
+        said = await door.hear()
+        if isinstance(said, Refused):
+            raise ProtocolMismatch(f"the publisher at {self.url} refused: {said.reason}")
+        fd = door.take_fd()
+        if not isinstance(said, Weights) or fd is None:
+            raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(said).__name__}")
+        with ExitStack() as stack:
+            stack.callback(os.close, fd)
+            self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
+            return await anyio.to_thread.run_sync(
+                WeightReader, fd, said.nbytes, said.manifest_bytes, said.generation, said.device
+            )
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> int:
+        """The newest version that was published; −1 before the first. A look into memory, no system call."""
+        return self._reader.latest if self._reader else NO_VERSION
+
+    @property
+    def version(self) -> int:
+        """The version that the attached tensors hold; −1 before the first `refresh`."""
+        return self._version
+
+    @property
+    def device(self) -> str:
+        """Where the published versions lie: a model there, or on the meta device, can be views of them."""
+        return self._opened().memory.device
+
+    def attach(self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = ()) -> None:
+        """Say what `refresh` brings to the newest version.
+
+        Args:
+            model: a module, whose parameters and persistent buffers become views of what is published: no second copy,
+                nothing may write to them, no gradient. It may have been built on the meta device. Or tensors by name
+                (a `state_dict`, numpy arrays), which are filled in place.
+            fused: published tensors that the model has in several pieces.
+
+        Raises:
+            WeightsMismatch: what is published differs in a name, dtype or shape, lies on another device, or ties what
+                the model does not; or a model of the meta device cannot be completed. Lists every difference; nothing
+                was changed.
+            TypeError: a value is no tensor.
+        """
+        reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
+        if isinstance(model, Mapping):
+            self._target = Copies(reader, model, fused, whose)
+        else:
+            from .weight_views import MountedViews  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
+
+            self._target = MountedViews(reader, model, fused, whose)
+        self._version, self._held = NO_VERSION, 0
+
+    def detach(self) -> None:
+        """Let go of what was attached, and of the memory that bringing it to a version took."""
+        self._target = None
+
+    def refresh(self) -> int:
+        """Bring what is attached to the newest version, if it is older or not `intact`; return the version it holds.
+
+        May block: call it in a worker thread, where nobody samples from the model meanwhile. The tensors never hold a
+        mixture. A publisher that overtakes a copy again and again leaves them as they were.
+
+        Raises:
+            PeerLost: the publisher died, and the tensors hold its last version.
+            RuntimeError: nothing is attached.
+        """
+        reader = self._opened()
+        if self._target is None:
+            raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
+        if self._failure is not None and not reader.memory.stays:
+            raise self._failure
+        if reader.latest > self._version or not self.intact:
+            brought = self._target.bring()
+            if brought is not None:
+                self._version = brought.version
+                self._held = brought.sequence if self._target.holds else 0
+                self._loop.call_soon_threadsafe(self._answer.wake_all)
+        elif self._failure is not None:
+            raise self._failure
+        return self._version
+
+    @property
+    def intact(self) -> bool:
+        """Whether what the model computed since `refresh` was computed with one version. A look into memory.
+
+        False where the model is views, and the publisher lost patience and wrote over what it is views of, or has gone
+        and its memory with it: throw away what was sampled, and refresh.
+        """
+        reader = self._opened()
+        return not self._held or (reader.intact(self._held) and (self._failure is None or reader.memory.stays))
+
+    async def newer(self, than: int | None = None) -> int:
+        """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
+
+        Raises:
+            PeerLost: the publisher died.
+            PeerClosed: the publisher closed; its last version is not newer.
+        """
+        bound = self._version if than is None else than
+        self._opened()
+        while self.latest <= bound:
+            self._check()
+            if self._final:
+                raise PeerClosed(f"{self._publisher} closed at version {self.latest}: nothing above {bound} will come")
+            await self._news.wait()
+        return self.latest
+
+    def _opened(self) -> WeightReader:
+        if self._reader is None:
+            raise RuntimeError(f"expected an open subscriber, got {self!r}: use it within `async with`")
+        return self._reader
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # -- pausing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Whether the publisher wants no sampling now."""
+        return bool(self._pause)
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncIterator[None]:
+        """Sample within the body only: entering waits while the publisher pauses, and the pause waits for the body.
+
+        Keep the body as short as the pause may have to wait: one batch of completions, or one token.
+
+        Raises:
+            PeerLost: the publisher died.
+        """
+        while self._pause:
+            self._check()
+            await self._news.wait()
+        self._check()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._answer.wake_all()
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    async def _listen(self, door: Door) -> None:
+        """Note what the publisher says, until it closes or dies."""
+        try:
+            while not self._final:
+                self._note(await door.hear())
+            if not self._opened().memory.stays:
+                self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
+        except anyio.EndOfStream:
+            self._failure = PeerLost(f"{self._publisher} at {self.url} died: its door is closed")
+        except ProtocolMismatch as error:
+            self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
+        self._news.wake_all()
+        if self._failure is not None:
+            await anyio.to_thread.run_sync(sweep_after, directory_of(self.url))
+
+    def _note(self, said: Message) -> None:
+        if isinstance(said, Pause):
+            self._pause = said.number
+        elif isinstance(said, Resume | Final):
+            self._pause = 0
+            self._final = isinstance(said, Final)
+        self._answer.wake_all()
+        self._news.wake_all()
+
+    async def _tell(self, door: Door) -> None:
+        """Tell the publisher which buffer it must not write to, and for each pause, when sampling has stopped."""
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is gone: `_listen` notices
+            while True:
+                if (held := self._holding()) != self._told_held:
+                    self._told_held = held
+                    await door.say(Holding(held))
+                elif self._active or self._pause in {0, self._confirmed}:
+                    await self._answer.wait()
+                else:
+                    self._confirmed = self._pause
+                    await door.say(Paused(self._confirmed))
+
+    def _holding(self) -> int:
+        """The publication that must stay as it is.
+
+        Whoever does not sample lets go of it when there is a newer one, or when the publisher closes.
+        """
+        newest = self._opened().newest()
+        is_newest = newest is not None and newest.sequence == self._held
+        return self._held if self._active or (is_newest and not self._final) else 0

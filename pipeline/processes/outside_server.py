@@ -1,0 +1,321 @@
+"""`OutsideServer`: a server that is not penstock's (for inference, for an environment), started and stopped with a run.
+
+It is ready when a probe says so, it is watched while it is used, and when the body ends, or the process that started it
+is killed, its whole tree of processes ends: SIGTERM, a deadline, SIGKILL (`keeper.py` sees to that). Nothing that was
+not started here is ever signalled: not whoever holds the port, nor who bears the name. What it prints is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from ..context import current
+from ..errors import ServerFailed
+from ..telemetry import get_logger
+from . import keeper
+
+__all__ = ["OutsideServer", "Probe", "RunningServer", "listens", "responds"]
+
+log = get_logger("penstock.outside_server")
+
+PROBE_S = 5.0
+"""How long one probe may take: a server that accepts and never answers is not ready."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""Between two probes; each pause is twice as long as the one before."""
+
+KEEPER_S = 5.0
+"""How much longer than the server its keeper may take to end."""
+
+TAIL_BYTES = 4096
+"""What an error shows of the server's log."""
+
+Probe: TypeAlias = Callable[[], Awaitable[object]]
+"""Raises until the server is ready; what it raises last is told where that is never."""
+
+
+def responds(url: str) -> Probe:
+    """A probe: a GET of this `http://` URL is answered with a status from 200 to 299.
+
+    Raises:
+        ValueError: it is not such a URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"expected a URL that begins with http:// and names a host, got {url!r}")
+    return partial(_get, url)
+
+
+async def _get(url: str) -> None:
+    parts = urlsplit(url)
+    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    request = f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+    async with await anyio.connect_tcp(parts.hostname or "", parts.port or 80) as stream:
+        await stream.send(request.encode())
+        answer = await stream.receive()
+    _, _, status = answer.partition(b"\r\n")[0].partition(b" ")
+    if not status.startswith(b"2"):
+        raise ConnectionError(f"GET {url} was answered with {status.decode(errors='replace')!r}")
+
+
+def listens(port: int, host: str = "127.0.0.1") -> Probe:
+    """A probe: somebody accepts connections at this port."""
+    return partial(_connect, host, port)
+
+
+async def _connect(host: str, port: int) -> None:
+    await (await anyio.connect_tcp(host, port)).aclose()
+
+
+class RunningServer:
+    """A server that was started here, until all of it has ended."""
+
+    def __init__(
+        self, name: str, log_path: Path, popen: subprocess.Popen[bytes], *, pidfd: int, orders: int, words: int
+    ) -> None:
+        self.name = name
+        self.log = log_path
+        """What it prints, to either stream, is appended there."""
+        self.pid = 0
+        """Of the process that runs the command; 0 before it does."""
+        self.ended = anyio.Event()
+        """Set when that process is no more, or never began."""
+        self.how = ""
+        """How it ended, in words; empty while it runs."""
+        self._heard = anyio.Event()
+        """Set when there is nothing more to hear."""
+        self._popen = popen
+        self._pidfd = pidfd
+        self._orders = orders
+        self._words = words
+        for descriptor in (orders, words):
+            os.set_blocking(descriptor, False)
+
+    def __repr__(self) -> str:
+        return f"<RunningServer {self.name}: {self.how or f'pid {self.pid}'}>"
+
+    async def hear(self) -> None:
+        """Take in what the keeper tells, until it is no more. Not to be cancelled: `stop` sees to its end."""
+        try:
+            with anyio.CancelScope(shield=True):
+                async for word in self._told():
+                    self._heed(*word.split())
+        finally:
+            self._note_end("lost its keeper")
+            self._heard.set()
+
+    async def _told(self) -> AsyncIterator[str]:
+        begun, read = b"", b"\n"
+        while read:
+            *lines, begun = (begun + read).split(b"\n")
+            for line in filter(None, lines):
+                yield line.decode()
+            await anyio.wait_readable(self._words)
+            read = os.read(self._words, 512)
+
+    def _heed(self, word: str, value: str) -> None:
+        if word == "started":
+            self.pid = int(value)
+        elif word == "refused":
+            self._note_end(f"could not be started: {os.strerror(int(value))}")
+        else:
+            self._note_end(_how(int(value)))
+
+    def _note_end(self, how: str) -> None:
+        self.how = self.how or how
+        self.ended.set()
+
+    async def stop(self, within_s: float) -> None:
+        """Have all of it end, and its keeper. Not to be cancelled."""
+        with anyio.CancelScope(shield=True):
+            with suppress(BrokenPipeError):
+                os.write(self._orders, b"stop")
+            with anyio.move_on_after(within_s + KEEPER_S) as deadline:
+                await anyio.wait_readable(self._pidfd)
+            if deadline.cancelled_caught:
+                log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + KEEPER_S)
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                await anyio.wait_readable(self._pidfd)
+            self._popen.poll()
+            await self._heard.wait()
+            for descriptor in (self._pidfd, self._orders, self._words):
+                os.close(descriptor)
+            log.info("server_stopped", server=self.name, pid=self.pid)
+
+    def tail(self) -> str:
+        """The last that it printed. Blocks."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"(unreadable: {error.strerror})"
+
+
+def _how(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"was killed by signal {os.WTERMSIG(status)}"
+    return f"exited with status {os.waitstatus_to_exitcode(status)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideServer:
+    """A recipe for a server from outside: it can be pickled, and opened wherever the server is to run."""
+
+    command: Sequence[str]
+    """The program and its arguments; no shell."""
+    ready: Probe
+    """Says when it can be used: `responds(url)`, `listens(port)`, or a coroutine function that raises until then."""
+    name: str = ""
+    """What it is called in messages and what its log is called; by default as its program."""
+    logs: str | Path = "logs"
+    """Folder for what it prints: `<name>.log`, with the worker's index where there are several. It is appended to."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of this process."""
+    ready_within_s: float = 600.0
+    """How long it may take to become ready: a large model is loaded in minutes."""
+    stop_within_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[RunningServer]:
+        """Start it, wait until it is ready, and end all of it with the body. If it ends first, so does the body.
+
+        Raises:
+            ServerFailed: somebody answers already; or it could not be started, was not ready in time, or ended before
+                the body did, with the last that it printed.
+        """
+        await self._until_nobody_answers()
+        stack = AsyncExitStack()
+        try:
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            server = await anyio.to_thread.run_sync(self._start)
+            stack.callback(tasks.cancel_scope.cancel)
+            stack.push_async_callback(server.stop, self.stop_within_s)
+            tasks.start_soon(server.hear)
+            async with _while_it_runs(server, tasks):
+                await self._until_ready(server)
+                yield server
+        finally:
+            await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
+
+    @property
+    def _called(self) -> str:
+        return self.name or Path(self.command[0]).name
+
+    def _start(self) -> RunningServer:
+        worker = current().worker
+        label = f"{self._called}-{worker.index}" if worker.count > 1 else self._called
+        path = Path(self.logs).absolute() / f"{label}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (hears_orders, orders), (words, says_words) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+        options = [str(os.getpid()), str(self.stop_within_s), str(hears_orders), str(says_words)]
+        try:
+            with path.open("ab") as printed:
+                popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
+                    [sys.executable, "-I", "-S", keeper.__file__, *options, *self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    env=os.environ | dict(self.environment),
+                    pass_fds=(hears_orders, says_words),
+                    start_new_session=True,
+                )
+            try:
+                pidfd = os.pidfd_open(popen.pid)
+            except OSError:
+                os.write(orders, b"stop")
+                popen.wait()
+                raise
+        except BaseException:
+            os.close(orders)
+            os.close(words)
+            raise
+        finally:
+            os.close(hears_orders)
+            os.close(says_words)
+        return RunningServer(label, path, popen, pidfd=pidfd, orders=orders, words=words)
+
+    async def _until_nobody_answers(self) -> None:
+        """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""
+        deadline = anyio.current_time() + self.stop_within_s
+        async for met in self._probed():
+            if met is not None:
+                return
+            if anyio.current_time() >= deadline:
+                break
+        raise ServerFailed(
+            f"expected the probe to fail before {self._called} is started, it succeeded for {self.stop_within_s:g} s: "
+            f"another server answers in its place; end that one, or choose another port"
+        )
+
+    async def _until_ready(self, server: RunningServer) -> None:
+        began = anyio.current_time()
+        last: BaseException | None = None
+        with anyio.move_on_after(self.ready_within_s):
+            async for met in self._probed():
+                if met is None:
+                    waited_s = round(anyio.current_time() - began, 2)
+                    log.info("server_ready", server=server.name, pid=server.pid, waited_s=waited_s)
+                    return
+                last = met
+        raise await _failed(server, f"was not ready within {self.ready_within_s:g} s: {last!r}")
+
+    async def _probed(self) -> AsyncIterator[BaseException | None]:
+        """What one probe after another met; None where it succeeded."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            yield await self._probe()
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _probe(self) -> BaseException | None:
+        try:
+            with anyio.fail_after(PROBE_S):
+                await self.ready()
+        except Exception as error:  # noqa: BLE001 (whatever a probe raises means: not yet)
+            return error.__cause__ or error
+        return None
+
+
+@asynccontextmanager
+async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenerator[None]:
+    """The server's end ends the body, and is the reason of whatever the body raises then."""
+
+    async def cancel() -> None:
+        await server.ended.wait()
+        used.cancel()
+
+    with anyio.CancelScope() as used:
+        tasks.start_soon(cancel)
+        try:
+            yield
+        except Exception as error:
+            if server.ended.is_set():
+                raise await _failed(server, server.how) from error
+            raise
+    if used.cancelled_caught:
+        raise await _failed(server, server.how)
+
+
+async def _failed(server: RunningServer, how: str) -> ServerFailed:
+    tail = ""
+    with anyio.CancelScope(shield=True):
+        tail = await anyio.to_thread.run_sync(server.tail)
+    return ServerFailed(f"{server.name} (pid {server.pid}) {how}\n\nThe end of {server.log}:\n\n{tail}")

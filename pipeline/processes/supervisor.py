@@ -1,0 +1,389 @@
+"""The parent's side of a stage that runs in processes: children are started, watched, started anew, and stopped.
+
+A child is watched by a pidfd, which says the moment it ends and can never mean another process; only what was started
+here is ever signalled. To stop: SIGTERM, a deadline, SIGKILL. A child that dies is replaced as often as its placement
+allows; one whose stage raised ends the run. Knows processes, not what they hold: that is noted by `Books`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from ..causes import first_cause
+from ..channels.shared_memory import scratch
+from ..channels.socket_directory import sweep
+from ..errors import WorkerFailed
+from ..statistics import WorkerState, WorkerStatistics
+from ..telemetry import get_logger
+from .placement import Processes
+from .worker import refuse_while_importing_main
+from .worker_messages import Connected, Failed, Finished, Orders, Serving, Word, words
+
+__all__ = ["Supervisor"]
+
+log = get_logger("penstock.pipeline")
+
+READ_BYTES = 64 * 1024
+
+R = TypeVar("R")
+
+Feed: TypeAlias = Callable[[str, str], Awaitable[None]]
+"""What a middle stage's worker is fed with while it lives: (name of the worker, URL that it serves)."""
+
+
+class Attendant(Protocol):
+    """Who keeps the books of the workers."""
+
+    def open(self, worker: str) -> int:
+        """`worker` is about to be started; returns a page for its counters as a descriptor that the caller closes."""
+        ...
+
+    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
+        """`worker` is no more; where it never `connected`, there is nothing of it to be received."""
+        ...
+
+
+def _pickled(stage: object) -> int:
+    """An anonymous file with two pickles: how to prepare a child's interpreter, and the stage. Blocks."""
+    pickled = pickle.dumps(stage)
+    job = scratch("job")
+    with open(job, "wb", closefd=False) as file:
+        file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
+        file.write(pickled)
+    return job
+
+
+def _preparation(*, with_main: bool) -> dict[str, Any]:
+    """How a child's interpreter becomes like this one; its script is imported there only if the stage needs it."""
+    preparation = multiprocessing.spawn.get_preparation_data("penstock worker")
+    unwanted = {"authkey", "start_method", "log_to_stderr", "log_level"}
+    if not with_main:
+        unwanted |= {"init_main_from_name", "init_main_from_path"}
+    return {key: value for key, value in preparation.items() if key not in unwanted}
+
+
+class _Child:
+    """One process that was started here, until it has been reaped."""
+
+    def __init__(self, orders: Orders, popen: subprocess.Popen[bytes], word: int) -> None:
+        self.orders = orders
+        self.pid = popen.pid
+        self.state: WorkerState = "starting"
+        self.connected = False
+        """Whether it has come so far that its stage began."""
+        self.finished = False
+        """Whether its stage returned."""
+        self.failure: Failed | None = None
+        """What its stage raised."""
+        self.done = anyio.Event()
+        """Set when the stage returned or raised: the process is about to end."""
+        self.serving = anyio.Event()
+        """Set when records may be sent to `url`."""
+        self.url = ""
+        self.given_up = ""
+        """Why it was killed although it had not been told to stop; empty where it was not."""
+        self._popen = popen
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._word = word
+        self._buffer = bytearray()
+        os.set_blocking(word, False)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not been reaped."""
+        return self._popen.returncode is None
+
+    async def exited(self) -> None:
+        """Wait until the process is no more, and reap it."""
+        if self.running:
+            await anyio.wait_readable(self._pidfd)
+            self._popen.poll()
+
+    async def hear(self) -> None:
+        """Take in what it says until it ends."""
+        while self._read():
+            await anyio.wait_readable(self._word)
+
+    def hear_rest(self) -> None:
+        """Take in what it said last."""
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Take in what is there; returns whether there may be more later."""
+        try:
+            read = os.read(self._word, READ_BYTES)
+        except BlockingIOError:
+            return self.running
+        self._buffer += read
+        for word in words(self._buffer):
+            self._heed(word)
+        return bool(read)
+
+    def _heed(self, word: Word) -> None:
+        match word:
+            case Connected():
+                self.state, self.connected = "running", True
+            case Serving(url):
+                self.url = url
+                self.serving.set()
+            case Finished():
+                self.finished = True
+                self.done.set()
+            case Failed():
+                self.failure = word
+                self.done.set()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this process and to no other."""
+        if self.running:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def give_up(self, why: str) -> None:
+        """It is of no more use."""
+        if self.running:
+            self.given_up = why
+            self.signal(signal.SIGKILL)
+
+    async def stop(self, within_s: float) -> None:
+        """Have it end: SIGTERM, a deadline, SIGKILL. Not to be cancelled."""
+        with anyio.CancelScope(shield=True):
+            self.signal(signal.SIGTERM)
+            with anyio.move_on_after(within_s) as deadline:
+                await self.exited()
+            if deadline.cancelled_caught:
+                log.warning("worker_killed", worker=self.orders.name, pid=self.pid, waited_s=within_s)
+                self.signal(signal.SIGKILL)
+                await self.exited()
+
+    @property
+    def left_in_a_hurry(self) -> bool:
+        """Whether the sockets that it served may still lie about."""
+        return bool(self.orders.inbox_kind) and not self.finished and self.failure is None
+
+    @property
+    def how(self) -> str:
+        """How it ended, for people."""
+        who = f"{self.orders.name} (pid {self.pid})"
+        status = self._popen.returncode
+        if self.finished:
+            return f"swallowed by {who}"
+        if self.failure is not None:
+            return f"{who} {self.failure.error}"
+        if self.given_up and status == -signal.SIGKILL:  # else it was dying already, and only slow at it
+            return f"{who} {self.given_up}; it was killed"
+        if status is not None and status < 0:
+            return f"{who} was killed by {_signal_name(-status)}"
+        return f"{who} exited with status {status} before its stage had returned"
+
+    def close(self) -> None:
+        """Let go of descriptors; the process must have been reaped."""
+        os.close(self._pidfd)
+        os.close(self._word)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {number}"
+
+
+class _Starter:
+    """Starts the processes of one stage. The stage is pickled once, into an anonymous file that every child inherits.
+
+    It has a thread of its own: a child is killed when the thread that started it ends, so it must be one that stays.
+    """
+
+    def __init__(self, stage: object) -> None:
+        self._stage = stage
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
+        self._job = -1
+
+    async def __aenter__(self) -> Self:
+        self._job = await self._in_thread(_pickled, self._stage)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        os.close(self._job)
+        self._thread.shutdown(wait=False)
+
+    async def start(self, orders: dict[str, Any]) -> _Child:
+        """A process that follows `orders`, which lack what is known here only."""
+        return _Child(*await self._in_thread(self._popen, orders))
+
+    async def _in_thread(self, function: Callable[..., R], *arguments: Any) -> R:
+        """Call a function that blocks. Not to be cancelled: a child that was started is never forgotten."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    def _popen(self, orders: dict[str, Any]) -> tuple[Orders, subprocess.Popen[bytes], int]:
+        hears, says = os.pipe2(os.O_CLOEXEC)
+        try:
+            filled = Orders(parent=os.getpid(), job=self._job, word=says, **orders)
+            popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
+                _command(filled),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(filled.job, filled.account, filled.word),
+                process_group=0,
+            )
+        except BaseException:
+            os.close(hears)
+            raise
+        finally:
+            os.close(says)
+        return filled, popen, hears
+
+
+class Supervisor:
+    """The workers of one stage."""
+
+    def __init__(self, name: str, stage: object, on: Processes, attendant: Attendant) -> None:
+        self._name = name
+        self._stage = stage
+        self._on = on
+        self._attendant = attendant
+        self._children: dict[int, _Child] = {}
+        """The last process of each worker, by index."""
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """The workers now."""
+        return tuple(self._statistics(index) for index in range(self._on.count))
+
+    def _statistics(self, index: int) -> WorkerStatistics:
+        child = self._children.get(index)
+        return WorkerStatistics(
+            name=self._name_of(index),
+            pid=child.pid if child else None,
+            state=child.state if child else "starting",
+            restarts=child.orders.incarnation if child else 0,
+        )
+
+    def _name_of(self, index: int, incarnation: int = 0) -> str:
+        restarted = f", restart {incarnation}" if incarnation else ""
+        return f"{self._name} {index + 1}/{self._on.count}{restarted}"
+
+    def give_up(self, worker: str, why: str) -> None:
+        """`worker` is there, and of no more use: it is killed, and replaced as often as that is allowed."""
+        for child in self._children.values():
+            if child.orders.name == worker:
+                child.give_up(why)
+
+    async def run(self, channels: dict[str, Any], feed: Feed | None = None) -> None:
+        """Run the workers until the stage has returned in all of them.
+
+        Args:
+            channels: the part of the workers' `Orders` that says what they are connected to.
+            feed: sends records to a worker that serves an inbox of its own.
+
+        Raises:
+            WorkerFailed: the stage raised in a worker, or a worker died once too often.
+        """
+        refuse_while_importing_main()
+        try:
+            async with _Starter(self._stage) as starter, anyio.create_task_group() as tasks:
+                for index in range(self._on.count):
+                    orders = channels | {"index": index, "count": self._on.count}
+                    tasks.start_soon(self._keep, starter, orders, feed)
+        except BaseExceptionGroup as group:
+            raise first_cause(group, WorkerFailed) from None
+
+    async def _keep(self, starter: _Starter, orders: dict[str, Any], feed: Feed | None) -> None:
+        """Have one worker run until its stage returns."""
+        incarnation = 0
+        while True:
+            child = await self._attend(starter, orders | {"incarnation": incarnation}, feed)
+            if child.finished:
+                return
+            if child.failure is not None:
+                raise WorkerFailed(f"{child.how}\n\nIn the worker:\n\n{child.failure.traceback}")
+            log.warning("worker_died", how=child.how, restarts_left=self._on.restarts - incarnation)
+            if incarnation == self._on.restarts:
+                raise WorkerFailed(f"{child.how}; it was to be started anew {self._on.restarts} times at most")
+            incarnation += 1
+
+    async def _attend(self, starter: _Starter, orders: dict[str, Any], feed: Feed | None) -> _Child:
+        """Start one process and stay with it until it is no more."""
+        child = await self._start(starter, orders)
+        try:
+            await self._watch(child, feed)
+            self._attendant.ended(child.orders.name, child.how, connected=child.connected)
+        finally:
+            child.close()
+        return child
+
+    async def _start(self, starter: _Starter, orders: dict[str, Any]) -> _Child:
+        name = self._name_of(orders["index"], orders["incarnation"])
+        page = self._attendant.open(name)
+        try:
+            child = await starter.start(orders | {"name": name, "stage": self._name, "account": page})
+        except BaseException:
+            self._attendant.ended(name, f"{name} could not be started", connected=False)
+            raise
+        finally:
+            os.close(page)
+        self._children[orders["index"]] = child
+        log.info("worker_started", worker=name, pid=child.pid)
+        return child
+
+    async def _watch(self, child: _Child, feed: Feed | None) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child.hear)
+            tasks.start_soon(self._hurry, child)
+            if feed is not None:
+                tasks.start_soon(self._feed, child, feed)
+            try:
+                await child.exited()
+            finally:
+                await self._stop(child)
+                tasks.cancel_scope.cancel()
+
+    async def _hurry(self, child: _Child) -> None:
+        """A process whose stage is done has to end in time."""
+        await child.done.wait()
+        await anyio.sleep(self._on.stop_within_s)
+        log.warning("worker_lingers", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_within_s)
+        child.signal(signal.SIGKILL)
+
+    async def _feed(self, child: _Child, feed: Feed) -> None:
+        await child.serving.wait()
+        await feed(child.orders.name, child.url)
+
+    async def _stop(self, child: _Child) -> None:
+        """Whatever happened: the process ends, and is remembered as what it was."""
+        if child.running:
+            child.state = "stopping"
+            await child.stop(self._on.stop_within_s)
+        child.hear_rest()
+        if child.left_in_a_hurry:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(sweep)
+        if child.state == "stopping" or child.finished:
+            child.state = "finished"
+        else:
+            child.state = "failed" if child.failure else "dead"
+
+
+def _command(orders: Orders) -> list[str]:
+    """The interpreter of this process, with the same flags and the same module path, as a worker."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 (as multiprocessing does)
+    path = [str(entry) or os.getcwd() for entry in sys.path]  # noqa: PTH109 (a string is wanted)
+    code = f"import sys; sys.path[:] = {path!r}; from penstock.pipeline.processes.worker import main; main(sys.argv[1])"
+    return [sys.executable, *flags, "-c", code, msgspec.json.encode(orders).decode()]

@@ -1,0 +1,266 @@
+"""The child's side of a process that runs a stage: what it is told, what it tells, and how it ends.
+
+A worker is born of `subprocess.Popen`, never of a fork. It inherits three descriptors: the job (an anonymous file with
+the pickled stage, written by the parent that started it), the page of its ledger's account, and a pipe on which it
+tells the parent what became of it. It dies when its parent dies, ends when it gets SIGTERM, and leaves Ctrl-C to its
+parent. Nothing that it tells is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from multiprocessing import spawn
+from types import TracebackType
+from typing import Any
+
+import anyio
+import msgspec
+
+from ...schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..causes import consists_of, sole_cause
+from ..channels.carriers import connect, serve
+from ..channels.remote_sender import RemoteSender
+from ..context import Context, Worker, entered
+from ..errors import StageFailed
+from ..joint import Outbox, Passage
+from ..ledger import EndState, Ledger
+from ..telemetry import Metrics, telling_waits
+from .account import Account
+from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed
+
+__all__ = ["main", "refuse_while_importing_main"]
+
+LONGEST_TRACEBACK = 32_000
+"""Characters: what a worker tells fits its pipe, so that telling never blocks."""
+
+NEWS_EVERY_S = 0.1
+"""How often at most observations are passed on, always together with a record."""
+
+PR_SET_PDEATHSIG = 1
+
+
+class _ReportingLedger(Ledger):
+    """The books of a middle stage's worker: they keep nothing, the parent's hold every trajectory that is here."""
+
+    def __init__(self) -> None:
+        super().__init__(admits_on_end=True)
+        self.endings: list[Ending] = []
+        """What the parent has not been told yet."""
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        """Count trajectories out, and tell the parent."""
+        ids = what.ids if isinstance(what, TrajectoryGroup) else list(what)
+        super().end(ids, state, reason)
+        by_group: dict[GroupId, list[int]] = {}
+        for trajectory in ids:
+            by_group.setdefault(trajectory.group, []).append(trajectory.repetition_id)
+        self.endings += [Ending(group, repetitions, state, reason) for group, repetitions in by_group.items()]
+
+
+# -- beginning and end ---------------------------------------------------------------------------------------------
+
+_importing_main = False
+
+
+def refuse_while_importing_main() -> None:
+    """A worker that imports its parent's script must not begin the run anew.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    if _importing_main:
+        raise RuntimeError(
+            "a worker imported the script that started it, and the script ran a pipeline: "
+            "expected the run to stand under `if __name__ == '__main__':`"
+        )
+
+
+def main(encoded: str) -> None:
+    """Run a stage as `encoded`, the `Orders`, say."""
+    orders = msgspec.json.decode(encoded, type=Orders)
+    _die_with(orders.parent)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
+    for fd in (orders.job, orders.account, orders.word):
+        os.set_inheritable(fd, False)
+    try:
+        stopped = anyio.run(_run, _load(orders.job), orders)
+    except BaseException as error:
+        cause = sole_cause(error)
+        _tell(orders, Failed(_told(cause), _traceback(cause)))
+        if not isinstance(cause, Exception):
+            raise
+        sys.exit(1)
+    if stopped:
+        _end_by_sigterm()
+    _tell(orders, Finished())
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; leave at once where it has already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_by_sigterm() -> None:
+    """Everything is closed: end as whoever sent SIGTERM expects to see it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _load(job: int) -> Any:
+    """The stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
+    global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
+    file = io.BytesIO(os.pread(job, os.fstat(job).st_size, 0))  # siblings share the descriptor's position
+    os.close(job)
+    preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
+    _importing_main = True
+    spawn.prepare(preparation)
+    _importing_main = False
+    return pickle.load(file)  # noqa: S301 (as above)
+
+
+def _told(error: BaseException) -> str:
+    """What happened, as the end of a sentence that begins with the worker's name."""
+    if isinstance(error, StageFailed):  # within a fragment
+        return f"failed: {error}"
+    return "raised " + "".join(traceback.format_exception_only(error)).strip()
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the stage on: how it came to be called says nothing."""
+    error.__traceback__ = _from_the_stage_on(error.__traceback__)
+    text = "".join(traceback.format_exception(error))
+    return text if len(text) <= LONGEST_TRACEBACK else "…" + text[-LONGEST_TRACEBACK:]
+
+
+def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
+    start, frame = frames, frames
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == __file__ and frame.tb_next is not None:
+            start = frame.tb_next
+        frame = frame.tb_next
+    return start
+
+
+def _tell(orders: Orders, word: Word) -> None:
+    with suppress(BrokenPipeError):
+        os.write(orders.word, framed(word))
+
+
+# -- running the stage ---------------------------------------------------------------------------------------------
+
+
+async def _run(stage: Any, orders: Orders) -> bool:
+    """Run `stage` until it returns or SIGTERM comes; returns whether it was SIGTERM."""
+    with mmap.mmap(orders.account, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
+        account = Account(page, orders.name)
+        ledger = _ReportingLedger() if orders.inbox_kind else Ledger(account)
+        context = Context(ledger, Metrics(), Worker(orders.index, orders.count, orders.incarnation))
+        try:
+            with entered(context):
+                await _run_connected(stage, orders, context)
+        finally:
+            account.close()
+    return scope.cancel_called
+
+
+class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
+    """Within the body SIGTERM cancels `scope`."""
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._scope.cancel)
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
+    async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, silence_s=None) as sender:
+        _tell(orders, Connected())
+        sender.on_ended(context.ledger.settle)
+        news = _Newsagent(sender, context)
+        admits_to = None if orders.inbox_kind else context.ledger
+        outbox = Outbox(sender.clone(), Passage(admits_to, on_sent=news.pass_on_if_due))
+        try:
+            if orders.inbox_kind:
+                async with _served(orders) as inbox:
+                    with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
+                        await stage.run(inbox, outbox)
+            else:
+                with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
+                    await stage.run(outbox)
+        except Exception as error:
+            if not consists_of(error, sender.failure):
+                raise
+            # The parent's stage has had enough: this one is done too.
+        finally:
+            news.pass_on()
+            await outbox.close_all()
+
+
+def _waited(outbox: Outbox[Any], inbox: Any = None) -> tuple[float, float]:
+    return inbox.statistics().waited_s if inbox else 0.0, outbox.waits[1]
+
+
+@asynccontextmanager
+async def _served(orders: Orders) -> AsyncIterator[Any]:
+    async with serve(
+        "shm://",
+        RECORDS[orders.inbox_kind],
+        capacity=orders.inbox_capacity,
+        capacity_bytes=orders.inbox_capacity_bytes,
+        max_senders=1,
+        name=orders.name,
+        silence_s=None,
+    ) as inbox:
+        _tell(orders, Serving(inbox.url))
+        yield inbox
+
+
+class _Newsagent:
+    """Passes on what the stage observed and what it dropped."""
+
+    def __init__(self, sender: RemoteSender[Any], context: Context) -> None:
+        self._sender = sender
+        self._context = context
+        self._last = 0.0
+        self._reasons: dict[str, dict[str, int]] = {}
+        """What was told last."""
+
+    def pass_on_if_due(self) -> None:
+        """After a record, but not after each of many."""
+        now = time.monotonic()
+        if now - self._last >= NEWS_EVERY_S:
+            self._last = now
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Everything since the last time."""
+        metrics, ledger = self._context.metrics, self._context.ledger
+        endings: list[Ending] = []
+        reasons: dict[str, dict[str, int]] = {}
+        if isinstance(ledger, _ReportingLedger):
+            endings, ledger.endings = ledger.endings, []
+        else:
+            reasons = ledger.balance().reasons
+        observations = metrics.take() if metrics else None
+        if observations is not None or endings or reasons != self._reasons:
+            self._reasons = reasons
+            self._sender.tell(msgspec.msgpack.encode(News(observations, endings, reasons)))

@@ -1,0 +1,131 @@
+"""What a worker and its parent tell each other, apart from the records: orders, words, and news.
+
+Orders travel on the command line, words on an inherited pipe, news with the records on their channel. Only the stage
+itself is pickled, from the parent to the child that it starts; what a child says is strictly decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from ...schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..ledger import EndState
+from ..telemetry import Observations
+
+__all__ = [
+    "RECORDS",
+    "Connected",
+    "Ending",
+    "Failed",
+    "Finished",
+    "News",
+    "Orders",
+    "Serving",
+    "Word",
+    "framed",
+    "words",
+]
+
+RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
+    record.schema.kind: record for record in (TrajectoryGroup, TrainBatch)
+}
+"""What travels between processes, by the name that is told to a worker."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told on its command line."""
+
+    name: str
+    """`SourceEnv 2/4`."""
+    stage: str
+    """`SourceEnv`."""
+    parent: int
+    """Process id of the parent."""
+    job: int
+    """Descriptor of the pickled stage."""
+    account: int
+    """Descriptor of the page for the ledger's counters."""
+    word: int
+    """Descriptor of the pipe to the parent."""
+    outbox_url: str
+    outbox_kind: str
+    inbox_kind: str
+    """Empty for a source."""
+    inbox_capacity: int
+    inbox_capacity_bytes: int
+    index: int
+    count: int
+    incarnation: int
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """The worker is up; its stage begins."""
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """The worker of a middle stage: records may be sent to this URL."""
+
+    url: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The stage returned, and the receiver has everything that it sent."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The stage raised."""
+
+    error: str
+    """`raised ValueError: the message`."""
+    traceback: str
+
+
+Word = Connected | Serving | Finished | Failed
+"""What a worker tells its parent on the pipe, each as a 4-byte length and msgpack."""
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """Trajectories that the worker of a middle stage dropped."""
+
+    group: GroupId
+    repetitions: list[int]
+    state: EndState
+    reason: str
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker passes on with its records."""
+
+    observations: Observations | None
+    endings: list[Ending]
+    """From a middle stage's worker: what it dropped since the last news."""
+    reasons: dict[str, dict[str, int]]
+    """From a source's worker: why trajectories ended there, by state, since it began."""
+
+
+_LENGTH_BYTES = 4
+
+_decode = msgspec.msgpack.Decoder(Word).decode
+
+
+def framed(word: Word) -> bytes:
+    """`word` as it travels on the pipe."""
+    encoded = msgspec.msgpack.encode(word)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+
+
+def words(buffer: bytearray) -> Iterator[Word]:
+    """Take every word that is complete out of `buffer`.
+
+    Raises:
+        msgspec.DecodeError: what lies there is no word.
+    """
+    while len(buffer) >= _LENGTH_BYTES:
+        end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+        if len(buffer) < end:
+            return
+        encoded = bytes(buffer[_LENGTH_BYTES:end])
+        del buffer[:end]
+        yield _decode(encoded)

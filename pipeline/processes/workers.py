@@ -1,0 +1,154 @@
+"""A stage in processes, as the run sees it: its workers, their books, and the channels that lead to and from them.
+
+Behind the workers is one channel, on which all of them send. Before each worker of a middle stage is one of its own:
+records are handed on as the workers have credit for them, so a slow worker gets fewer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+
+from ..channels.carriers import connect, serve
+from ..channels.channel import ReceiveChannel, SendChannel
+from ..channels.remote_receiver import RemoteReceiver
+from ..channels.silence import DEFAULT_SILENCE_S
+from ..context import Context
+from ..errors import NobodyListens
+from ..joint import Passage
+from ..link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, carried
+from ..statistics import WorkerStatistics
+from ..telemetry import WaitsHeard
+from .placement import Processes
+from .supervisor import Supervisor
+from .worker_books import RelayBooks, SourceBooks
+
+__all__ = ["Workers"]
+
+HELD_OPEN = 2**62
+"""Senders that a channel behind workers waits for: so many never come; when the last worker is done, none is awaited.
+Workers die and are started anew, so how many will have come and gone is not known before."""
+
+SILENCE_S = DEFAULT_SILENCE_S
+"""How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
+for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
+
+_WORKER_GONE = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
+"""What a feed meets when its worker dies; that it died, and how, the supervisor says."""
+
+
+class Workers:
+    """The workers of one stage."""
+
+    def __init__(
+        self, link: Link, on: Processes, context: Context, passage: Passage, *, before: Link | None, after: Link
+    ) -> None:
+        self._link = link
+        self._on = on
+        self._after = after
+        """The stage that receives what they send."""
+        self._heard = WaitsHeard(context.metrics, link.name)
+        """Where their metrics arrive."""
+        self._feeder = None if before is None else _Feeder(before, RelayBooks(context.ledger, self._heard, passage))
+        """Hands records to them; None for a source."""
+        self._books = self._feeder.books if self._feeder else SourceBooks(context.ledger, self._heard, passage)
+        self._supervisor = Supervisor(link.name, link.stage, on, self._books)
+        self._books.on_silent = self._supervisor.give_up
+        self._outlet: RemoteReceiver[Any]
+        """Where they send; open within `serve`."""
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[RemoteReceiver[Any]]:
+        """Open the channel on which they send, for the stage after them."""
+        async with serve(
+            "shm://",
+            carried(self._link.stage),
+            capacity=self._after.capacity or REMOTE_CAPACITY,
+            capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
+            senders=HELD_OPEN,
+            max_senders=self._on.count * (2 if self._on.restarts else 1),
+            listener=self._books,
+            name=self._after.name,
+            silence_s=SILENCE_S,
+        ) as self._outlet:
+            yield self._outlet
+
+    async def run(self, inbox: ReceiveChannel[Any] | None) -> None:
+        """Run them until all have finished, on the records of `inbox`, within `serve`.
+
+        Raises:
+            WorkerFailed: the stage raised in a worker, or a worker died once too often.
+        """
+        feed = None
+        if self._feeder is not None and inbox is not None:
+            self._feeder.inbox, feed = inbox, self._feeder.feed
+        await self._supervisor.run(self._channels(self._outlet.url), feed)
+        self._outlet.expect(-HELD_OPEN)
+
+    def _channels(self, outbox_url: str) -> dict[str, Any]:
+        """What the workers are told about their channels."""
+        return {
+            "outbox_url": outbox_url,
+            "outbox_kind": carried(self._link.stage).schema.kind,
+            "inbox_kind": self._feeder.record_type.schema.kind if self._feeder else "",
+            "inbox_capacity": self._link.capacity or REMOTE_CAPACITY,
+            "inbox_capacity_bytes": self._link.capacity_bytes or REMOTE_CAPACITY_BYTES,
+        }
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """The workers now."""
+        return self._supervisor.statistics()
+
+    @property
+    def waited(self) -> tuple[float, float]:
+        """Seconds that they have waited, added up, for records and for credit, as they told with their last records."""
+        return self._heard.waited
+
+    def close(self) -> None:
+        """The run is over: what they still hold is lost."""
+        self._books.close()
+        if self._feeder is not None:
+            self._feeder.close()
+
+
+class _Feeder:
+    """Hands records to the workers of a middle stage."""
+
+    def __init__(self, before: Link, books: RelayBooks) -> None:
+        self.books = books
+        self.record_type = carried(before.stage)
+        self.inbox: ReceiveChannel[Any]
+        """Where the records come from; all workers share it."""
+        self._unhanded: deque[Any] = deque()
+        """Records that could not be handed to a worker because it died: the next one gets them."""
+
+    async def feed(self, worker: str, url: str) -> None:
+        """Hand records to `worker`, which serves `url`, until there are no more, or it is gone."""
+        with suppress(*_WORKER_GONE):
+            async with connect(url, self.record_type, name=f"feed of {worker}", silence_s=None) as outbox:
+                while (record := await self._next()) is not None:
+                    await self._hand(worker, record, outbox)
+                    del record  # what is handed on must not hold its slots until the next one comes
+
+    async def _next(self) -> Any:
+        if not self._unhanded:
+            with suppress(anyio.EndOfStream):
+                return await self.inbox.receive()
+        return self._unhanded.popleft() if self._unhanded else None
+
+    async def _hand(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
+        self.books.handed(worker, record)
+        try:
+            await outbox.send(record)
+        except BaseException:
+            self.books.returned(worker, record)
+            self._unhanded.append(record)
+            raise
+
+    def close(self) -> None:
+        """Nobody will get what could not be handed over: let go of the slots that it lies in."""
+        self._unhanded.clear()

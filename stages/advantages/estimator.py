@@ -1,0 +1,182 @@
+"""From the columns of a handful to its advantages: which rewards count, and which formula makes advantages of them.
+
+The formulas stand in `advantages` and `returns`. Here they are given what they need, and what they are given is held to
+being finite: what is masked is left out before that, so that it reaches no statistic whatever it is.
+
+Axes: B sequences, G groups, N tokens, M steps (see `returns`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..handful import Handful
+from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from .presets import Preset
+from .returns import Steps, discounted_sums, generalized_advantages, last_places
+
+__all__ = ["BY_TOKEN", "Estimate", "Estimator", "RewardLevel"]
+
+RewardLevel: TypeAlias = Literal["sequence", "token", "both"]
+"""Which rewards count: those of sequences, those of tokens, or their sum."""
+
+BY_TOKEN: tuple[Mode, ...] = ("reinforce++", "gae")
+"""Modes that give each token an advantage of its own."""
+
+Floats: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+
+class Estimate(NamedTuple):
+    """What was made of a handful."""
+
+    advantages: Floats
+    """[B], or [N] in the modes `BY_TOKEN`."""
+    trains: Flags
+    """[B] or [N], which of them train."""
+    groups: Groups
+    seen: RunningStatistics
+    """What was seen before, and in mode `global` this too."""
+
+
+class Compared(NamedTuple):
+    """Rewards that are compared."""
+
+    values: Floats
+    """[B]."""
+    magnitudes: Floats
+    """[B] how much was added up to each: noise is a share of that."""
+    counted: Flags
+    """[B] which enter the statistics."""
+
+    def kept(self) -> tuple[Floats, Floats]:
+        """Values and magnitudes of those that are counted."""
+        return self.values[self.counted], self.magnitudes[self.counted]
+
+    def beside(self, sizes: NDArray[np.int64], noise: float) -> Groups:
+        """The same, in groups of `sizes` sequences."""
+        return Groups(self.values, self.counted, sizes, magnitudes=self.magnitudes, noise=noise)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """How advantages are made."""
+
+    mode: Mode
+    level: RewardLevel
+    gamma: float
+    gae_lambda: float
+    whitens: bool
+    """Whether advantages of tokens are whitened over the handful."""
+    preset: Preset
+
+    def estimate(self, handful: Handful, seen: RunningStatistics) -> Estimate:
+        """Advantages, neither clipped nor spread; mode `global` compares with everything `seen` before, and this.
+
+        Raises:
+            InvalidRecord: something that is needed is missing or not finite; the message names whose.
+        """
+        live = handful.live()
+        rewards = self._compared(handful, live)
+        groups = rewards.beside(handful.sizes, self.preset.noise)
+        if self.mode in BY_TOKEN:
+            return Estimate(self._by_token(handful), handful.loss_mask, groups, seen)
+        if self.mode == "global":
+            seen = seen.including(*rewards.kept())
+        advantages = self._by_sequence(handful, rewards, groups, seen)
+        if self.mode == "reinforce++-baseline":
+            lengths = handful.completion_lengths()
+            compared = lengths if self.preset.masked_count else lengths * (groups.deviations > 0)[groups.owners]
+            advantages = self._whitened(advantages, compared, 0.0)
+        return Estimate(advantages, live, groups, seen)
+
+    # -- one a sequence ----------------------------------------------------------------------------------------------
+
+    def _compared(self, handful: Handful, live: Flags) -> Compared:
+        counted = np.ones_like(live) if self.preset.masked_count else live
+        magnitudes = self._magnitudes(handful)
+        if self.level == "sequence":
+            return Compared(handful.rewards(), magnitudes, counted)
+        by_token = self._token_rewards(handful)
+        return Compared(handful.sums(by_token), np.maximum(magnitudes, handful.sums(np.abs(by_token))), counted)
+
+    def _magnitudes(self, handful: Handful) -> Floats:
+        """[B] how much was added up to the reward of each sequence, where that counts."""
+        return np.zeros(len(handful.lengths)) if self.level == "token" else handful.magnitudes()
+
+    def _by_sequence(self, handful: Handful, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
+        match self.mode:
+            case "none":
+                return np.where(rewards.counted, rewards.values, 0.0)
+            case "global":
+                return seen.whitened(rewards.values, rewards.counted)
+            case "batch":
+                return self._against_batch(rewards, groups)
+            case "opo":
+                advantages = opo(groups, handful.completion_lengths())
+            case "grpo":
+                advantages = self._scaled(groups)
+            case "rloo":
+                advantages = rloo(groups)
+            case _:
+                advantages = dr_grpo(groups)
+        if self.mode not in self.preset.lone_keep:
+            return advantages
+        deviation = 1 + self.preset.epsilon if self.mode == "grpo" else 1.0
+        return np.where((groups.counts == 1)[groups.owners], rewards.values / deviation, advantages)
+
+    def _against_batch(self, rewards: Compared, groups: Groups) -> Floats:
+        batch = rewards.beside(np.array([len(rewards.values)]), self.preset.noise)
+        if self.preset.batch_deviation_only:
+            return groups.centred / (batch.deviations + self.preset.epsilon)
+        return self._scaled(batch)
+
+    def _scaled(self, groups: Groups) -> Floats:
+        advantages = grpo(groups, self.preset.epsilon)
+        if self.preset.least_deviation:
+            advantages[(groups.deviations <= self.preset.least_deviation)[groups.owners]] = 0.0
+        return advantages
+
+    # -- one a token -------------------------------------------------------------------------------------------------
+
+    def _by_token(self, handful: Handful) -> Floats:
+        preset, mask = self.preset, handful.loss_mask
+        observations = preset.gae if self.mode == "gae" else preset.returns
+        places, remaining = Steps.of(mask, handful.lengths, observations)
+        speak = np.ones_like(mask) if observations == "counted" else mask
+        rewards = np.where(speak, self._token_rewards(handful), 0.0)[places]
+        largest = max(np.abs(rewards).max(initial=0.0), self._magnitudes(handful)[handful.live()].max(initial=0.0))
+        if self.mode == "gae":
+            values = handful.column("values", speak)[places]
+            largest = max(largest, np.abs(values).max(initial=0.0))
+            advantages = generalized_advantages(rewards, values, self.gamma, self.gae_lambda, remaining)
+        else:
+            # where all of these are equal, each is the last reward of its chain: `largest` stands
+            advantages = discounted_sums(rewards, self.gamma, remaining)
+        if self.whitens:
+            advantages = self._whitened(advantages, mask[places], preset.noise * largest)
+        spread = np.zeros(len(mask))
+        spread[places] = advantages
+        return spread
+
+    def _whitened(self, values: Floats, weights: NDArray[np.int64] | Flags, least: float) -> Floats:
+        preset = self.preset
+        return whitened(
+            values, weights, least, epsilon=preset.token_epsilon, epsilon_of_variance=preset.token_epsilon_of_variance
+        )
+
+    # -- which rewards count -----------------------------------------------------------------------------------------
+
+    def _token_rewards(self, handful: Handful) -> Floats:
+        """[N] what each token was rewarded with; the reward of a sequence falls on its last token that counts."""
+        mask = handful.loss_mask
+        count = np.ones_like(mask) if self.preset.masked_count else mask
+        earned = np.zeros(len(mask)) if self.level == "sequence" else handful.column("token_rewards", count)
+        if self.level != "token":
+            last = last_places(count, handful.lengths)
+            earned[last[last >= 0]] += handful.rewards()[last >= 0]
+        return earned

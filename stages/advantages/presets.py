@@ -1,0 +1,93 @@
+"""What the trainer libraries compute where they differ from each other, and from us: ε, groups of one, what is masked.
+
+Read off the sources of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL (main of 2026), and compared with what the first
+three compute. σ has ddof = 1 in all of them. A preset gives their numbers in float64: the noise of their float32 sums
+(in verl seven rewards of 1/3 have advantages of 0.03) is left out, and where they raise or give NaN it gives 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from .formulas import EPSILON, NOISE, Mode
+from .returns import Observations
+
+__all__ = ["OURS", "PRESETS", "Library", "Preset"]
+
+Library: TypeAlias = Literal["verl", "skyrl", "trl", "roll"]
+"""Whose numbers are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """How advantages are made by one library."""
+
+    modes: tuple[Mode, ...]
+    """What it has."""
+    epsilon: float = EPSILON
+    """Added to σ where rewards are divided by it."""
+    token_epsilon: float = 0.0
+    """Added to σ where tokens are whitened."""
+    token_epsilon_of_variance: float = 1e-8
+    """Added to σ² where tokens are whitened."""
+    noise: float = 0.0
+    """The share of the largest reward by which equal ones may differ."""
+    least_deviation: float = 0.0
+    """A σ up to here counts as none: the advantages are 0."""
+    masked_count: bool = True
+    """Whether sequences without a token that trains enter the statistics, and tokens that do not train the reward of
+    their sequence; and whether groups in which nothing differs enter those of reinforce++-baseline."""
+    lone_keep: tuple[Mode, ...] = ()
+    """Where a group of one has μ = 0 and σ = 1, which leaves it its reward."""
+    returns: Observations
+    """What tokens that do not train are to reinforce++."""
+    gae: Observations
+    """What they are to gae."""
+    gae_is_whitened: bool = True
+    """Whether gae never comes without whitening."""
+    batch_deviation_only: bool = False
+    """Whether mode batch takes μ over the group, and only σ over the batch."""
+
+
+OURS = Preset(
+    modes=get_args(Mode),
+    token_epsilon=EPSILON,
+    token_epsilon_of_variance=0.0,
+    noise=NOISE,
+    masked_count=False,
+    returns="skipped",
+    gae="skipped",
+    gae_is_whitened=False,
+)
+"""The default."""
+
+PRESETS: dict[Library, Preset] = {
+    "verl": Preset(
+        modes=("grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "gae"),
+        lone_keep=("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"),
+        returns="skipped",
+        gae="skipped",
+    ),
+    "skyrl": Preset(
+        modes=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
+        lone_keep=("grpo", "dr_grpo"),
+        returns="severing",
+        gae="counted",
+    ),
+    "trl": Preset(
+        modes=("grpo", "dr_grpo", "rloo", "batch"),
+        epsilon=1e-4,
+        returns="skipped",
+        gae="skipped",
+        batch_deviation_only=True,
+    ),
+    "roll": Preset(
+        modes=("grpo", "dr_grpo", "batch", "reinforce++", "reinforce++-baseline", "gae"),
+        least_deviation=1e-6,
+        returns="blank",
+        gae="blank",
+        gae_is_whitened=False,
+    ),
+}
+"""By library."""

@@ -1,0 +1,382 @@
+"""Sampling at an inference server over HTTP: vLLM, SGLang, or another that speaks OpenAI's completions and returns ids.
+
+Prompts go as token ids, completions come as token ids, streamed, so that whoever stops listening has the server stop
+sampling. What fails in passing is tried again; what the server refuses is told at once. Knows no model and no
+environment; what each kind of server understands is in `inference_servers.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...pipeline.context import Worker, current
+from ...pipeline.errors import EngineRefused, InvalidConfig, PenstockError, ProtocolMismatch
+from ...pipeline.telemetry import get_logger
+from ..training.checkpoint import latest_checkpoint
+from .backoff import Backoff
+from .completion_stream import Events, StreamedCompletion
+from .gate import Gate, Reason
+from .inference_servers import SERVERS, Call, Server
+from .policies import Completion, Engine
+from .server_client import CONNECT_S, Failed, ServerClient
+
+__all__ = ["HttpEngine", "HttpPolicy"]
+
+log = get_logger("penstock.http_policy")
+
+UNDO_S = 30.0
+"""How long a server may take to sample again, once the pause that it was told of is given up."""
+
+SCHEME = "file://"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpPolicy:
+    """A recipe for sampling at an inference server."""
+
+    url: str
+    """Of the server, without a path: `http://127.0.0.1:8000`."""
+    model: str
+    """What the server calls the model."""
+    server: Server = "openai"
+    """Which server it is: `vllm` and `sglang` can be told to pause, to sleep and to take new weights."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+    concurrency: int = 64
+    """Requests at once; those beyond wait here, where they cost nothing."""
+    timeout_s: float = 600.0
+    """How long one attempt may take, from the request to the last token."""
+    backoff: Backoff = field(default_factory=Backoff)
+    """How often what fails in passing is tried, and how long is waited in between."""
+    tempered_logprobs: bool | None = None
+    """Whether the server's log-probabilities are those of the tempered distribution; by default what it does unless
+    told otherwise: SGLang yes, vLLM no (started with `--logprobs-mode processed_logprobs`: yes), others no."""
+    versions: Literal["told", "asked"] = "told"
+    """How the engine knows the version of the server's weights: from its own `update_weights`, or by asking the server
+    before every completion, where somebody else may have updated them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can never sample anything.
+
+        Raises:
+            InvalidConfig: naming the field.
+        """
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+            raise InvalidConfig(f"HttpPolicy.url: expected http://host:port without a path, got {self.url!r}")
+        if self.server not in SERVERS:
+            raise InvalidConfig(f"HttpPolicy.server: expected one of {', '.join(SERVERS)}, got {self.server!r}")
+        if self.concurrency < 1 or self.timeout_s <= 0 or self.backoff.attempts < 1:
+            raise InvalidConfig(f"HttpPolicy: expected concurrency, timeout_s and attempts above 0, got {self}")
+        if self.versions == "asked" and SERVERS[self.server].version is None:
+            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {self.server} cannot be asked')
+
+    @asynccontextmanager
+    async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
+        """Connect, and make sure that the server knows the model.
+
+        Raises:
+            NobodyListens: nothing answers at `url`.
+            EngineRefused: the server has another model.
+        """
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        connector = aiohttp.TCPConnector(limit=0)  # `concurrency` is the limit
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        jitter = random.Random(f"{worker.index} {worker.incarnation}")  # noqa: S311 (spreads retries, hides nothing)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+            client = ServerClient(self.url, session, self.backoff, timeout_s=self.timeout_s, random=jitter.random)
+            engine = HttpEngine(self, client)
+            await engine.check_model()
+            yield engine
+
+
+class HttpEngine:
+    """A client of one server; see `Engine`. One event loop uses it."""
+
+    def __init__(self, policy: HttpPolicy, client: ServerClient) -> None:
+        self._policy = policy
+        self._dialect = SERVERS[policy.server]
+        self._client = client
+        self._places = anyio.Semaphore(policy.concurrency)
+        self._gate = Gate()
+        """Every attempt at a completion passes it."""
+        self._one_at_a_time = anyio.Lock()
+        """Held by whoever changes what the server does."""
+        self._version = 0
+        """Of the weights, as far as it was told here."""
+        self._tempered = (
+            self._dialect.tempered_logprobs if policy.tempered_logprobs is None else policy.tempered_logprobs
+        )
+        self._told_of_logprobs = False
+        self._spoilt: str | None = None
+        """Why nobody knows what the server's weights are; None while they are those of a version."""
+
+    def __repr__(self) -> str:
+        state = " and ".join(sorted(self._gate.shut_for)) or ("weightless" if self._spoilt else "awake")
+        return f"<HttpEngine {self._policy.server} at {self._policy.url} {state}, version {self._version}>"
+
+    async def check_model(self) -> None:
+        """Make sure that the server knows the model.
+
+        Raises:
+            EngineRefused: listing those that it knows.
+        """
+        listed = await self._client.retried("/v1/models", lambda: self._client.answer("GET", "/v1/models"))
+        models = listed.get("data")
+        known = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+        if self._policy.model not in known:
+            raise EngineRefused(f"expected {self._policy.model!r} at {self._policy.url}, got {known}")
+
+    # -- completions ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        greedy: bool = False,
+    ) -> list[Completion]:
+        """One completion a prompt, in order; see `Engine.generate`. Cancelled, it has the server stop sampling them.
+
+        Raises:
+            ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
+            EngineRefused: the server will not sample this, or its weights could not be updated.
+            EngineTimedOut: it took too long, at every attempt.
+            EngineFailed: it failed, at every attempt.
+            NobodyListens: it was not there, at any attempt.
+            ProtocolMismatch: it answered with what is no completion, or with no token ids.
+        """
+        if max_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
+            lengths = [len(prompt) for prompt in prompts]
+            raise ValueError(
+                f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
+                f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
+            )
+        body = {"max_tokens": max_tokens, "temperature": 0.0 if greedy else temperature}
+        with_logprobs = greedy or temperature == 1 or self._tempered
+        completions: dict[int, Completion] = {}
+        failures: list[Exception] = []
+
+        async def complete(index: int, prompt: NDArray[np.int32]) -> None:
+            try:
+                async with self._places:
+                    completed = await self._completed(body | {"prompt": prompt.tolist()})
+                completions[index] = completed if with_logprobs else self._without_logprobs(completed)
+            except Exception as error:  # noqa: BLE001 (raised below: a task group would wrap it)
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for index, prompt in enumerate(prompts):
+                tasks.start_soon(complete, index, prompt)
+        if failures:
+            raise failures[0]
+        return [completions[index] for index in range(len(prompts))]
+
+    def _without_logprobs(self, completion: Completion) -> Completion:
+        """The server's are the model's own, and a completion's are those of the distribution that was sampled from."""
+        if not self._told_of_logprobs:
+            self._told_of_logprobs = True
+            log.warning("logprobs_left_out", reason="temperature is not 1, and the server's are not tempered")
+        return msgspec.structs.replace(completion, logprobs=None)
+
+    async def _completed(self, body: dict[str, Any]) -> Completion:
+        asked: dict[str, Any] = {"model": self._policy.model, "stream": True, "logprobs": 1}
+        encoded = msgspec.json.encode(asked | self._dialect.sampling | body)
+
+        async def attempt() -> Completion:
+            await self._gate.opened()
+            with self._gate.inside():
+                self._check_weights()
+                version = await self._version_now()
+                return (await self._streamed(encoded, body["max_tokens"])).completion(version)
+
+        completion = await self._client.retried("/v1/completions", attempt)
+        current().metrics.total("rollout/tokens", len(completion.tokens))
+        return completion
+
+    async def _streamed(self, body: bytes, max_tokens: int) -> StreamedCompletion:
+        said, events = StreamedCompletion(max_tokens), Events()
+        async with self._client.stream("/v1/completions", body) as pieces:
+            async for piece in pieces:
+                for data in events.feed(piece):
+                    said.take(data)
+        if not said.done:
+            raise Failed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
+        return said
+
+    def _check_weights(self) -> None:
+        if self._spoilt is not None:
+            raise EngineRefused(
+                f"expected a server with the weights of a version, got {self!r}, for an update failed: {self._spoilt}; "
+                f"call update_weights until it succeeds"
+            )
+
+    async def _version_now(self) -> int:
+        """A completion that is begun now is sampled with weights of this version, or newer ones."""
+        if self._policy.versions == "told" or self._dialect.version is None:
+            return self._version
+        told = (await self._client.answer("GET", self._dialect.version)).get("weight_version")
+        noted = "0" if told is None or told == "default" else str(told)
+        if not noted.isdecimal():
+            raise ProtocolMismatch(f"expected a number as weight_version of {self._policy.url}, got {told!r}")
+        return int(noted)
+
+    # -- weights and memory --------------------------------------------------------------------------------------------
+
+    async def update_weights(self, url: str, version: int) -> None:
+        """Have the server load weights from a folder that it can read, `file:///folder`; see `Engine`.
+
+        Of a WeightFolder it is the newest version, and of any other the folder as it is.
+
+        Raises:
+            EngineRefused: the server cannot, sleeps, or does not like the weights; or there is no such version.
+            PenstockError: it failed, or does not sample again. Unless it refused before it loaded anything, nobody
+                knows then what its weights are, and completions are refused until an update succeeds.
+        """
+        update = self._can("update", self._dialect.update)
+        if not url.startswith(f"{SCHEME}/"):
+            raise EngineRefused(f"expected weights in a folder that the server can read, file:///…, got {url}")
+        folder, found = await anyio.to_thread.run_sync(_newest, Path(url.removeprefix(SCHEME)), version)
+        async with self._one_at_a_time:
+            if "asleep" in self._gate.shut_for:
+                raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
+            async with self._held():
+                calls = update(str(folder), found)
+                if self._policy.versions == "asked" and self._dialect.set_version is not None:
+                    calls.append(self._dialect.set_version(found))
+                await self._load(calls)
+                self._version = found
+
+    async def _load(self, calls: list[Call]) -> None:
+        """Have the server load weights. If that fails halfway, completions are refused until it succeeds."""
+        untouched = self._spoilt is None and "weightless" not in self._gate.shut_for
+        await self._gate.shut("weightless")
+        try:
+            for call in calls:
+                await self._tell(call)
+                untouched = False
+            self._spoilt = None
+        except BaseException as error:
+            told = error.__cause__
+            if not (untouched and isinstance(told, Failed) and told.status in self._dialect.untouched):
+                self._spoilt = str(error) or "it was given up on"
+            raise
+        finally:
+            self._gate.open("weightless")
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncGenerator[None]:
+        """Nothing is sampled within the body. Once it has ended well, failing to go on is a failure."""
+        if "paused" in self._gate.shut_for:
+            yield
+            return
+        await self._shut("updating", self._dialect.pause, self._dialect.resume)
+        try:
+            yield
+            await self._tell(self._dialect.resume)
+        except BaseException:
+            await self._undo("updating", self._dialect.resume)
+            raise
+        self._gate.open("updating")
+
+    async def pause(self) -> None:
+        """Have the server sample nothing more; returns when what this engine asked for has come.
+
+        What other clients of the server asked for is finished first by vLLM, and waits in SGLang.
+        """
+        pause = self._can("pause", self._dialect.pause)
+        async with self._one_at_a_time:
+            await self._shut("paused", pause, self._dialect.resume)
+
+    async def resume(self) -> None:
+        """End the pause."""
+        async with self._one_at_a_time:
+            if "paused" in self._gate.shut_for:
+                await self._tell(self._dialect.resume)
+                self._gate.open("paused")
+
+    async def sleep(self) -> None:
+        """Have the server give its memory back, until `wake_up`."""
+        sleep = self._can("sleep", self._dialect.sleep)
+        async with self._one_at_a_time:
+            if "asleep" not in self._gate.shut_for:
+                await self._shut("asleep", sleep, self._dialect.wake_up)
+                if not self._dialect.keeps_weights_asleep:
+                    await self._gate.shut("weightless")
+
+    async def wake_up(self) -> None:
+        """Have the server take its memory back. Where it lost its weights, what is asked waits for `update_weights`."""
+        async with self._one_at_a_time:
+            if "asleep" in self._gate.shut_for:
+                await self._tell(self._dialect.wake_up)
+                self._gate.open("asleep")
+
+    async def _shut(self, reason: Reason, call: Call | None, undo: Call | None) -> None:
+        """Finish what was asked for, and tell the server; if that fails, all is as before."""
+        if reason in self._gate.shut_for:
+            return
+        await self._gate.shut(reason)
+        try:
+            await self._tell(call)
+        except BaseException:
+            await self._undo(reason, undo)
+            raise
+
+    async def _undo(self, reason: Reason, call: Call | None) -> None:
+        """After a failure, have the server sample again, if it is still there."""
+        try:
+            with anyio.fail_after(UNDO_S, shield=True):
+                await self._tell(call)
+        except (PenstockError, TimeoutError) as error:
+            why = str(error) or f"no answer within {UNDO_S:g} s"
+            log.warning("engine_not_resumed", url=self._policy.url, reason=why)
+        finally:
+            self._gate.open(reason)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _can(self, what: str, word: T | None) -> T:
+        if word is None:
+            raise EngineRefused(f"expected a server that can {what}, got {self!r}: say which `server` it is")
+        return word
+
+    async def _tell(self, call: Call | None) -> None:
+        if call is None:
+            return
+        body = msgspec.json.encode(call.body)
+        try:
+            answer = await self._client.retried(call.path, lambda: self._client.answer("POST", call.path, body))
+        except EngineRefused as error:
+            error.add_note(f"{self._policy.server} understands this where it was started with {self._dialect.needs}")
+            raise
+        if answer.get("success") is False:
+            raise EngineRefused(f"{self._client.url}{call.path}: {answer.get('message')}")
+
+
+def _newest(folder: Path, version: int) -> tuple[Path, int]:
+    """Where the newest version in `folder` is, and which it is. Blocks."""
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        return folder, version
+    found = int(newest.name.rpartition("-")[2])
+    if found < version:
+        raise EngineRefused(f"expected version {version} or newer in {folder}, got version {found}")
+    return newest, found

@@ -1,0 +1,158 @@
+"""Requests to one server over HTTP: what fails in passing is tried again, and every failure is told for what it is.
+
+An answer that is not read to its end is closed at once, which is how a server learns that nobody listens any more.
+Knows nothing about what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import aiohttp
+import anyio
+import msgspec
+
+from ...pipeline.context import current
+from ...pipeline.errors import (
+    EngineFailed,
+    EngineRefused,
+    EngineTimedOut,
+    NobodyListens,
+    PenstockError,
+    ProtocolMismatch,
+)
+from ...pipeline.telemetry import get_logger
+from .backoff import Backoff
+
+__all__ = ["CONNECT_S", "Failed", "ServerClient"]
+
+log = get_logger("penstock.server_client")
+
+CONNECT_S = 10.0
+"""How long a connection may take: a host that is there accepts at once, however busy its server is."""
+
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses that say: not now. All others above 399 say no."""
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """A server answered that it will not, or cannot now: with a status above 399, or in the midst of a stream."""
+
+    def __init__(self, status: int, told: str, retry_after: str | None = None) -> None:
+        super().__init__(f"{status}: {told}")
+        self.status = status
+        self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
+        """How long it wants to be left alone."""
+
+
+class ServerClient:
+    """A client of the server at `url`. One event loop uses it."""
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        backoff: Backoff,
+        *,
+        timeout_s: float,
+        random: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        """`random` and `sleep` make the pauses between attempts; an attempt may take `timeout_s`."""
+        self.url = url.rstrip("/")
+        self._session = session
+        self._backoff = backoff
+        self._timeout_s = timeout_s
+        self._random = random
+        self._sleep = sleep
+
+    async def retried(self, path: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What `attempt`, a request for `path`, returns; tried as often as it fails in passing.
+
+        Raises:
+            EngineRefused: the server will not.
+            EngineFailed: it failed, at every attempt.
+            EngineTimedOut: it took too long, at the last attempt.
+            NobodyListens: it was not there, at the last attempt.
+        """
+        pauses = self._backoff.pauses(self._random)
+        number = 0
+        while True:
+            number += 1
+            try:
+                return await attempt()
+            except (aiohttp.ClientError, OSError, Failed) as error:
+                failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}")
+                pause_s = next(pauses, None)
+                if isinstance(failure, EngineRefused) or pause_s is None:
+                    raise failure from error
+                wanted_s = error.retry_after_s if isinstance(error, Failed) else 0.0
+            log.warning("request_retried", reason=str(failure))
+            current().metrics.total("rollout/retries")
+            await self._sleep(max(pause_s, min(wanted_s, self._backoff.longest_s)))
+
+    def _told(self, error: Exception, where: str) -> PenstockError:
+        """What `error` means to whoever asked."""
+        match error:
+            case aiohttp.ClientConnectorError() | aiohttp.ServerTimeoutError():
+                return NobodyListens(f"{where}: nobody listens ({error})")
+            case TimeoutError():
+                return EngineTimedOut(f"{where}: expected an answer within {self._timeout_s:g} s, got none")
+            case Failed() if error.status not in PASSING:
+                return EngineRefused(f"{where}: {error}")
+            case Failed():
+                return EngineFailed(f"{where}: {error}")
+        return EngineFailed(f"{where}: {type(error).__name__}: {error}")
+
+    async def answer(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+        """What one request is answered with; nothing where that is no JSON object.
+
+        Raises:
+            ProtocolMismatch: it is not JSON.
+        """
+        async with self._response(method, path, body) as response:
+            answered = await response.read()
+        try:
+            answer = msgspec.json.decode(answered or b"{}")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            wanted = f"expected JSON from {self.url}{path}"
+            raise ProtocolMismatch(f"{wanted}, got {answered[:200]!r}: {error}") from None
+        return answer if isinstance(answer, dict) else {}
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """The bytes of one answer, as they come within the body."""
+        async with self._response("POST", path, body) as response:
+            yield response.content.iter_any()
+
+    @asynccontextmanager
+    async def _response(self, method: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"}
+        with anyio.fail_after(self._timeout_s):
+            async with self._session.request(method, self.url + path, data=body or None, headers=headers) as response:
+                try:
+                    await _check(response)
+                    yield response
+                except BaseException:
+                    response.close()
+                    raise
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status >= HTTPStatus.BAD_REQUEST:
+        raise Failed(response.status, _message(await response.read()), response.headers.get("Retry-After"))
+
+
+def _message(answered: bytes) -> str:
+    """What an answer says of an error, in the ways that servers say it."""
+    try:
+        answer = msgspec.json.decode(answered)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return answered[:500].decode(errors="replace").strip()
+    told = answer.get("error") or answer.get("message") or answer.get("detail") if isinstance(answer, dict) else answer
+    return str(told.get("message", told) if isinstance(told, dict) else told)[:500]

@@ -1,0 +1,214 @@
+"""Completions sampled from a torch model: many requests as one batch, a cache of keys and values, log-probabilities.
+
+Equal prompts, as those of a group, are read once. The weights may change between two tokens; whoever changes them says
+which version they are. Knows the model only by `CausalModel`, and nothing about where weights come from.
+
+Axes: B rows of a batch, b rows still being sampled, P tokens of the longest prompt, A of the largest allowance,
+M of the longest completion, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..training.causal_model import CausalModel, KVCache, causal_attend, positions_of
+
+__all__ = ["Batch", "Request", "Sampled", "generate"]
+
+FINISHED_SHARE = 0.25
+"""Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
+
+
+class Request(NamedTuple):
+    """One row to sample."""
+
+    prompt: NDArray[np.int32]
+    """Token ids, at least one."""
+    max_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False
+
+
+class Sampled(NamedTuple):
+    """What was sampled for a batch of requests; B rows, M tokens of the longest completion."""
+
+    tokens: NDArray[np.int32]
+    """[B, M]; row b counts up to lengths[b]."""
+    logprobs: NDArray[np.float32]
+    """[B, M] under the tempered distribution, or the model's own where greedy."""
+    lengths: NDArray[np.int64]
+    """[B] tokens of each completion, its end-of-sequence token included."""
+    ended: NDArray[np.bool_]
+    """[B] whether the last token is the end-of-sequence token."""
+    versions: NDArray[np.int64]
+    """[M] of the weights that the tokens of each position were sampled with."""
+
+
+def generate(
+    model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator, version: int = 0
+) -> Sampled:
+    """Sample one completion a request, all of them together.
+
+    Args:
+        model: on any device, in evaluation mode.
+        requests: at least one.
+        eos_id: the token that ends a completion.
+        generator: on the model's device.
+        version: of the model's weights, which stay as they are.
+    """
+    batch = Batch(model, requests, eos_id=eos_id, generator=generator)
+    while (sampled := batch.step(version)) is None:
+        pass
+    return sampled
+
+
+class Batch:
+    """Completions that are being sampled, one pass of the model after the other; the weights may change in between."""
+
+    def __init__(
+        self, model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator
+    ) -> None:
+        """As `generate`. Nothing is computed yet."""
+        self._model = model
+        self._requests = requests
+        self._eos_id = eos_id
+        self._generator = generator
+        self._rows: _Rows | None = None
+        """None before the first pass."""
+        self._chosen = torch.empty(0)
+        """[b] the tokens that were drawn last."""
+        self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        """For each position [b]: rows, tokens, log-probabilities."""
+        self._versions: list[int] = []
+
+    @torch.inference_mode()
+    def step(self, version: int) -> Sampled | None:
+        """Draw a token a row, with weights of `version`; all completions once the last has ended."""
+        if self._rows is None:
+            rows = self._rows = _Rows.of(self._requests, self._generator.device)
+            logits = rows.read_prompts(self._model, [request.prompt for request in self._requests])
+        else:
+            rows = self._rows
+            logits = rows.step(self._model, self._chosen)
+        self._versions.append(version)
+        chosen, logprob = rows.draw(logits, self._generator)
+        self._drawn.append((rows.live, chosen, logprob))
+        self._chosen = rows.drop_finished(chosen, (chosen == self._eos_id) | (rows.limits == len(self._versions)))
+        return None if len(self._chosen) else self._sampled()
+
+    def _sampled(self) -> Sampled:
+        shape = len(self._requests), len(self._versions)
+        tokens = torch.full(shape, self._eos_id, device=self._generator.device)
+        logprobs = torch.zeros(shape, device=self._generator.device)
+        for t, (rows, chosen, logprob) in enumerate(self._drawn):
+            tokens[rows, t], logprobs[rows, t] = chosen, logprob
+        limits = np.array([request.max_tokens for request in self._requests])
+        return _cut(tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy(), self._versions, limits, self._eos_id)
+
+
+def _cut(
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    versions: Sequence[int],
+    limits: NDArray[np.int64],
+    eos_id: int,
+) -> Sampled:
+    """Each row ends with its first end-of-sequence token, or at its limit."""
+    ends = tokens == eos_id
+    first = np.where(ends.any(axis=1), ends.argmax(axis=1), limits)
+    return Sampled(tokens, logprobs, np.minimum(first + 1, limits), first < limits, np.array(versions, np.int64))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows still being sampled, and those that finished and were not dropped yet."""
+
+    allowance: int
+    """A: tokens that any row may get at most."""
+    live: Tensor
+    """[b] int64, which request each row answers."""
+    limits: Tensor
+    """[b] int64 tokens that each row may get."""
+    inverse_temperature: Tensor
+    """[b, 1]."""
+    noise: Tensor
+    """[b, 1] 1 where a row is drawn, 0 where it is greedy."""
+    finished: Tensor
+    """[b] bool."""
+    visible: Tensor = field(init=False)
+    """[b, P + A] bool: keys a row may see, its padding on the left left out."""
+    position: Tensor = field(init=False)
+    """[b, 1] int64 position of the next token."""
+    cache: KVCache = field(init=False)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> _Rows:
+        greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
+        temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
+        return cls(
+            allowance=max(request.max_tokens for request in requests),
+            live=torch.arange(len(requests), device=device),
+            limits=torch.tensor([request.max_tokens for request in requests], device=device),
+            inverse_temperature=torch.where(greedy, 1.0, 1.0 / temperature),
+            noise=(~greedy).float(),
+            finished=torch.zeros(len(requests), dtype=torch.bool, device=device),
+        )
+
+    def read_prompts(self, model: CausalModel, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
+        """Read each different prompt once, then give every row its copy. Returns logits [b, V]."""
+        tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(prompts))
+        self.cache = model.new_cache(len(tokens), mask.shape[1] + self.allowance)
+        logits = model(tokens, positions=positions_of(mask), attend=causal_attend(mask), cache=self.cache)[:, -1]
+        self.cache.keep(owner)
+        self.position = mask.sum(dim=1, keepdim=True)[owner]
+        self.visible = torch.nn.functional.pad(mask[owner], (0, self.allowance), value=True)
+        return logits[owner]
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One token a row and its log-probability, [b] each, by the Gumbel trick."""
+        logprobs = torch.log_softmax(logits.float() * self.inverse_temperature, dim=-1)
+        gumbel = -torch.empty_like(logprobs).exponential_(generator=generator).log_()
+        chosen = (logprobs + gumbel * self.noise).argmax(dim=-1, keepdim=True)
+        return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
+
+    def drop_finished(self, chosen: Tensor, ended: Tensor) -> Tensor:
+        """Note which rows `ended` [b]; once enough have, go on without them. Returns `chosen` of the rows that stay."""
+        self.finished |= ended
+        count = int(self.finished.sum())
+        if count == len(self.finished):
+            return chosen[:0]
+        if count <= FINISHED_SHARE * len(self.finished):
+            return chosen
+        stay = (~self.finished).nonzero()[:, 0]
+        self.cache.keep(stay)
+        for name in ("live", "limits", "inverse_temperature", "noise", "finished", "visible", "position"):
+            setattr(self, name, getattr(self, name)[stay])
+        return chosen[stay]
+
+    def step(self, model: CausalModel, chosen: Tensor) -> Tensor:
+        """Feed one token a row. Returns logits [b, V]."""
+        attend = self.visible[:, None, : self.cache.length + 1]
+        logits = model(chosen[:, None], positions=self.position, attend=attend, cache=self.cache)[:, 0]
+        self.position = self.position + 1
+        return logits
+
+
+def _left_padded(
+    prompts: Sequence[NDArray[np.int32]],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """The different prompts as tokens and mask [U, P], padded on the left, and which of them each prompt is [B]."""
+    first: dict[bytes, int] = {}
+    owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
+    unique = [np.frombuffer(key, np.int32) for key in first]
+    lengths = np.array([len(prompt) for prompt in unique])
+    mask = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
+    tokens = np.zeros(mask.shape, np.int64)
+    tokens[mask] = np.concatenate(unique)
+    return tokens, mask, np.array(owner)

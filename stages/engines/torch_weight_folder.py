@@ -1,0 +1,254 @@
+"""Weights for samplers that share no memory with the trainer: a folder of versions, on a disk that both can see.
+
+A version is a directory that is there whole or not at all: a safetensors file, and a manifest that says whose it is,
+which tensors are in it, and what the file's hash is. The publisher holds a lock for as long as it lives; whoever reads
+finds out by it whether the publisher is still there. A version is read into memory, hashed on the way, and a model's
+tensors are views of that memory: one copy in each process.
+
+    async with WeightFolder("/shared/weights", model.state_dict()) as publisher:
+        await publisher.publish(model.state_dict(), version=0)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from ...pipeline.errors import WeightsInUse
+from ...pipeline.policy.engine_sync import Syncable, synced
+from ...pipeline.policy.weight_specs import Fused, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
+from ...pipeline.policy.weights import NO_VERSION
+from ...pipeline.telemetry import get_logger
+from ..training.checkpoint import write_checkpoint
+
+__all__ = ["MANIFEST", "OWNER", "SCHEME", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
+
+log = get_logger("penstock.weights")
+
+E = TypeVar("E", bound=Syncable)
+
+SCHEME = "file://"
+LOCK = "lock"
+OWNER = "publisher.json"
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+
+KEPT = 2
+"""Versions that stay: the newest, and the one that somebody may be reading."""
+
+CHUNK_BYTES = 4 * 2**20
+"""What is hashed at a time."""
+
+_WHOLE_FILE = struct.Struct("hhqqi4x")
+"""A lock (struct flock) of an open file: unlike flock, it works on NFS, and one can look at it without taking it."""
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Who publishes into a folder."""
+
+    name: str
+    generation: int
+    """Drawn when the folder was taken: versions that say another are another publisher's."""
+    tensors: tuple[TensorSpec, ...]
+    closed: bool = False
+    """Whether it said that there will be nothing newer."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a version is."""
+
+    version: int
+    generation: int
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+    xxh3: str
+    """Of the file of weights (128 bits, hexadecimal)."""
+
+
+class WeightFolder:
+    """Publishes versions of one set of tensors into a folder; as `WeightPublisher`, for samplers on other hosts."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        fused: Iterable[Fused] = (),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        name: str | None = None,
+    ) -> None:
+        """Prepare for tensors like these; they are not published yet. The arguments are those of `WeightPublisher`.
+
+        Raises:
+            TypeError: a value is no tensor, or has a dtype that does not travel.
+            WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names a dtype that does not travel.
+        """
+        self.folder = Path(folder).absolute()
+        self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
+        self._given = specs_of(tensors)
+        specs, self._parts = packed(cast_specs(self._given, cast), fused, "weights to publish")
+        self._owner = Owner(self.name, secrets.randbits(63), specs)
+        self._lock = -1
+        self._version = NO_VERSION
+        self._publishing = anyio.Lock()
+
+    def __repr__(self) -> str:
+        state = "open" if self._lock >= 0 else "closed"
+        return f"<WeightFolder {self.folder} {state}: version {self._version}>"
+
+    async def __aenter__(self) -> Self:
+        """Take the folder, which is made where there is none. What an earlier publisher left in it is removed.
+
+        Raises:
+            WeightsInUse: another publisher has it.
+            ValueError: it holds something else than published weights.
+            OSError: it cannot be had.
+        """
+        await anyio.to_thread.run_sync(self._take)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Say that there will be nothing newer. The last versions stay in the folder."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._leave)
+
+    @property
+    def url(self) -> str:
+        """Where samplers find it, on every host that sees the folder under this path."""
+        return f"{SCHEME}{self.folder}"
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published; −1 before the first."""
+        return self._version
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make `tensors` the newest weights; as `WeightPublisher.publish`.
+
+        Raises:
+            WeightsMismatch: the tensors are others than at construction; lists them all.
+            ValueError: `version` is not newer than the last.
+            anyio.ClosedResourceError: the folder was not taken.
+            OSError: the disk is full, say; the versions before stay.
+        """
+        async with self._publishing:
+            if self._lock < 0:
+                raise anyio.ClosedResourceError
+            fitted(self._given, specs_of(tensors), (), "weights to publish")
+            if version <= self._version:
+                raise ValueError(f"expected a version above {self._version}, got {version}")
+            await anyio.to_thread.run_sync(self._write, tensors, version)
+            self._version = version
+
+    def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
+        """Within the body `engine` is awake and has the newest version; as `WeightPublisher.sync`."""
+        return synced(self, engine)
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Refuse: nobody hears what happens in a folder.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"expected samplers that can be told to stop, got those that read {self.folder}: let them go on, with "
+            f"SinkTrainer(sampling='overlap')"
+        )
+
+    def _take(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        strange = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
+        if strange:
+            raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {strange} in it")
+        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _WHOLE_FILE.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            for left in self.folder.glob("*/"):
+                shutil.rmtree(left)
+            self._say(self._owner)
+        except BlockingIOError:
+            os.close(lock)
+            raise WeightsInUse(f"expected {self.folder} to be nobody's, but somebody publishes into it") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def _say(self, owner: Owner) -> None:
+        unfinished = self.folder / f".{OWNER}"
+        unfinished.write_bytes(msgspec.json.encode(owner))
+        unfinished.rename(self.folder / OWNER)
+
+    def _leave(self) -> None:
+        if self._lock < 0:
+            return
+        try:
+            self._say(msgspec.structs.replace(self._owner, closed=True))
+        except OSError as error:  # samplers learn it from the lock
+            log.warning("weights_not_closed", folder=str(self.folder), reason=str(error))
+        finally:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
+        versions = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        for old in versions[:-KEPT]:
+            shutil.rmtree(old)
+
+    def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
+        path = into / WEIGHTS
+        save_file(self._whole(tensors), path)
+        manifest = Manifest(version, self._owner.generation, self._owner.tensors, path.stat().st_size, _hash_of(path))
+        (into / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
+        """What lies in the file: fused, cast, tied ones once, none in another's memory."""
+        pieces: dict[str, list[torch.Tensor]] = {}
+        for part in sorted(self._parts, key=lambda part: part.offset):
+            if not part.spec.tied:
+                dtype = getattr(torch, part.spec.dtype)
+                pieces.setdefault(part.whole, []).append(torch.as_tensor(tensors[part.spec.name]).detach().to(dtype))
+        return {name: torch.cat(parts) if len(parts) > 1 else parts[0].clone() for name, parts in pieces.items()}
+
+
+def _ours(path: Path) -> bool:
+    """Whether a publisher made this; a version that was not finished has no manifest yet."""
+    if path.is_dir():
+        return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
+    return path.name in {LOCK, OWNER, f".{OWNER}"}
+
+
+def _hash_of(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def is_published_into(folder: Path) -> bool:
+    """Whether the publisher of `folder` lives, as its lock tells: the kernel drops the lock of a killed process."""
+    with (folder / LOCK).open("rb") as lock:
+        found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _WHOLE_FILE.pack(fcntl.F_RDLCK, 0, 0, 0, 0))
+    kind, *_ = _WHOLE_FILE.unpack(found)
+    return bool(kind != fcntl.F_UNLCK)

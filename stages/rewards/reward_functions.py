@@ -1,0 +1,157 @@
+"""Python functions as components of a reward: sync or async, so many at a time, each with a deadline.
+
+An async function runs on the event loop, any other in a thread. A sync function that is past its deadline cannot be
+stopped: it is left to itself and keeps its thread, so that one that hangs again and again fails by timeout in the end
+instead of taking ever more threads. No failure goes unaccounted: see `RewardFunction.on_failure`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import anyio
+import msgspec
+
+from ...pipeline.context import current
+from ...pipeline.telemetry import get_logger
+from ...schemas import Trajectory
+from ..threads import Threads
+
+__all__ = ["Answer", "Calls", "Failure", "RewardFunction", "calling"]
+
+log = get_logger("penstock.reward")
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a reward function judges."""
+
+    trajectory: Trajectory
+    """The tokens, and everything else that travels with them."""
+    score: float
+    """The raw score, from the environment."""
+    text: str
+    """What the policy said, one line break between turns; empty where the function does not read text."""
+    meta: dict[str, Any]
+    """The meta of the group, e.g. the question."""
+
+
+Judge: TypeAlias = Callable[[Answer], float | Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A Python function as one component of the reward.
+
+    >>> RewardFunction(lambda answer: 0.1 * answer.text.count("because"), name="reasons").name
+    'reasons'
+
+    Args:
+        function: takes an `Answer`, returns a finite number.
+        name: of the component; the function's own by default.
+        concurrency: calls at a time.
+        timeout_s: how long one call may take.
+        on_failure: what becomes of a trajectory for which the function raises, times out or returns no finite number.
+            "drop": it ends as failed, with the function's name and the error as reason; the rest of its group goes on.
+            "raise": the pipeline fails. A number: that is the component's value, and the failure is counted.
+        reads_text: whether the function looks at `Answer.text`; where nobody does, nothing is decoded.
+
+    Raises:
+        ValueError: a number that makes no sense, or a function without a name.
+    """
+
+    function: Judge
+    name: str = ""
+    concurrency: int = 16
+    timeout_s: float = 30.0
+    on_failure: Literal["drop", "raise"] | float = "drop"
+    reads_text: bool = True
+
+    def __post_init__(self) -> None:
+        name = self.name or getattr(self.function, "__name__", "")
+        if not name or name == "<lambda>":
+            raise ValueError(f"name: expected one, {self.function!r} has none of its own")
+        object.__setattr__(self, "name", name)
+        if self.concurrency < 1 or not self.timeout_s > 0:
+            raise ValueError(f"expected a concurrency of at least 1 and a positive timeout_s, got {self}")
+        if isinstance(self.on_failure, str):
+            known = self.on_failure in {"drop", "raise"}
+        else:
+            known = math.isfinite(self.on_failure)
+        if not known:
+            raise ValueError(f"on_failure: expected 'drop', 'raise' or a finite number, got {self.on_failure!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no value for a trajectory, which is to be dropped."""
+
+    reason: str
+
+
+class Calls:
+    """The calls of one function in one running stage: bounded, timed, accounted."""
+
+    def __init__(self, rule: RewardFunction) -> None:
+        self._rule = rule
+        self._gate = anyio.Semaphore(rule.concurrency)
+        """A call that waits here has not begun, so its deadline does not run."""
+        self._threads = Threads(rule.concurrency)
+
+    async def value(self, answer: Answer) -> float | Failure:
+        """What the function says of `answer`, or what its failure counts as."""
+        rule = self._rule
+        try:
+            async with self._gate:
+                return await self._finite(answer)
+        except Exception as error:  # whatever a user's function raises is one trajectory's failure
+            if rule.on_failure == "raise":
+                raise
+            log.warning(
+                "reward_function_failed", function=rule.name, trajectory=answer.trajectory.id, error=repr(error)
+            )
+            current().metrics.total(f"rewards/{rule.name}/failed")
+            if isinstance(rule.on_failure, str):
+                return Failure(f"{rule.name}: {type(error).__name__}")
+            return float(rule.on_failure)
+
+    async def _finite(self, answer: Answer) -> float:
+        rule = self._rule
+        with anyio.move_on_after(rule.timeout_s):
+            number = float(await self._called(answer))
+            if not math.isfinite(number):
+                raise ValueError(f"{rule.name}: expected a finite number, got {number}")
+            return number
+        raise TimeoutError(f"{rule.name}: expected an answer within {rule.timeout_s} s, got none")
+
+    async def _called(self, answer: Answer) -> float:
+        function = self._rule.function
+        if _is_async(function):
+            value = function(answer)
+        else:
+            value = await self._threads.call(lambda: function(answer))
+        return await value if inspect.isawaitable(value) else value
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.close()
+
+
+@contextmanager
+def calling(functions: Sequence[RewardFunction]) -> Iterator[dict[str, Calls]]:
+    """The calls of each function, by name; threads end with the body."""
+    calls = {rule.name: Calls(rule) for rule in functions}
+    try:
+        yield calls
+    finally:
+        for one in calls.values():
+            one.close()
+
+
+def _is_async(function: Judge) -> bool:
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 (asked, not called)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

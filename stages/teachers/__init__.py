@@ -1,0 +1,1 @@
+"""Who tells how likely a teacher finds tokens: in torch, or behind a server."""

@@ -1,0 +1,90 @@
+"""What a teacher says of a sequence, as it comes: for every token some candidates, of any number and in any order.
+
+Here they are checked and laid out in the columns of a group. Knows no teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas import InvalidRecord
+
+__all__ = ["Candidates"]
+
+ROUNDING = 1e-3
+"""A log-probability may be that much above 0: engines compute in bfloat16, too."""
+
+
+class Candidates(NamedTuple):
+    """Tokens that a teacher finds likely, for each of the T tokens of a sequence; C in all.
+
+    Those of token t are what the teacher expects there, given the tokens before it; the first has none.
+    """
+
+    counts: NDArray[np.int64]
+    """[T] how many each token has."""
+    ids: NDArray[np.int32]
+    """[C] one token's after another's."""
+    logprobs: NDArray[np.float32]
+    """[C]."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[int, float] | None]) -> Self:
+        """From one mapping of ids to log-probabilities a token, or None where there are none.
+
+        >>> Candidates.of([None, {7: -0.5, 3: -1.0}]).ids.tolist()
+        [7, 3]
+        """
+        told = [row or {} for row in rows]
+        return cls(
+            np.array([len(row) for row in told], np.int64),
+            np.array([index for row in told for index in row], np.int32),
+            np.array([logprob for row in told for logprob in row.values()], np.float32),
+        )
+
+    def columns(self, tokens: NDArray[np.int32], width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """[T, width] ids and log-probabilities, −1 and 0 where a token has fewer.
+
+        Of more than `width`, the token itself stays and the likeliest others. What is impossible is no candidate.
+
+        Raises:
+            InvalidRecord: they are not what can be said of `tokens` [T].
+        """
+        self._check(len(tokens))
+        possible = ~np.isneginf(self.logprobs)
+        owner = np.arange(len(tokens)).repeat(self.counts)[possible]
+        ids, logprobs = self.ids[possible], self.logprobs[possible]
+        order = np.lexsort((-logprobs, ids != tokens[owner], owner))
+        owner, ids, logprobs = owner[order], ids[order], logprobs[order]
+        rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
+        kept = rank < width
+        place = (owner[kept], rank[kept])
+        all_ids, all_logprobs = np.full((len(tokens), width), -1, np.int32), np.zeros((len(tokens), width), np.float32)
+        all_ids[place], all_logprobs[place] = ids[kept], logprobs[kept].clip(max=0)
+        return all_ids, all_logprobs
+
+    def _check(self, tokens: int) -> None:
+        if len(self.counts) != tokens:
+            raise InvalidRecord(f"expected candidates for {tokens} tokens, got them for {len(self.counts)}")
+        if not len(self.ids) == len(self.logprobs) == self.counts.sum():
+            raise InvalidRecord(
+                f"expected {self.counts.sum()} candidates in all, got {len(self.ids)} ids and "
+                f"{len(self.logprobs)} log-probabilities"
+            )
+        if len(self.ids) and self.ids.min() < 0:
+            raise InvalidRecord(f"expected candidates of 0 or more, got {self.ids.min()}")
+        wrong = ~(self.logprobs <= ROUNDING)  # NaN is neither below nor above
+        if wrong.any():
+            raise InvalidRecord(f"expected log-probabilities of 0 or less, got {self.logprobs[wrong.argmax()]}")
+        owner = np.arange(tokens).repeat(self.counts)
+        order = np.lexsort((self.ids, owner))
+        twice = (np.diff(owner[order]) == 0) & (np.diff(self.ids[order]) == 0)
+        if twice.any():
+            raise InvalidRecord(
+                f"expected each candidate of a token once, got {self.ids[order][twice.argmax()]} more often for token "
+                f"{owner[order][twice.argmax()]}"
+            )

@@ -1,0 +1,104 @@
+"""HttpTeacher: an inference server as a teacher, over HTTP: vLLM, asked for the log-probabilities of a prompt.
+
+One question is one attempt: how long it may take, and how often it is tried, says the `Teacher` stage. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...pipeline.context import Worker
+from ...pipeline.errors import InvalidConfig, ProtocolMismatch
+from ..engines.backoff import Backoff
+from ..engines.server_client import CONNECT_S, ServerClient
+from ..teacher import TeacherEngine
+from .candidates import Candidates
+
+__all__ = ["HttpTeacher"]
+
+PATH = "/v1/completions"
+
+
+class _Expected(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    prompt_logprobs: list[dict[int, _Expected] | None]
+    """One a token of the prompt; None of the first. The token itself is among them, likely or not."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpTeacher:
+    """A recipe for a teacher at a vLLM server, whose log-probabilities are the model's own, at temperature 1."""
+
+    url: str
+    """Of the server, without a path: `http://127.0.0.1:8000`."""
+    model: str
+    """What the server calls the model."""
+    tokenizer: Any
+    """The model's tokenizer, or its `TokenizerIdentity`."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can never be asked.
+
+        Raises:
+            InvalidConfig: naming the field.
+        """
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+            raise InvalidConfig(f"HttpTeacher.url: expected http://host:port without a path, got {self.url!r}")
+
+    @asynccontextmanager
+    async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)
+        """Connect."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        connector = aiohttp.TCPConnector(limit=0)  # the stage's concurrency is the limit
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+            once = Backoff(attempts=1)
+            client = ServerClient(self.url, session, once, timeout_s=math.inf, random=lambda: 0.0)
+            yield _Engine(self.model, client)
+
+
+class _Engine:
+    """See `TeacherEngine`."""
+
+    def __init__(self, model: str, client: ServerClient) -> None:
+        self._model = model
+        self._client = client
+
+    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> Candidates:  # noqa: ARG002 (the server tells of every token)
+        """See `TeacherEngine`.
+
+        Raises:
+            EngineRefused: the server will not: the sequence is too long, or top_k above its `--max-logprobs`.
+            EngineFailed: it could not.
+            NobodyListens: it is not there.
+            ProtocolMismatch: it answered without the log-probabilities of the prompt.
+        """
+        asked = {"model": self._model, "prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": top_k}
+        body = msgspec.json.encode(asked)
+        answered = await self._client.retried(PATH, lambda: self._client.answer("POST", PATH, body))
+        try:
+            choice, *_ = msgspec.convert(answered, _Answer, strict=False).choices  # JSON's keys are text
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ProtocolMismatch(f"expected prompt_logprobs from {self._client.url}{PATH}: {error}") from None
+        rows = [row or {} for row in choice.prompt_logprobs]
+        return Candidates.of([{index: told.logprob for index, told in row.items()} for row in rows])

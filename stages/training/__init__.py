@@ -1,0 +1,1 @@
+"""The torch trainer and what it stands on: micro-batches, scoring, checkpoints, ranks."""

@@ -1,0 +1,188 @@
+"""Micro-batches: the sequences of a batch laid out in rows for a model, several in a row where they fit.
+
+A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with positions of its own and
+seeing itself alone, so that little is computed for padding. Long sequences come first, beside others of their kind, and
+each goes to the fullest row that has room for it.
+
+Which logits predict which token is settled here: token t of a sequence is predicted at t − 1, the first by nothing. Of
+everything that is known of tokens, only that of tokens which train goes on.
+
+Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order of their sequences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...schemas import Array, InvalidRecord
+from ...schemas.columns import count_between
+
+__all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches", "nothing"]
+
+Rows: TypeAlias = list[list[int]]
+"""Of each row, the sequences that lie in it."""
+
+
+class Sequences(Protocol):
+    """What can be laid out: sequences packed one behind the other."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[N]."""
+        ...
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int64]:
+        """[S + 1] where each sequence begins; the last entry is N."""
+        ...
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[N]."""
+        ...
+
+
+class MicroBatch(NamedTuple):
+    """Some sequences of a batch, as tensors."""
+
+    tokens: Tensor
+    """[R, W] int64, 0 where there is none."""
+    positions: Tensor
+    """[R, W] int64, position of each token within its sequence."""
+    sequences: Tensor
+    """[R, W] int64, which sequence each token is of; −1 where there is none."""
+    predicted_at: Tensor
+    """[T] int64, where in R · W stand the logits that predict each token that trains."""
+    targets: Tensor
+    """[T] int64, the tokens that train."""
+    lengths: Tensor
+    """[S] int64, how many tokens of each sequence train."""
+    columns: dict[str, Tensor]
+    """[T] or [T, K] each: what is known of the tokens that train, by name."""
+
+
+def micro_batches(
+    sequences: Sequences, columns: Mapping[str, Array], max_tokens: int | None, device: torch.device
+) -> list[MicroBatch]:
+    """`sequences` in which something trains, in micro-batches of at most `max_tokens` tokens, padding included.
+
+    See `lay_out`. Nothing is computed for the others, of which nobody would learn the outcome.
+
+    Args:
+        sequences: what is laid out: a TrainBatch, for one.
+        columns: what is known of its tokens, [N] or [N, K] each.
+        max_tokens: rows times width of a micro-batch; None for one of all.
+        device: where the tensors are.
+
+    Raises:
+        InvalidRecord: the first token of a sequence is to train.
+    """
+    lengths = np.diff(sequences.cu_seqlens)
+    if sequences.loss_mask[sequences.cu_seqlens[:-1][lengths > 0]].any():
+        raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
+    trained = count_between(sequences.loss_mask, sequences.cu_seqlens)
+    laid = lay_out(np.where(trained, lengths, 0).tolist(), max_tokens)
+    return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
+
+
+def nothing(device: torch.device) -> MicroBatch:
+    """A micro-batch of one token, of which none trains."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return MicroBatch(one, one, one, predicted_at=none, targets=none, lengths=none, columns={})
+
+
+def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
+    """Sequences of those lengths in micro-batches of rows; empty ones are left out.
+
+    Rows times width is at most `max_tokens`, unless the longest sequence is longer: then there is one row of its
+    width. None for one micro-batch of as many rows as it takes.
+
+    >>> lay_out([3, 8, 5, 2], max_tokens=None)
+    [[[1], [2, 0], [3]]]
+    """
+    laid: list[Rows] = []
+    waiting = sorted((s for s, length in enumerate(lengths) if length), key=lambda s: -lengths[s])
+    while waiting:
+        rows, waiting = _fill(waiting, lengths, max_tokens)
+        laid.append(rows)
+    return laid
+
+
+def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tuple[Rows, list[int]]:
+    """One micro-batch of the longest sequences of `waiting` and what fits beside them; and who goes on waiting."""
+    width, shortest = lengths[waiting[0]], lengths[waiting[-1]]
+    most = len(waiting) if max_tokens is None else max(1, max_tokens // width)
+    rows: Rows = []
+    rooms: list[tuple[int, int]] = []  # of each row, how many more tokens fit, and its number; the fullest comes first
+    left: list[int] = []
+    for index, sequence in enumerate(waiting):
+        length = lengths[sequence]
+        if (fitting := bisect_left(rooms, (length, 0))) < len(rooms):
+            room, row = rooms.pop(fitting)
+            rows[row].append(sequence)
+            insort(rooms, (room - length, row))
+        elif len(rows) < most:
+            insort(rooms, (width - length, len(rows)))
+            rows.append([sequence])
+        elif rooms[-1][0] < shortest:
+            return rows, left + waiting[index:]
+        else:
+            left.append(sequence)
+    return rows, left
+
+
+def _laid_out(
+    sequences: Sequences, columns: Mapping[str, Array], rows: Rows, lengths: NDArray[np.int64], device: torch.device
+) -> MicroBatch:
+    order = np.array(list(chain.from_iterable(rows)))
+    width = int(lengths[order[0]])
+    many = lengths[order]
+    positions = _ranges(many)
+    taken = np.repeat(sequences.cu_seqlens[order], many) + positions
+    at = np.repeat(_starts(rows, lengths.tolist(), width), many) + positions
+    owner = np.repeat(np.arange(len(order)), many)
+    trains = sequences.loss_mask[taken]
+
+    def rectangle(values: Array, fill: int) -> Tensor:
+        flat = np.full(len(rows) * width, fill, np.int64)
+        flat[at] = values
+        return torch.from_numpy(flat).view(len(rows), width).to(device)
+
+    def column(values: Array) -> Tensor:
+        return torch.from_numpy(values[taken[trains]]).to(device)
+
+    return MicroBatch(
+        tokens=rectangle(sequences.tokens[taken], 0),
+        positions=rectangle(positions, 0),
+        sequences=rectangle(owner, -1),
+        predicted_at=torch.from_numpy(at[trains] - 1).to(device),
+        targets=column(sequences.tokens).long(),
+        lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),
+        columns={name: column(values) for name, values in columns.items()},
+    )
+
+
+def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 to n − 1 for each n of `counts`, one behind the other."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+
+
+def _starts(rows: Iterable[list[int]], lengths: list[int], width: int) -> NDArray[np.int64]:
+    """Where each sequence begins, in the order of the rows, which lie one behind the other."""
+    starts: list[int] = []
+    for number, row in enumerate(rows):
+        start = number * width
+        for sequence in row:
+            starts.append(start)
+            start += lengths[sequence]
+    return np.array(starts)

@@ -1,0 +1,79 @@
+"""TorchReference: fills the log-probabilities under a reference policy, which a frozen torch model is.
+
+For what needs them before the trainer does, `KLReward` above all; the trainer can have a reference of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import torch
+
+from ...pipeline.at_hand import at_hand, send_each
+from ...pipeline.channels.channel import ReceiveChannel, SendChannel
+from ...schemas import TrajectoryGroup
+from ...schemas.columns import freeze
+from .causal_model import CausalModel
+from .scoring import Packed, check_temperature, scored_tokens
+
+__all__ = ["TorchReference"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchReference:
+    """Fill `ref_logprobs` of groups that have none, on the tokens that train; 0 elsewhere.
+
+    Args:
+        make_model: makes the model with its weights, in the process where the stage runs.
+        micro_batch_tokens: tokens that are scored at once, padding included.
+        temperature: at which the policy samples; the reference is taken at the same.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+
+    make_model: Callable[[], CausalModel]
+    micro_batch_tokens: int = 16_384
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens: expected at least 1, got {self.micro_batch_tokens}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """See `Stage`. Groups that are waiting are scored together, in a worker thread.
+
+        Raises:
+            InvalidRecord: a group was sampled at another temperature.
+        """
+        model = await anyio.to_thread.run_sync(self.make_model)
+        model.train(mode=False)
+        async for groups in at_hand(inbox):
+            bare = [group for group in groups if group.ref_logprobs is None]
+            check_temperature(bare, self.temperature, "TorchReference")
+            scored = iter(await anyio.to_thread.run_sync(self._scored, model, bare) if bare else ())
+            filled = [next(scored) if group.ref_logprobs is None else group for group in groups]
+            del groups, bare
+            await send_each(outbox, filled)
+
+    @torch.inference_mode()
+    def _scored(self, model: CausalModel, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        packed = Packed.of(
+            [group.tokens for group in groups],
+            [group.loss_mask for group in groups],
+            np.concatenate([group.lengths() for group in groups]),
+        )
+        logprobs = np.zeros(len(packed.tokens), np.float32)
+        for places, _, found in scored_tokens(model, packed, self.micro_batch_tokens, temperature=self.temperature):
+            logprobs[places] = found.logprobs.float().cpu().numpy()
+        freeze([logprobs])
+        ends = np.cumsum([len(group.tokens) for group in groups])
+        columns = np.split(logprobs, ends[:-1])
+        return [msgspec.structs.replace(g, ref_logprobs=column) for g, column in zip(groups, columns, strict=True)]
