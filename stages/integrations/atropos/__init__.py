@@ -1,0 +1,1 @@
+"""Atropos: its environments as sources, its trainers as sinks."""
