@@ -1,0 +1,224 @@
+"""What goes into the gateway's books and comes out: registrations, submissions, batches, what is said of the queue.
+
+Names of fields are those of the Atropos contract wherever it has them, so that these values are its JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+__all__ = [
+    "Batch",
+    "EnvAdmitted",
+    "EnvRegistration",
+    "EnvStatistics",
+    "EnvStatus",
+    "Info",
+    "Receipt",
+    "Status",
+    "Submission",
+    "TrainerRegistration",
+    "WandbInfo",
+]
+
+G = TypeVar("G")
+
+
+class TrainerRegistration(Protocol):
+    """What a trainer says of itself."""
+
+    @property
+    def wandb_group(self) -> str:
+        """Where environments are to log."""
+        ...
+
+    @property
+    def wandb_project(self) -> str:
+        """Where environments are to log."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a batch, exactly."""
+        ...
+
+    @property
+    def max_token_len(self) -> int:
+        """Tokens of the longest sequence that it trains."""
+        ...
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """Told to environments."""
+        ...
+
+    @property
+    def save_checkpoint_interval(self) -> int:
+        """Told to environments."""
+        ...
+
+    @property
+    def starting_step(self) -> int:
+        """Where steps begin to count."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Told to environments, which stop then."""
+        ...
+
+
+class EnvRegistration(Protocol):
+    """What an environment says of itself."""
+
+    @property
+    def max_token_length(self) -> int:
+        """Tokens of its longest sequence."""
+        ...
+
+    @property
+    def desired_name(self) -> str:
+        """Its name; where others have it too, it is numbered."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Its part of the sequences, beside the weights of others."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Sequences of its groups."""
+        ...
+
+    @property
+    def min_batch_allocation(self) -> float | None:
+        """The least part of every batch that is to be its own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission(Generic[G]):
+    """One group as an environment submits it."""
+
+    payload: G
+    """The group; the books never look inside."""
+    sequences: int
+    """How many completions it holds."""
+    nbytes: int
+    """What it takes of the queue's bytes."""
+    env_id: int | None = None
+    """Whose it is; an id that nobody has counts as None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of accepted submissions."""
+
+    groups: int
+    """How many were accepted: all that were submitted."""
+    buffered: int
+    """How many of those are of another size than their environment's, and were held back to make up whole groups."""
+    buffer_size: int | None
+    """Sequences that the environment of the last buffered group has in its buffer now; None if none was buffered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[G]):
+    """Groups that sum to exactly `batch_size` sequences."""
+
+    groups: tuple[Submission[G], ...]
+    """In the order in which the trainer gets them."""
+    lease: int | None
+    """What the trainer acknowledges; None where it did not ask for that, and then it is gone when it is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvAdmitted:
+    """What a registered environment is told."""
+
+    env_id: int
+    """Its id from now on."""
+    wandb_name: str
+    """Its name, with the number of earlier environments of that name."""
+    checkpoint_dir: str
+    """The trainer's."""
+    starting_step: int
+    """The step that is now."""
+    checkpoint_interval: int
+    """The trainer's."""
+    num_steps: int
+    """The trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What environments ask before they begin; −1 where no trainer registered."""
+
+    batch_size: int
+    """Sequences of a batch."""
+    max_token_len: int
+    """Tokens of the longest sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class WandbInfo:
+    """Where environments log; None where no trainer registered."""
+
+    group: str | None
+    """As the trainer said."""
+    project: str | None
+    """As the trainer said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where the run is."""
+
+    current_step: int
+    """Batches that were handed out, from the trainer's `starting_step` on."""
+    queue_size: int
+    """Groups that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStatus:
+    """What an environment controls its own flow with. Groups are counted in groups of its own size."""
+
+    current_step: int
+    """As in `Status`."""
+    queue_size: int
+    """Groups that wait, of itself and, where there are groups of more than one, of others beyond their minimum."""
+    unallocated_fraction: float
+    """Part of a batch that no environment has as its minimum."""
+    self_queue_size: int
+    """Its own groups that wait."""
+    max_group_size: int
+    """Sequences of the largest group that waits, at least 1."""
+    env_weight: float
+    """Its part of the weights, by tokens; at least 0.01."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStatistics:
+    """One environment, for metrics and for those who wonder what is waited for."""
+
+    env_id: int
+    """Its id."""
+    name: str
+    """Its name, numbered."""
+    connected: bool
+    """Whether it has not said goodbye."""
+    silent_s: float
+    """How long nothing was heard of it."""
+    queued: int
+    """Sequences that wait."""
+    buffered: int
+    """Sequences that wait for others to make up whole groups."""
+    submitted: int
+    """Sequences that were accepted so far."""
+    taken: int
+    """Sequences that were handed out so far."""
+    refused: int
+    """Submissions for which there was no room."""
