@@ -6,9 +6,7 @@ about leaves with columns of one width, whatever was answered, so that all of th
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -28,7 +26,7 @@ from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
 from ..schemas.columns import freeze
 from ..schemas.tokenizer import check_tokenizers
-from .engines.backoff import Backoff
+from .engines.backoff import Backoff, jitter
 from .teachers.candidates import Candidates
 
 __all__ = ["OnFailure", "Teacher", "TeacherEngine", "TeacherPolicy"]
@@ -169,9 +167,7 @@ class _Lessons:
         self._tasks = tasks
         self._places = anyio.Semaphore(rules.concurrency)
         """One is held for each sequence, until its group could be sent: so a slow reader is heard here."""
-        worker = current().worker
-        jitter = random.Random(f"{worker.index} {worker.incarnation}")  # noqa: S311 (spreads retries, hides nothing)
-        self._random: Callable[[], float] = jitter.random
+        self._random = jitter(current().worker)
 
     async def begin(self, group: TrajectoryGroup) -> None:
         """Ask about every sequence of `group`; returns when all are being asked about."""

@@ -5,10 +5,13 @@ Knows neither what is tried nor a clock.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Backoff"]
+from ...pipeline.context import Worker
+
+__all__ = ["Backoff", "jitter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,12 @@ class Backoff:
     longest_s: float = 30.0
     """No bound is above it."""
 
-    def pauses(self, random: Callable[[], float]) -> Iterator[float]:
-        """One pause between each two attempts; `random` draws from 0 to 1."""
+    def pauses(self, draw: Callable[[], float]) -> Iterator[float]:
+        """One pause between each two attempts; `draw` draws from 0 to 1."""
         for number in range(self.attempts - 1):
-            yield random() * min(self.longest_s, self.first_s * 2.0**number)
+            yield draw() * min(self.longest_s, self.first_s * 2.0**number)
+
+
+def jitter(worker: Worker) -> Callable[[], float]:
+    """Draws from 0 to 1 for the pauses of `worker`: other workers draw others, and a run draws the same again."""
+    return random.Random(f"{worker.index} {worker.incarnation}").random  # noqa: S311 (spreads retries, hides nothing)

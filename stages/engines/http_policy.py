@@ -7,16 +7,13 @@ environment; what each kind of server understands is in `inference_servers.py`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
-import aiohttp
 import anyio
 import anyio.to_thread
 import msgspec
@@ -26,13 +23,13 @@ from numpy.typing import NDArray
 from ...pipeline.context import Worker, current
 from ...pipeline.errors import EngineRefused, InvalidConfig, PenstockError, ProtocolMismatch
 from ...pipeline.telemetry import get_logger
-from ..training.checkpoint import latest_checkpoint
-from .backoff import Backoff
+from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
+from .backoff import Backoff, jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import Gate, Reason
 from .inference_servers import SERVERS, Call, Server
-from .policies import Completion, Engine
-from .server_client import CONNECT_S, Failed, ServerClient
+from .policies import Completion, Engine, check_request
+from .server_client import Failed, ServerClient, check_url, client_of
 
 __all__ = ["HttpEngine", "HttpPolicy"]
 
@@ -40,8 +37,6 @@ log = get_logger("penstock.http_policy")
 
 UNDO_S = 30.0
 """How long a server may take to sample again, once the pause that it was told of is given up."""
-
-SCHEME = "file://"
 
 T = TypeVar("T")
 
@@ -77,9 +72,7 @@ class HttpPolicy:
         Raises:
             InvalidConfig: naming the field.
         """
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
-            raise InvalidConfig(f"HttpPolicy.url: expected http://host:port without a path, got {self.url!r}")
+        check_url(self.url, "HttpPolicy.url")
         if self.server not in SERVERS:
             raise InvalidConfig(f"HttpPolicy.server: expected one of {', '.join(SERVERS)}, got {self.server!r}")
         if self.concurrency < 1 or self.timeout_s <= 0 or self.backoff.attempts < 1:
@@ -95,12 +88,9 @@ class HttpPolicy:
             NobodyListens: nothing answers at `url`.
             EngineRefused: the server has another model.
         """
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        connector = aiohttp.TCPConnector(limit=0)  # `concurrency` is the limit
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        jitter = random.Random(f"{worker.index} {worker.incarnation}")  # noqa: S311 (spreads retries, hides nothing)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-            client = ServerClient(self.url, session, self.backoff, timeout_s=self.timeout_s, random=jitter.random)
+        async with client_of(
+            self.url, self.api_key, self.backoff, timeout_s=self.timeout_s, random=jitter(worker)
+        ) as client:
             engine = HttpEngine(self, client)
             await engine.check_model()
             yield engine
@@ -163,12 +153,7 @@ class HttpEngine:
             NobodyListens: it was not there, at any attempt.
             ProtocolMismatch: it answered with what is no completion, or with no token ids.
         """
-        if max_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
-            lengths = [len(prompt) for prompt in prompts]
-            raise ValueError(
-                f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
-                f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
-            )
+        check_request(prompts, max_tokens, temperature)
         body = {"max_tokens": max_tokens, "temperature": 0.0 if greedy else temperature}
         with_logprobs = greedy or temperature == 1 or self._tempered
         completions: dict[int, Completion] = {}
@@ -252,9 +237,9 @@ class HttpEngine:
                 knows then what its weights are, and completions are refused until an update succeeds.
         """
         update = self._can("update", self._dialect.update)
-        if not url.startswith(f"{SCHEME}/"):
+        if not url.startswith(f"{FOLDER_SCHEME}/"):
             raise EngineRefused(f"expected weights in a folder that the server can read, file:///…, got {url}")
-        folder, found = await anyio.to_thread.run_sync(_newest, Path(url.removeprefix(SCHEME)), version)
+        folder, found = await anyio.to_thread.run_sync(_newest, Path(url.removeprefix(FOLDER_SCHEME)), version)
         async with self._one_at_a_time:
             if "asleep" in self._gate.shut_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")

@@ -21,7 +21,16 @@ from ...pipeline.context import Worker
 from ...pipeline.errors import PenstockError
 from ...schemas import StopReason
 
-__all__ = ["Completion", "Engine", "GenerationIsOutside", "NoOpEngine", "NoOpPolicy", "Policy", "Tokenizer"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerationIsOutside",
+    "NoOpEngine",
+    "NoOpPolicy",
+    "Policy",
+    "Tokenizer",
+    "check_request",
+]
 
 
 class GenerationIsOutside(PenstockError):
@@ -164,3 +173,17 @@ class NoOpEngine:
 
     async def wake_up(self) -> None:
         """Leave it to whoever samples."""
+
+
+def check_request(prompts: Sequence[NDArray[np.int32]], max_tokens: int, temperature: float) -> None:
+    """Refuse what no engine can generate.
+
+    Raises:
+        ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
+    """
+    if max_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
+        lengths = [len(prompt) for prompt in prompts]
+        raise ValueError(
+            f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
+            f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
+        )

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -20,6 +21,7 @@ from ...pipeline.errors import (
     EngineFailed,
     EngineRefused,
     EngineTimedOut,
+    InvalidConfig,
     NobodyListens,
     PenstockError,
     ProtocolMismatch,
@@ -27,7 +29,7 @@ from ...pipeline.errors import (
 from ...pipeline.telemetry import get_logger
 from .backoff import Backoff
 
-__all__ = ["CONNECT_S", "Failed", "ServerClient"]
+__all__ = ["Failed", "ServerClient", "check_url", "client_of"]
 
 log = get_logger("penstock.server_client")
 
@@ -48,6 +50,29 @@ class Failed(Exception):
         self.status = status
         self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
         """How long it wants to be left alone."""
+
+
+def check_url(url: str, field: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        InvalidConfig: naming the `field` that it is the value of.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+        raise InvalidConfig(f"{field}: expected http://host:port without a path, got {url!r}")
+
+
+@asynccontextmanager
+async def client_of(
+    url: str, api_key: str | None, backoff: Backoff, *, timeout_s: float, random: Callable[[], float]
+) -> AsyncGenerator[ServerClient]:
+    """A client with a session of its own, in which as many requests as are asked for are under way at once."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        yield ServerClient(url, session, backoff, timeout_s=timeout_s, random=random)
 
 
 class ServerClient:

@@ -29,7 +29,7 @@ from ...pipeline.policy.weights import NO_VERSION
 from ...schemas import StopReason
 from ..training.causal_model import CausalModel
 from .gate import Gate
-from .policies import Completion
+from .policies import Completion, check_request
 from .torch_folder_subscriber import Subscriber, subscriber
 from .torch_sampling import Batch, Request, Sampled
 
@@ -122,12 +122,7 @@ class TorchEngine:
             ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
             anyio.ClosedResourceError: the policy was closed meanwhile.
         """
-        if max_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
-            lengths = [len(prompt) for prompt in prompts]
-            raise ValueError(
-                f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
-                f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
-            )
+        check_request(prompts, max_tokens, temperature)
         self._check_open()
         if not prompts:
             return []

@@ -28,8 +28,8 @@ from ...pipeline.policy.weight_specs import Fused, Part, Tensor, TensorSpec, fit
 from ...pipeline.policy.weight_subscriber import WeightSubscriber
 from ...pipeline.policy.weight_views import Views
 from ...pipeline.policy.weights import NO_VERSION
-from ..training.checkpoint import latest_checkpoint
-from .torch_weight_folder import MANIFEST, OWNER, SCHEME, WEIGHTS, Manifest, Owner, is_published_into
+from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
+from .torch_weight_folder import CHUNK_BYTES, MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
 
 __all__ = ["FolderSubscriber", "Subscriber", "subscriber"]
 
@@ -38,9 +38,6 @@ S = TypeVar("S", Manifest, Owner)
 LOOK_S = 0.25
 """How often the folder is looked at: a file system that hosts share tells nobody what others do in it."""
 
-CHUNK_BYTES = 4 * 2**20
-"""What is read before it is hashed: it is in the processor's cache then."""
-
 
 class FolderSubscriber:
     """The weights of a `WeightFolder`, and a model that is brought to the newest."""
@@ -48,7 +45,7 @@ class FolderSubscriber:
     def __init__(self, url: str) -> None:
         """Prepare to subscribe at `url`."""
         self.url = url
-        self._folder = Path(url.removeprefix(SCHEME))
+        self._folder = Path(url.removeprefix(FOLDER_SCHEME))
         self._owner: Owner | None = None
         self._target: _Copies | _Views | None = None
         self._version = NO_VERSION
@@ -285,4 +282,4 @@ Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber
 
 def subscriber(url: str) -> Subscriber:
     """Who brings the weights that are published at `url`, by a WeightPublisher or into a WeightFolder."""
-    return FolderSubscriber(url) if url.startswith(SCHEME) else WeightSubscriber(url)
+    return FolderSubscriber(url) if url.startswith(FOLDER_SCHEME) else WeightSubscriber(url)

@@ -35,15 +35,14 @@ from ...pipeline.policy.engine_sync import Syncable, synced
 from ...pipeline.policy.weight_specs import Fused, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
 from ...pipeline.policy.weights import NO_VERSION
 from ...pipeline.telemetry import get_logger
-from ..training.checkpoint import write_checkpoint
+from ..training.checkpoint import FOLDER_SCHEME, write_checkpoint
 
-__all__ = ["MANIFEST", "OWNER", "SCHEME", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
+__all__ = ["CHUNK_BYTES", "MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
 
 log = get_logger("penstock.weights")
 
 E = TypeVar("E", bound=Syncable)
 
-SCHEME = "file://"
 LOCK = "lock"
 OWNER = "publisher.json"
 MANIFEST = "manifest.json"
@@ -134,7 +133,7 @@ class WeightFolder:
     @property
     def url(self) -> str:
         """Where samplers find it, on every host that sees the folder under this path."""
-        return f"{SCHEME}{self.folder}"
+        return f"{FOLDER_SCHEME}{self.folder}"
 
     @property
     def version(self) -> int:

@@ -61,12 +61,8 @@ class Scored:
         Raises:
             InvalidRecord: the batch does not tell it.
         """
-        if self.advantages is None:
-            raise InvalidRecord(
-                "advantages: expected a column, got none: put an AdvantageNormalizer before the trainer, "
-                "or train with Distillation alone"
-            )
-        return self.advantages
+        remedy = "put an AdvantageNormalizer before the trainer, or train with Distillation alone"
+        return _present(self.advantages, "advantages", remedy)
 
     def log_ratio(self, old: OldPolicy) -> Tensor:
         """[T] log π/π_old of each token.
@@ -90,12 +86,8 @@ class Scored:
         Raises:
             InvalidRecord: the batch does not tell it.
         """
-        if self.behavior_logprobs is None:
-            raise InvalidRecord(
-                "behavior_logprobs: expected a column, got none: have the sampler record them, "
-                "or train with AdvantageWeighted, which needs none"
-            )
-        return self.behavior_logprobs
+        remedy = "have the sampler record them, or train with AdvantageWeighted, which needs none"
+        return _present(self.behavior_logprobs, "behavior_logprobs", remedy)
 
     def reference(self) -> Tensor:
         """[T] log-probability under the reference policy.
@@ -103,12 +95,8 @@ class Scored:
         Raises:
             InvalidRecord: neither the batch nor the trainer tells it.
         """
-        if self.ref_logprobs is None:
-            raise InvalidRecord(
-                "ref_logprobs: expected a column, got none: give the TorchTrainer a `reference` model, "
-                "or leave KL out of the loss"
-            )
-        return self.ref_logprobs
+        remedy = "give the TorchTrainer a `reference` model, or leave KL out of the loss"
+        return _present(self.ref_logprobs, "ref_logprobs", remedy)
 
     def teacher(self) -> tuple[Tensor, Tensor]:
         """[T, K] the teacher's candidates, and their log-probabilities.
@@ -116,12 +104,11 @@ class Scored:
         Raises:
             InvalidRecord: the batch does not tell them.
         """
-        if self.teacher_ids is None or self.teacher_logprobs is None:
-            raise InvalidRecord(
-                "teacher_ids, teacher_logprobs: expected columns, got none: put a Teacher before the Batcher, "
-                "or leave distillation out of the loss"
-            )
-        return self.teacher_ids, self.teacher_logprobs
+        remedy = "put a Teacher before the Batcher, or leave distillation out of the loss"
+        return (
+            _present(self.teacher_ids, "teacher_ids", remedy),
+            _present(self.teacher_logprobs, "teacher_logprobs", remedy),
+        )
 
     def untempered(self) -> Tensor:
         """[T, V] `predicted` at temperature 1."""
@@ -152,3 +139,9 @@ def entropy_of(predicted: Tensor) -> Tensor:
     """[T] entropy in nats of distributions given as log-probabilities [T, V]; what is impossible adds nothing."""
     finite = torch.where(predicted.isneginf(), 0.0, predicted)
     return -(predicted.exp() * finite).sum(-1)
+
+
+def _present(column: Tensor | None, name: str, remedy: str) -> Tensor:
+    if column is None:
+        raise InvalidRecord(f"{name}: expected a column, got none: {remedy}")
+    return column

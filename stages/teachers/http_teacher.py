@@ -10,17 +10,15 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ...pipeline.context import Worker
-from ...pipeline.errors import InvalidConfig, ProtocolMismatch
+from ...pipeline.errors import ProtocolMismatch
 from ..engines.backoff import Backoff
-from ..engines.server_client import CONNECT_S, ServerClient
+from ..engines.server_client import ServerClient, check_url, client_of
 from ..teacher import TeacherEngine
 from .candidates import Candidates
 
@@ -61,19 +59,13 @@ class HttpTeacher:
         Raises:
             InvalidConfig: naming the field.
         """
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
-            raise InvalidConfig(f"HttpTeacher.url: expected http://host:port without a path, got {self.url!r}")
+        check_url(self.url, "HttpTeacher.url")
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)
         """Connect."""
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)  # the stage's concurrency is the limit
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-            once = Backoff(attempts=1)
-            client = ServerClient(self.url, session, once, timeout_s=math.inf, random=lambda: 0.0)
+        once = Backoff(attempts=1)
+        async with client_of(self.url, self.api_key, once, timeout_s=math.inf, random=lambda: 0.0) as client:
             yield _Engine(self.model, client)
 
 

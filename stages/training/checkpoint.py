@@ -11,7 +11,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["latest_checkpoint", "write_checkpoint"]
+__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "write_checkpoint"]
+
+FOLDER_SCHEME = "file://"
+"""How the URL of a folder begins."""
 
 PREFIX = "step-"
 UNFINISHED = ".unfinished-"

@@ -119,5 +119,5 @@ def test_a_batch_of_which_no_token_can_be_used_is_an_error_and_trains_nothing(lo
 
 
 def test_a_batch_whose_teacher_was_forgotten_is_an_error() -> None:
-    with pytest.raises(InvalidRecord, match="teacher_ids, teacher_logprobs: expected columns, got none"):
+    with pytest.raises(InvalidRecord, match="teacher_ids: expected a column, got none"):
         trainer(TinyModel(), Distillation()).step(batch(completion_lengths=[2], tokens=[1, 2, 3, 4]))

@@ -345,7 +345,7 @@ def test_one_candidate_renormalised_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("term", [Distillation(), SampledDistillation()], ids=repr)
 def test_a_batch_without_a_teacher_says_what_to_put_before_the_batcher(term: Loss) -> None:
-    with pytest.raises(InvalidRecord, match="teacher_ids, teacher_logprobs: expected columns, got none: put a Teacher"):
+    with pytest.raises(InvalidRecord, match="teacher_ids: expected a column, got none: put a Teacher"):
         term(scored(torch.zeros(1), torch.zeros(1)))
 
 
