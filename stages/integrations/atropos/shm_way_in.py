@@ -1,8 +1,8 @@
 """The gateway's way in through shared memory: a channel beside the HTTP server, for environments on this host.
 
 Groups come decoded, their arrays views of the slots of the environment that sent them; letting go of one gives it its
-credit back, so whoever keeps them longer than a moment keeps `group.owned()`. Knows nothing about HTTP: the gateway tells
-environments `url`, and counts `waiting` into what `/status-env` says.
+credit back, so whoever keeps them longer than a moment keeps `group.owned()`. Knows nothing about HTTP: the gateway
+tells environments `url`, and counts `waiting` into what `/status-env` says.
 """
 
 from __future__ import annotations
