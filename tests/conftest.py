@@ -54,6 +54,17 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"expected the test to leave nothing behind, it left {sorted(left)}"
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models as small as those of tests are slower on two threads than on one, above all beside other work."""
+    import torch  # noqa: PLC0415 (most tests need none)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _examples_run_as_for_their_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that a test under tests/examples starts are not traced for coverage: that halves the demo's speed."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import anyio
@@ -21,14 +20,7 @@ from penstock.stages.training.causal_model import KVCache
 from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import drive, group
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(instance_id: str, lengths: list[int]) -> TrajectoryGroup:

@@ -4,7 +4,7 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,7 @@ ADAM = partial(torch.optim.AdamW, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=1.0)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads than on one, above all beside other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(seed: int = 0, **columns: Any) -> TrainBatch:
