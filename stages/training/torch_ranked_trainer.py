@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from ...pipeline.errors import PeerLost
 from ...pipeline.resumption import Stateful
-from ...schemas import GroupId, TrainBatch
+from ...schemas import GroupId, TokenizerIdentity, TrainBatch
 from .torch_ranks import decode_share, encode_share, owners
 from .torch_trainer import TorchTrainer
 
@@ -71,6 +71,11 @@ class RankedTrainer:
         return self._ranks.index == 0
 
     # -- as the leader -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """See `TorchTrainer.tokenizer`."""
+        return self._trainer.tokenizer
 
     @property
     def steps(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...pipeline.policy.weight_specs import check_weights, specs_of
 from ...pipeline.resumption import Stateful
-from ...schemas import Array, GroupId, InvalidRecord, TrainBatch
+from ...schemas import Array, GroupId, InvalidRecord, TokenizerIdentity, TrainBatch, check_tokenizers, identity_of
 from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
@@ -54,6 +54,8 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of Python's own generator."""
     numpy: tuple[list[int], int, int, float]
     """Of numpy's global generator: MT19937's key and position, and the normal deviate in store."""
+    tokenizer: TokenizerIdentity | None = None
+    """The one that the weights belong to, where it was told."""
 
 
 class TorchTrainer:
@@ -77,8 +79,11 @@ class TorchTrainer:
             bfloat16 blurs every ratio by percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: what else a checkpoint keeps, by name: `{"normalizer": normalizer}`.
+        tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` holds it to those of sources and
+            teachers, and a checkpoint keeps its identity.
 
     Raises:
+        TypeError: nothing tells the vocabulary of `tokenizer`.
         ValueError: a number that makes no sense, another `autocast`, or parameters beside it that are not float32.
     """
 
@@ -96,9 +101,12 @@ class TorchTrainer:
         autocast: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's own word for it)
         state: Mapping[str, Stateful] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         _check_counts(updates=updates, micro_batch_tokens=micro_batch_tokens)
         _check_positive(max_grad_norm=max_grad_norm, temperature=temperature)
+        self.tokenizer = None if tokenizer is None else identity_of(tokenizer)
+        """Identity of the model's tokenizer, where it was told."""
         self._model = model
         self.ranks = Ranks() if is_shared(model) else None
         """Those that train the model with this one."""
@@ -273,6 +281,7 @@ class TorchTrainer:
             state={name: _checked(name, kept.state_dict()) for name, kept in self._state.items()},
             random=random.getstate(),
             numpy=_numpy_state(),
+            tokenizer=self.tokenizer,
         )
         (folder / STATE).write_bytes(msgspec.json.encode(state))
 
@@ -284,6 +293,7 @@ class TorchTrainer:
 
         Raises:
             WeightsMismatch: the checkpoint is of another model; lists every difference.
+            TokenizersDiffer: it is of a model with another tokenizer.
             ValueError: it keeps the state of other things than this trainer.
             OSError: it cannot be read.
         """
@@ -293,6 +303,8 @@ class TorchTrainer:
         leads = self.ranks is None or self.ranks.index == 0
         if leads and kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
+        if kept.tokenizer is not None and self.tokenizer is not None:
+            check_tokenizers({str(folder): kept.tokenizer, "the trainer": self.tokenizer})
         weights = load_file(folder / WEIGHTS, device=str(device))
         check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)

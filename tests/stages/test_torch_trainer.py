@@ -5,6 +5,7 @@ import pickle
 import random
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from tests.tiny_model import TinyModel
 from torch import Tensor, nn
 
-from penstock.errors import WeightsMismatch
+from penstock.errors import TokenizersDiffer, WeightsMismatch
 from penstock.schemas import GroupId, InvalidRecord, TrainBatch
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
 from penstock.stages.losses import (
@@ -570,6 +571,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert resumed.steps == whole.steps == 6
     for name, tensor in whole.weights().items():
         assert torch.equal(tensor, resumed.weights()[name])
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer, as far as its identity goes."""
+
+    words: tuple[str, ...]
+    eos_id: int = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+def test_a_checkpoint_of_a_model_with_another_tokenizer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    checkpoint = trainer(tokenizer=Words((".", "yes", "no"))).save(tmp_path, {})
+    other = trainer(TinyModel(vocabulary=VOCABULARY, seed=7), tokenizer=Words((".", "no", "yes")))
+    before = {name: tensor.clone() for name, tensor in other.weights().items()}
+
+    with pytest.raises(TokenizersDiffer, match=f"{checkpoint} and the trainer have tokenizers of different vocabulary"):
+        other.resume(checkpoint)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights().items())
+    trainer(tokenizer=Words((".", "yes", "no"))).resume(checkpoint)
+    trainer().resume(checkpoint)  # one that does not tell is believed
 
 
 def test_every_random_generator_goes_on_where_it_was(tmp_path: Path) -> None:
