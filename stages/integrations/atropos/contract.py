@@ -1,0 +1,263 @@
+"""What Atropos' HTTP contract says: what trainers and environments ask for, and the scored data that they exchange.
+
+Requests are read as the original server reads them, see `lax`. What it answers with is in `records`.
+`decode_scored` holds what environments send to the rules that the original never checked: lists over sequences and
+over tokens have one length, and every number is finite. Knows nothing of groups, queues and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import msgspec
+
+from ....schemas import InvalidRecord
+from ....schemas.errors import UNREADABLE
+from .lax import decoded, explained, lenient, plain
+
+__all__ = [
+    "BatchAnswer",
+    "EnvReference",
+    "EnvRegistration",
+    "ScoredData",
+    "TrainerRegistration",
+    "decode_request",
+    "decode_scored",
+    "scored_data",
+]
+
+Rows: TypeAlias = list[list[int]]
+FloatRows: TypeAlias = list[list[float]]
+
+decode_request = decoded
+"""A request's body as one of the structs below; raises InvalidRecord, which is a 422."""
+
+
+class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /register."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    """Sequences of a batch."""
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+
+class EnvRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /register-env."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+
+
+class EnvReference(msgspec.Struct, frozen=True):
+    """POST /disconnect-env, and GET /status-env."""
+
+    env_id: int
+
+
+class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What GET /batch is answered with."""
+
+    batch: list[msgspec.Raw] | None = None
+    """Groups, each as JSON; None where there are too few. Empty where no trainer is registered."""
+    lease: int | str | None = None
+    """What a client that asked for a lease acknowledges; the original server has none."""
+    status: str | None = None
+    """`error` where no trainer is registered."""
+    message: str | None = None
+    """What to do then."""
+
+
+# -- scored data -------------------------------------------------------------------------------------------------------
+
+
+class ScoredData(msgspec.Struct, kw_only=True):
+    """A group as environments send it. S sequences, L tokens of each; absent is None, however it was sent."""
+
+    tokens: Rows
+    """[S][L]."""
+    masks: Rows
+    """[S][L] −100 where nothing trains, the token elsewhere."""
+    scores: list[float]
+    """[S]."""
+    advantages: FloatRows | None = None
+    """[S][L]."""
+    ref_logprobs: FloatRows | None = None
+    """[S][L]."""
+    inference_logprobs: FloatRows | None = None
+    """[S][L] 1.0 where nothing trains."""
+    messages: list[list[dict[str, Any]]] | None = None
+    """[S][turns], each with a role and a content."""
+    generation_params: dict[str, Any] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    """[S]."""
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[Rows] | None = None
+    """[S][L][K], K of each token's own."""
+    distill_logprobs: list[FloatRows] | None = None
+    """[S][L][K]."""
+
+    optional: ClassVar[tuple[str, ...]]
+    """Fields that may be absent."""
+
+    def json(self) -> bytes:
+        """The group as `/batch` answers it: every field, absent ones as null."""
+        return msgspec.json.encode(self)
+
+
+ScoredData.optional = tuple(field.name for field in msgspec.structs.fields(ScoredData) if not field.required)
+
+
+class _Verbatim(ScoredData, kw_only=True):
+    """One that was sent as it should be: what a trainer is sent is what came, with null for what did not."""
+
+    body: bytes
+    unsent: tuple[str, ...]
+
+    def json(self) -> bytes:
+        """See `ScoredData`."""
+        ends = "".join(f',"{name}":null' for name in self.unsent).encode()
+        return b"%b%b}" % (self.body.strip()[:-1], ends) if ends else self.body
+
+
+class _Sent(msgspec.Struct, forbid_unknown_fields=True):
+    """What `ScoredData` is decoded by: it knows what was sent as null from what was not sent."""
+
+    tokens: Rows
+    masks: Rows
+    scores: list[float]
+    advantages: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
+    ref_logprobs: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
+    inference_logprobs: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
+    messages: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET
+    generation_params: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    overrides: list[dict[str, Any]] | msgspec.UnsetType | None = msgspec.UNSET
+    group_overrides: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    images: Any = msgspec.UNSET
+    env_id: int | msgspec.UnsetType | None = msgspec.UNSET
+    distill_token_ids: list[Rows] | msgspec.UnsetType | None = msgspec.UNSET
+    distill_logprobs: list[FloatRows] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+_decode_sent = msgspec.json.Decoder(_Sent).decode
+_decode_known = msgspec.json.Decoder(ScoredData).decode
+_decode_pieces = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+BY_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+"""Fields with an entry for every token."""
+
+
+def decode_scored(body: bytes) -> list[ScoredData]:
+    """The groups in the body of /scored_data or /scored_data_list, all of them or none.
+
+    >>> decode_scored(b'{"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": ["1"]}')[0].scores
+    [1.0]
+
+    Raises:
+        InvalidRecord: naming the field, what was expected and what came. It is a 422.
+    """
+    if body.lstrip()[:1] != b"[":
+        return [_decoded(body)]
+    try:
+        pieces = _decode_pieces(body)
+    except UNREADABLE as error:
+        raise InvalidRecord(explained(body, error)) from None
+    return [_of_list(index, bytes(piece)) for index, piece in enumerate(pieces)]
+
+
+def scored_data(values: Mapping[str, Any]) -> ScoredData:
+    """A group as an environment holds it before it is sent, taken as it is; fields of other names are left out.
+
+    Raises:
+        InvalidRecord: as `decode_scored`, but that what its lists hold is looked at when they are made columns.
+    """
+    absent = [name for name in ("tokens", "masks", "scores") if name not in values]
+    if absent:
+        raise InvalidRecord(f"expected tokens, masks and scores, got no {' and no '.join(absent)}")
+    given = {name: value for name in ScoredData.optional if not _says_nothing(value := values.get(name))}
+    return _checked(ScoredData(tokens=values["tokens"], masks=values["masks"], scores=values["scores"], **given))
+
+
+def _of_list(index: int, piece: bytes) -> ScoredData:
+    try:
+        return _decoded(piece)
+    except InvalidRecord as error:
+        raise InvalidRecord(f"group {index}: {error}") from None
+
+
+def _decoded(body: bytes) -> ScoredData:
+    try:
+        sent = _decode_sent(body)
+    except msgspec.ValidationError:
+        return scored_data(msgspec.structs.asdict(_patiently(body)))
+    except UNREADABLE as error:
+        raise InvalidRecord(explained(body, error)) from None
+    unsent: list[str] = []
+    given: dict[str, Any] = {}
+    for name in ScoredData.optional:
+        value = getattr(sent, name)
+        if value is msgspec.UNSET:
+            unsent.append(name)
+        elif not _says_nothing(value):
+            given[name] = value
+    return _checked(
+        _Verbatim(tokens=sent.tokens, masks=sent.masks, scores=sent.scores, body=body, unsent=tuple(unsent), **given)
+    )
+
+
+def _patiently(body: bytes) -> ScoredData:
+    """One with fields that nobody knows, with numbers in other forms, or wrong."""
+    try:
+        return _decode_known(body)
+    except msgspec.ValidationError:
+        return lenient(plain(body), ScoredData)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether an optional field with this value is absent."""
+    return value is None or (isinstance(value, list | dict) and not value)
+
+
+def _checked(scored: ScoredData) -> ScoredData:
+    """The same, once its lists are found to be of one length."""
+    sequences = len(scored.tokens)
+    if not sequences:
+        raise InvalidRecord("tokens: expected at least one sequence, got none")
+    for name in ("scores", "overrides"):
+        if (found := getattr(scored, name)) is not None and len(found) != sequences:
+            raise InvalidRecord(f"{name}: expected {sequences}, one for each sequence of tokens, got {len(found)}")
+    lengths = [*map(len, scored.tokens)]
+    for name in BY_TOKEN:
+        if (rows := getattr(scored, name)) is not None and [*map(len, rows)] != lengths:
+            _tell_lengths(name, rows, lengths)
+    if (scored.distill_token_ids is None) != (scored.distill_logprobs is None):
+        raise InvalidRecord("distill_token_ids, distill_logprobs: expected both or neither, got one")
+    for turns in scored.messages or ():
+        _check_messages(turns)
+    return scored
+
+
+def _tell_lengths(name: str, rows: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
+    if len(rows) != len(lengths):
+        raise InvalidRecord(f"{name}: expected {len(lengths)} lists, one for each sequence of tokens, got {len(rows)}")
+    row = next(row for row, length in enumerate(lengths) if len(rows[row]) != length)
+    raise InvalidRecord(
+        f"{name}[{row}]: expected {lengths[row]} entries, one for each of tokens[{row}], got {len(rows[row])}"
+    )
+
+
+def _check_messages(turns: Sequence[Mapping[str, Any]]) -> None:
+    for turn in turns:
+        if "role" not in turn or "content" not in turn:
+            raise InvalidRecord(f"messages: expected a role and a content in each, got only {sorted(turn)}")

@@ -1,0 +1,269 @@
+"""What an Atropos environment sends as a `TrajectoryGroup`, and back, field by field.
+
+`masks` say where a group trains, by the token, and by −100 where it does not. `inference_logprobs` are 1.0 there, which
+no log-probability is; a column of a group is 0 there. `scores` are rewards. A teacher's candidates describe the token
+they stand at, as ours do, some for each token; columns are as wide as the token with the most, and −1 where a token
+has fewer. Everything that is no column goes into `meta`, under the names in `META`, as it came.
+
+Axes: S sequences, N tokens of all of them, K candidates of a teacher.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ....schemas import Array, InvalidRecord, TrajectoryGroup
+from ...teachers.candidates import ROUNDING, Candidates
+from .contract import ScoredData
+
+__all__ = ["META", "from_group", "to_group"]
+
+META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")
+"""Fields of the contract that are kept in `meta`. Lists over sequences are indexed by repetition id."""
+
+TEMPERATURES = "temperatures"
+"""Key of `meta`, where the sender says anything of temperatures: at which each sequence is to be scored."""
+
+TRAINS_FIRST = "trains_first"
+"""Key of `meta`: repetition ids whose `masks` held the first token too. Nothing predicts it, so it never trains."""
+
+UNTRAINED = -100
+"""What `masks` hold where nothing trains."""
+
+NO_LOGPROB = np.float32(1.0)
+"""What `inference_logprobs` hold where nothing trains."""
+
+
+def to_group(
+    scored: ScoredData, *, env: str, instance_id: str, policy_version: int, candidates: int | None = None
+) -> TrajectoryGroup:
+    """`scored` as a group.
+
+    >>> scored = ScoredData(tokens=[[5, 6]], masks=[[-100, 6]], scores=[1.0], inference_logprobs=[[1.0, -0.5]])
+    >>> to_group(scored, env="math", instance_id="0", policy_version=3).behavior_logprobs.tolist()
+    [0.0, -0.5]
+
+    Args:
+        scored: what was sent.
+        env: name of the environment.
+        instance_id: name of the prompt, which Atropos has none for.
+        policy_version: of all its tokens, which Atropos does not tell.
+        candidates: width of the teacher's columns, for groups of one width fit into one batch; the token itself and
+            the likeliest of more are kept. None for as many as there are.
+
+    Raises:
+        InvalidRecord: naming the field, what was expected and what came. It is a 422.
+    """
+    lengths = np.fromiter(map(len, scored.tokens), np.int64)
+    offsets = np.append(0, lengths.cumsum())
+    tokens = _ints("tokens", scored.tokens)
+    mask = _trained(tokens, _ints("masks", scored.masks), offsets)
+    first = offsets[:-1][lengths > 0]
+    trains_first = np.flatnonzero(lengths)[mask[first]].tolist()
+    mask[first] = False
+    columns: dict[str, Any] = {}
+    if scored.inference_logprobs is not None:
+        columns["behavior_logprobs"] = _logprobs(
+            _floats("inference_logprobs", scored.inference_logprobs), mask, offsets
+        )
+    for name in ("advantages", "ref_logprobs"):
+        if (rows := getattr(scored, name)) is not None:
+            columns[name] = _floats(name, rows)
+    if scored.distill_token_ids is not None and scored.distill_logprobs is not None:
+        told = _candidates(scored.distill_token_ids, scored.distill_logprobs)
+        columns["teacher_ids"], columns["teacher_logprobs"] = _teacher(told, tokens, candidates)
+    return TrajectoryGroup.build(
+        env=env,
+        instance_id=instance_id,
+        tokens=tokens,
+        offsets=offsets,
+        loss_mask=mask,
+        rewards=_floats("scores", [scored.scores]),
+        policy_versions=np.full(len(lengths), policy_version, np.int64),
+        meta=_meta(scored, trains_first),
+        **columns,
+    )
+
+
+def _meta(scored: ScoredData, trains_first: list[int]) -> dict[str, Any]:
+    meta = {name: value for name in META if (value := getattr(scored, name)) is not None}
+    if temperatures := _temperatures(scored):
+        meta[TEMPERATURES] = temperatures
+    if trains_first:
+        meta[TRAINS_FIRST] = trains_first
+    return meta
+
+
+def _temperatures(scored: ScoredData) -> list[float]:
+    """Of each sequence; none where nothing is said of any. What is said of fewer sequences counts more."""
+    said = [scored.generation_params or {}, scored.group_overrides or {}]
+    own: list[dict[str, Any]] = scored.overrides or [{} for _ in scored.tokens]
+    found = [next((part["temperature"] for part in (one, *said) if "temperature" in part), None) for one in own]
+    for sequence, temperature in enumerate(found):
+        if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
+            raise InvalidRecord(
+                f"temperature of sequence {sequence}: expected a number of 0 or more, got {temperature!r}"
+            )
+    return [float(one or 1.0) for one in found] if {*found} != {None} else []  # 0 is greedy: the model's own logprobs
+
+
+def _trained(tokens: NDArray[np.int32], masks: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] which tokens train."""
+    mask = masks != UNTRAINED
+    wrong = mask & (masks != tokens)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InvalidRecord(
+            f"masks{_place(at, offsets)}: expected {UNTRAINED}, or {tokens[at]}, the token that trains, got {masks[at]}"
+        )
+    return mask
+
+
+def _logprobs(told: NDArray[np.float32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[N] those of tokens that train, 0 elsewhere."""
+    logprobs = np.where(mask, told, np.float32(0))
+    if len(logprobs) and logprobs.max() > ROUNDING:
+        at = int(logprobs.argmax())
+        raise InvalidRecord(
+            f"inference_logprobs{_place(at, offsets)}: expected 0 or less where a token trains, got {logprobs[at]:g}: "
+            f"{NO_LOGPROB:g} stands where none does, so masks and log-probabilities do not lie side by side"
+        )
+    return logprobs
+
+
+def _place(at: int, offsets: NDArray[np.int64]) -> str:
+    sequence = int(np.searchsorted(offsets, at, side="right")) - 1
+    return f"[{sequence}][{at - int(offsets[sequence])}]"
+
+
+# -- a teacher's candidates --------------------------------------------------------------------------------------------
+
+
+def _candidates(ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Sequence[Sequence[float]]]) -> Candidates:
+    """Those of all sequences, one token's after another's."""
+    counts = np.fromiter(map(len, chain.from_iterable(ids)), np.int64)
+    others = np.fromiter(map(len, chain.from_iterable(logprobs)), np.int64)
+    if not np.array_equal(counts, others):
+        at = int((counts != others).argmax())
+        raise InvalidRecord(
+            f"distill_logprobs: expected {counts[at]} at token {at} of the group, as in distill_token_ids, "
+            f"got {others[at]}"
+        )
+    return Candidates(
+        counts,
+        _ints("distill_token_ids", [[*chain.from_iterable(chain.from_iterable(ids))]]),
+        _floats("distill_logprobs", [[*chain.from_iterable(chain.from_iterable(logprobs))]]),
+    )
+
+
+def _teacher(
+    told: Candidates, tokens: NDArray[np.int32], candidates: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """[N, K] as they came where there is room for all, else as `Candidates` chooses."""
+    most = int(told.counts.max(initial=0))
+    width = most if candidates is None else candidates
+    if most > width:
+        return told.columns(tokens, width)
+    filled = np.arange(width) < told.counts[:, None]
+    ids, logprobs = np.full(filled.shape, -1, np.int32), np.zeros(filled.shape, np.float32)
+    ids[filled], logprobs[filled] = told.ids, told.logprobs
+    _check_candidates(told, ids)
+    logprobs[logprobs > 0] = 0  # by rounding
+    return ids, logprobs
+
+
+def _check_candidates(told: Candidates, ids: NDArray[np.int32]) -> None:
+    if len(told.ids) and told.ids.min() < 0:
+        raise InvalidRecord(f"distill_token_ids: expected ids of 0 or more, got {told.ids.min()}")
+    if len(told.logprobs) and told.logprobs.max() > ROUNDING:
+        raise InvalidRecord(f"distill_logprobs: expected log-probabilities of 0 or less, got {told.logprobs.max():g}")
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        at, rank = np.argwhere(twice)[0]
+        raise InvalidRecord(
+            f"distill_token_ids: expected each candidate of a token once, got {ordered[at, rank]} more often at token "
+            f"{at} of the group"
+        )
+
+
+# -- lists to columns --------------------------------------------------------------------------------------------------
+
+
+def _ints(name: str, rows: Iterable[Sequence[int]]) -> NDArray[np.int32]:
+    return np.frombuffer(_packed(name, rows, "i", "whole numbers of 32 bits"), np.int32)
+
+
+def _floats(name: str, rows: Iterable[Sequence[float]]) -> NDArray[np.float32]:
+    return np.frombuffer(_packed(name, rows, "f", "numbers that float32 can hold"), np.float32)
+
+
+def _packed(name: str, rows: Iterable[Sequence[Any]], kind: str, expected: str) -> bytes:
+    """`rows` one after another, as C has them: half the time of `np.array`, and stricter."""
+    try:
+        return b"".join([struct.pack(f"{len(row)}{kind}", *row) for row in rows])
+    except (struct.error, OverflowError, TypeError) as error:
+        raise InvalidRecord(f"{name}: expected {expected}, got others: {error}") from None
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+def from_group(group: TrajectoryGroup) -> bytes:
+    """`group` as JSON of the contract: what an environment would send, with every field, absent ones as null.
+
+    Of a group that comes from elsewhere, the temperature that a SourceEnv notes becomes a generation parameter.
+    """
+    return msgspec.json.encode(scored_of(group))
+
+
+def scored_of(group: TrajectoryGroup) -> ScoredData:
+    """`group` as an environment holds it before it is sent."""
+    meta, mask = group.meta, group.loss_mask
+    repetitions = group.repetition_ids.tolist()
+    trained = mask.copy()
+    trained[group.offsets[:-1][np.isin(repetitions, meta.get(TRAINS_FIRST, []))]] = True
+    kept: dict[str, Any] = {name: meta[name] for name in META if name in meta}
+    for name in ("messages", "overrides"):
+        if name in kept and len(kept[name]) > max(repetitions):
+            kept[name] = [kept[name][repetition] for repetition in repetitions]
+    if "temperature" in meta:
+        kept.setdefault("generation_params", {"temperature": meta["temperature"]})
+    if group.behavior_logprobs is not None:
+        kept["inference_logprobs"] = _rows(np.where(mask, group.behavior_logprobs, NO_LOGPROB), group)
+    for name in ("advantages", "ref_logprobs"):
+        if (column := getattr(group, name)) is not None:
+            kept[name] = _rows(column, group)
+    if group.teacher_ids is not None and group.teacher_logprobs is not None:
+        told = (group.teacher_ids >= 0) & np.isfinite(group.teacher_logprobs)
+        kept["distill_token_ids"] = _told(group.teacher_ids, told, group)
+        kept["distill_logprobs"] = _told(group.teacher_logprobs, told, group)
+    return ScoredData(
+        tokens=_rows(group.tokens, group),
+        masks=_rows(np.where(trained, group.tokens, np.int32(UNTRAINED)), group),
+        scores=group.rewards.tolist(),
+        **kept,
+    )
+
+
+def _rows(column: Array, group: TrajectoryGroup) -> list[list[Any]]:
+    """A column over tokens as one list a sequence."""
+    bounds = group.offsets.tolist()
+    flat = column.tolist()
+    return [flat[first:last] for first, last in pairwise(bounds)]
+
+
+def _told(column: Array, told: NDArray[np.bool_], group: TrajectoryGroup) -> list[list[list[Any]]]:
+    """What is `told` [N, K] of a column, as lists of each token's own length."""
+    ends = told.sum(axis=1).cumsum().tolist()
+    flat = column[told].tolist()
+    tokens = [flat[first:last] for first, last in pairwise([0, *ends])]
+    bounds = group.offsets.tolist()
+    return [tokens[first:last] for first, last in pairwise(bounds)]

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidRecord
+from penstock.schemas import TrainBatch, TrajectoryGroup
+from penstock.stages.integrations.atropos.contract import ScoredData, decode_scored
+from penstock.stages.integrations.atropos.translation import from_group, scored_of, to_group
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> ScoredData:
+    """Whatever the contract can say, in the form in which it is sent: 1.0 wherever nothing trains."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tokens = [random.integers(0, 2**31, length) for length in lengths]
+    trains = [random.random(length) < 0.5 for length in lengths]
+    counts = [random.integers(0, 4, length).tolist() for length in lengths]
+    named = draw(
+        st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63) | st.text(max_size=3), min_size=1, max_size=2)
+    )
+
+    def floats(*, most: float = 1e6) -> list[list[float]]:
+        return [random.uniform(-1e6, most, length).astype(np.float32).tolist() for length in lengths]
+
+    def told() -> list[list[float]]:
+        logprobs = zip(floats(most=0), trains, strict=True)
+        return [np.where(trained & (np.arange(len(row)) > 0), row, 1.0).tolist() for row, trained in logprobs]
+
+    everything: dict[str, Any] = {
+        "advantages": floats(),
+        "ref_logprobs": floats(),
+        "inference_logprobs": told(),
+        "messages": [[named | {"role": "user", "content": "x"}] * turns for turns in range(len(lengths))],
+        "generation_params": named,
+        "overrides": [named] + [{}] * (len(lengths) - 1),
+        "group_overrides": named,
+        "images": ["by reference"],
+        "env_id": 7,
+    }
+    taught = {
+        "distill_token_ids": [[random.permutation(9)[:count].tolist() for count in row] for row in counts],
+        "distill_logprobs": [[(-random.random(count, np.float32)).tolist() for count in row] for row in counts],
+    }
+    present = draw(st.sets(st.sampled_from(sorted(everything))))
+    return ScoredData(
+        tokens=[row.tolist() for row in tokens],
+        masks=[np.where(*row, -100).tolist() for row in zip(trains, tokens, strict=True)],
+        scores=random.standard_normal(len(lengths)).astype(np.float32).tolist(),
+        **{name: everything[name] for name in present},
+        **(taught if draw(st.booleans()) else {}),
+    )
+
+
+def grouped(scored: ScoredData | None = None, **fields: Any) -> TrajectoryGroup:
+    needed = {"tokens": [[5, 6, 7], [5, 8]], "masks": [[-100, 6, 7], [-100, 8]], "scores": [1.0, 0.0]}
+    scored = scored or ScoredData(**(needed | fields))
+    return to_group(scored, env="math", instance_id="0", policy_version=3)
+
+
+@given(groups())
+@settings(max_examples=50)
+def test_every_field_comes_back(scored: ScoredData) -> None:
+    assert scored_of(grouped(scored)) == scored
+    assert decode_scored(from_group(grouped(scored))) == decode_scored(scored.json())
+
+
+def test_masks_say_what_trains_and_what_does_not_has_no_logprob() -> None:
+    group = grouped(inference_logprobs=[[1.0, -0.5, -0.25], [1.0, -2.0]], advantages=[[1, 2, 3], [4, 5]])
+
+    assert group.offsets.tolist() == [0, 3, 5]
+    assert group.loss_mask.tolist() == [False, True, True, False, True]
+    assert group.behavior_logprobs is not None
+    assert group.behavior_logprobs.tolist() == [0.0, -0.5, -0.25, 0.0, -2.0]
+    assert group.advantages is not None
+    assert group.advantages.tolist() == [1, 2, 3, 4, 5]
+    assert (group.rewards.tolist(), group.policy_versions.tolist()) == ([1.0, 0.0], [3, 3])
+
+
+def test_a_first_token_never_trains_though_masks_may_hold_it() -> None:
+    group = grouped(masks=[[5, 6, 7], [-100, 8]], inference_logprobs=[[-3.0, -0.5, -0.25], [1.0, -2.0]])
+
+    assert group.loss_mask.tolist() == [False, True, True, False, True]
+    assert scored_of(group).masks == [[5, 6, 7], [-100, 8]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"masks": [[-100, 6, 9], [-100, 8]]}, r"masks\[0\]\[2\]: expected -100, or 7, the token that trains, got 9"),
+        ({"masks": [[-100, 6, 7], [-100, 1]]}, r"masks\[1\]\[1\]: expected -100, or 8"),
+        (
+            {"inference_logprobs": [[1.0, -1.0, -1.0], [-1.0, 1.0]]},
+            r"inference_logprobs\[1\]\[1\]: expected 0 or less where a token trains, got 1: 1 stands where none does",
+        ),
+        ({"tokens": [[5, 6, 2**31], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ({"tokens": [[5, 6.0, 7], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ({"tokens": [[5, 6, None], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ({"tokens": [[-5, 6, 7], [5, 8]]}, "tokens: expected ids of 0 or more, got -5"),
+        ({"scores": ["1", 0.0]}, "scores: expected numbers that float32 can hold, got others"),
+        ({"scores": [1e39, 0.0]}, "rewards: expected finite values, got inf"),
+        ({"scores": [float("nan"), 0.0]}, "rewards: expected finite values, got nan"),
+        ({"generation_params": {"temperature": "hot"}}, "temperature of sequence 0: expected a number of 0 or more"),
+        ({"overrides": [{}, {"temperature": -1}]}, "temperature of sequence 1: expected a number of 0 or more, got -1"),
+    ],
+)
+def test_what_no_group_can_hold_is_refused_by_its_place(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRecord, match=told):
+        grouped(**changed)
+
+
+# -- a teacher ---------------------------------------------------------------------------------------------------------
+
+IDS = [[[], [6, 1], [7]], [[], [2, 8, 9]]]
+LOGPROBS = [[[], [-0.5, -1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]]
+
+
+def test_candidates_describe_the_token_they_stand_at_and_rows_are_padded() -> None:
+    group = grouped(distill_token_ids=IDS, distill_logprobs=LOGPROBS)
+
+    none = [-1, -1, -1]
+    assert group.teacher_ids is not None
+    assert group.teacher_logprobs is not None
+    assert group.teacher_ids.tolist() == [none, [6, 1, -1], [7, -1, -1], none, [2, 8, 9]]
+    assert group.teacher_logprobs[4].tolist() == [-3.0, -1.0, -2.0]
+
+
+def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -> None:
+    scored = ScoredData(
+        tokens=[[5, 6, 7], [5, 8]],
+        masks=[[-100, 6, 7], [-100, 8]],
+        scores=[1.0, 0.0],
+        distill_token_ids=IDS,
+        distill_logprobs=LOGPROBS,
+    )
+
+    wide, narrow = (to_group(scored, env="math", instance_id=str(k), policy_version=0, candidates=k) for k in (4, 2))
+
+    assert wide.teacher_ids is not None
+    assert wide.teacher_ids.tolist()[4] == [2, 8, 9, -1]
+    assert narrow.teacher_ids is not None
+    assert narrow.teacher_ids.tolist()[4] == [8, 9]
+    assert TrainBatch.pack([wide, to_group(scored, env="m", instance_id="1", policy_version=0, candidates=4)])
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "told"),
+    [
+        (IDS, [[[], [-0.5], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "distill_logprobs: expected 2 at token 1 of the group"),
+        ([[[], [6, 6], [7]], [[], [2, 8, 9]]], LOGPROBS, "each candidate of a token once, got 6 more often at token 1"),
+        ([[[], [6, -1], [7]], [[], [2, 8, 9]]], LOGPROBS, "distill_token_ids: expected ids of 0 or more, got -1"),
+        (IDS, [[[], [-0.5, 1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "expected log-probabilities of 0 or less, got 1"),
+    ],
+)
+def test_what_no_teacher_can_say_is_refused(ids: object, logprobs: object, told: str) -> None:
+    with pytest.raises(InvalidRecord, match=told):
+        grouped(distill_token_ids=ids, distill_logprobs=logprobs)
+
+
+# -- meta --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"group_overrides": {"temperature": 0.5}}, [0.5, 0.5]),
+        ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
+        ({"overrides": [{"temperature": 0.9}, {}], "generation_params": {"temperature": 0.7}}, [0.9, 0.7]),
+        ({"overrides": [{}, {"temperature": 2}]}, [1.0, 2.0]),
+        ({"overrides": [{"set_advantage_to_zero": True}, {}]}, None),
+        ({"generation_params": {"temperature": 0}}, [1.0, 1.0]),
+    ],
+)
+def test_what_is_said_of_fewer_sequences_decides_the_temperature(fields: dict[str, Any], expected: object) -> None:
+    assert grouped(**fields).meta.get("temperatures") == expected
+
+
+def test_what_is_left_of_a_group_keeps_its_own_messages_and_overrides() -> None:
+    spoken = [[{"role": "user", "content": name}] for name in "ab"]
+    group = grouped(messages=spoken, overrides=[{}, {"temperature": 2.0}], env_id=4)
+
+    left = scored_of(group.select(np.array([False, True])))
+
+    assert (left.tokens, left.messages, left.overrides) == ([[5, 8]], spoken[1:], [{"temperature": 2.0}])
+    assert left.env_id == 4
+
+
+def test_a_group_from_elsewhere_says_what_the_contract_has_a_word_for() -> None:
+    group = TrajectoryGroup.build(
+        env="digits",
+        instance_id="7",
+        sequences=[[1, 2, 3]],
+        loss_mask=[[False, True, False]],
+        rewards=[1.0],
+        behavior_logprobs=[0.0, -0.5, 0.0],
+        teacher_ids=[[-1, -1], [2, 4], [-1, -1]],
+        teacher_logprobs=[[0.0, 0.0], [-0.5, -np.inf], [0.0, 0.0]],
+        meta={"task": 3, "temperature": 0.7},
+    )
+
+    told = json.loads(from_group(group))
+
+    assert told["masks"] == [[-100, 2, -100]]
+    assert told["inference_logprobs"] == [[1.0, -0.5, 1.0]]
+    assert told["distill_token_ids"] == [[[], [2], []]]
+    assert told["generation_params"] == {"temperature": 0.7}
+    assert told.keys() == {"tokens", "masks", "scores", *ScoredData.optional}
