@@ -60,7 +60,7 @@ def test_a_trainer_says_everything() -> None:
 
 
 def test_an_answer_may_hold_a_lease_or_none() -> None:
-    assert decode_request(b'{"batch": null}', BatchAnswer) == BatchAnswer()
+    assert decode_request(b'{"batch": null}', BatchAnswer) == BatchAnswer(batch=None)
     assert decode_request(b'{"batch": [], "lease": 3}', BatchAnswer).lease == 3
 
 

@@ -44,7 +44,7 @@ def groups(draw: st.DrawFn) -> ScoredData:
         "images": ["by reference"],
         "env_id": 7,
     }
-    taught = {
+    taught: dict[str, Any] = {
         "distill_token_ids": [[random.permutation(9)[:count].tolist() for count in row] for row in counts],
         "distill_logprobs": [[(-random.random(count, np.float32)).tolist() for count in row] for row in counts],
     }
@@ -59,7 +59,7 @@ def groups(draw: st.DrawFn) -> ScoredData:
 
 
 def grouped(scored: ScoredData | None = None, **fields: Any) -> TrajectoryGroup:
-    needed = {"tokens": [[5, 6, 7], [5, 8]], "masks": [[-100, 6, 7], [-100, 8]], "scores": [1.0, 0.0]}
+    needed: dict[str, Any] = {"tokens": [[5, 6, 7], [5, 8]], "masks": [[-100, 6, 7], [-100, 8]], "scores": [1.0, 0.0]}
     scored = scored or ScoredData(**(needed | fields))
     return to_group(scored, env="math", instance_id="0", policy_version=3)
 

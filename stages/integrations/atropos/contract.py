@@ -1,6 +1,6 @@
 """What Atropos' HTTP contract says: what trainers and environments ask for, and the scored data that they exchange.
 
-Requests are read as the original server reads them, see `lax`. What it answers with is in `records`.
+Requests are read as the original server reads them, see `lax`. What it says of queues is in `records`.
 `decode_scored` holds what environments send to the rules that the original never checked: lists over sequences and
 over tokens have one length, and every number is finite. Knows nothing of groups, queues and sockets.
 """
@@ -18,8 +18,15 @@ from .lax import decoded, explained, lenient, plain
 
 __all__ = [
     "BatchAnswer",
+    "Buffered",
+    "Disconnected",
     "EnvReference",
+    "EnvRegistered",
     "EnvRegistration",
+    "Greeting",
+    "ListReceived",
+    "Received",
+    "Registered",
     "ScoredData",
     "TrainerRegistration",
     "decode_request",
@@ -64,17 +71,75 @@ class EnvReference(msgspec.Struct, frozen=True):
     env_id: int
 
 
-class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What GET /batch is answered with."""
+# -- answers -----------------------------------------------------------------------------------------------------------
 
-    batch: list[msgspec.Raw] | None = None
+
+class Greeting(msgspec.Struct, frozen=True):
+    """Answers GET /."""
+
+    message: str
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """Answers /register."""
+
+    uuid: int
+    """128 bits."""
+
+
+class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answers /batch."""
+
+    batch: list[msgspec.Raw] | None
     """Groups, each as JSON; None where there are too few. Empty where no trainer is registered."""
-    lease: int | str | None = None
+    lease: int | str | msgspec.UnsetType = msgspec.UNSET
     """What a client that asked for a lease acknowledges; the original server has none."""
-    status: str | None = None
+    status: str | msgspec.UnsetType = msgspec.UNSET
     """`error` where no trainer is registered."""
-    message: str | None = None
+    message: str | msgspec.UnsetType = msgspec.UNSET
     """What to do then."""
+
+
+class EnvRegistered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answers /register-env: as a success with everything, or with the wish to wait and nothing more."""
+
+    status: str
+    env_id: int | msgspec.UnsetType = msgspec.UNSET
+    wandb_name: str | msgspec.UnsetType = msgspec.UNSET
+    checkpoint_dir: str | msgspec.UnsetType = msgspec.UNSET
+    starting_step: int | msgspec.UnsetType = msgspec.UNSET
+    checkpoint_interval: int | msgspec.UnsetType = msgspec.UNSET
+    num_steps: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class Disconnected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answers /disconnect-env."""
+
+    status: str
+    error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Received(msgspec.Struct, frozen=True):
+    """Answers /scored_data: the group is in the queue."""
+
+    status: str = "received"
+
+
+class Buffered(msgspec.Struct, frozen=True):
+    """Answers /scored_data: the group waits for others that make a whole one with it."""
+
+    buffer_size: int
+    """Sequences that wait."""
+    status: str = "buffered"
+
+
+class ListReceived(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answers /scored_data_list; the last two where something was buffered."""
+
+    status: str
+    groups_processed: int
+    buffered: int | msgspec.UnsetType = msgspec.UNSET
+    last_buffer_size: int | msgspec.UnsetType = msgspec.UNSET
 
 
 # -- scored data -------------------------------------------------------------------------------------------------------

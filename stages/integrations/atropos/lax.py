@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,11 +36,6 @@ _AS_IT_IS: dict[type[msgspec.inspect.Type], set[type]] = {
 """What is a number already where one is wanted: most of every list."""
 
 
-@cache
-def _strict(wanted: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(wanted)
-
-
 def decoded(body: bytes, wanted: type[T]) -> T:
     """`body` as a `wanted`.
 
@@ -49,12 +43,11 @@ def decoded(body: bytes, wanted: type[T]) -> T:
         InvalidRecord: it is not JSON, or does not fit; the message says where.
     """
     try:
-        value: T = _strict(wanted).decode(body)
+        return msgspec.json.decode(body, type=wanted)
     except msgspec.ValidationError:
         return lenient(plain(body), wanted)
     except UNREADABLE as error:
         raise InvalidRecord(explained(body, error)) from None
-    return value
 
 
 def plain(body: bytes) -> Any:

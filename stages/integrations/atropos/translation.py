@@ -116,7 +116,7 @@ def _temperatures(scored: ScoredData) -> list[float]:
 
 def _trained(tokens: NDArray[np.int32], masks: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[N] which tokens train."""
-    mask = masks != UNTRAINED
+    mask: NDArray[np.bool_] = masks != UNTRAINED
     wrong = mask & (masks != tokens)
     if wrong.any():
         at = int(wrong.argmax())
