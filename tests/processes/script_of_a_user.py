@@ -1,12 +1,11 @@
 """A pipeline script as a user writes one; the tests run it, interrupt it, and kill it.
 
-Its stages live in `__main__`. It prints the process ids of its workers when both work.
+Its stages live in `__main__`. It tells the process ids of its workers when both work.
 """
-
-# ruff: noqa: T201 (the tests listen to what it prints)
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -15,7 +14,13 @@ import anyio
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
 from penstock.testing import group
 
-print("imported", flush=True)
+
+def say(*words: object) -> None:
+    """A line in one piece: workers write to the same pipe, and `print` may write word by word."""
+    os.write(sys.stdout.fileno(), f"{' '.join(map(str, words))}\n".encode())
+
+
+say("imported")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Tell:
             pids = [worker.pid for worker in pipeline.statistics().stages[0].workers]
             if not told and all(pids):  # the second may still be on its way
                 told = True
-                print("workers", *pids, flush=True)
+                say("workers", *pids)
 
 
 pipeline = source(Sample(forever="forever" in sys.argv), on=processes(2)).sink(Tell())
@@ -46,4 +51,4 @@ if __name__ == "__main__" or "unguarded" in sys.argv:
     try:
         anyio.run(pipeline.run)
     finally:
-        print("ended", pipeline.report.ended_by if pipeline.report else "", flush=True)
+        say("ended", pipeline.report.ended_by if pipeline.report else "")
