@@ -269,28 +269,26 @@ class Environment:
     def target(self) -> int:
         """How many workers there should be, by what the server said last."""
         config, said = self.config, self.status
-        per_env = self._fed * config.max_batches_offpolicy // config.group_size
-        wanted = min(config.max_num_workers, per_env - said["queue_size"])
+        ahead = self._fed * config.max_batches_offpolicy // config.group_size
+        wanted = min(config.max_num_workers, ahead - int(said["queue_size"]))
         if config.min_batch_allocation is None:
             return wanted
         largest: int = said["max_group_size"]
-        ratio = largest / config.group_size
         packs = self._minimum_packs + largest // config.group_size
-        return max(
-            wanted, 0, math.ceil((packs * largest - largest * said["self_queue_size"] // ratio) / config.group_size)
-        )
+        queued: float = largest * said["self_queue_size"] // (largest / config.group_size)
+        return max(wanted, 0, math.ceil((packs * largest - queued) / config.group_size))
 
     @property
     def _fed(self) -> int:
         """Sequences of a batch that are this environment's to fill."""
-        share = self.status["unallocated_fraction"] + (self.config.min_batch_allocation or 0.0)
+        share: float = self.status["unallocated_fraction"] + (self.config.min_batch_allocation or 0.0)
         return int(self.batch_size * share)
 
     @property
     def _minimum_packs(self) -> int:
         config = self.config
         minimum = (config.min_batch_allocation or 0.0) * self.batch_size * config.max_batches_offpolicy
-        return math.ceil(minimum / self.status["max_group_size"])
+        return math.ceil(minimum / int(self.status["max_group_size"]))
 
     @property
     def paused(self) -> bool:

@@ -2,7 +2,7 @@
 
 Groups come decoded, their arrays views of the slots of the environment that sent them; letting go of one gives it its
 credit back, so whoever keeps them longer than a moment keeps `group.owned()`. Knows nothing about HTTP: the gateway
-tells environments `url`, and counts `waiting` into what `/status-env` says.
+tells environments `url` under `PATH`, and counts `waiting` into what `/status-env` says.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from ....pipeline.channels.carriers import serve
 from ....pipeline.channels.remote_receiver import Peer, RemoteReceiver
 from ....pipeline.errors import PeerLost
 from ....pipeline.telemetry import get_logger
 from ....schemas import TrajectoryGroup
 
-__all__ = ["ShmWayIn", "shm_way_in"]
+__all__ = ["PATH", "ShmWayIn", "WayInAnswer", "shm_way_in"]
 
 log = get_logger("penstock.atropos")
+
+PATH = "/shm"
+"""Where the gateway tells environments about it, by GET."""
 
 NEVER = 2**62
 """So many environments never come and go."""
@@ -33,6 +38,13 @@ MAX_ENVIRONMENTS = 512
 
 KEY_OF_ENV_ID = "env_id"
 """Under which `meta` of a group holds who sent it."""
+
+
+class WayInAnswer(msgspec.Struct, frozen=True):
+    """Answers GET /shm."""
+
+    url: str
+    """What to `connect` to."""
 
 
 class ShmWayIn:

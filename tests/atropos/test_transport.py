@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from aiohttp import web
+from tests.atropos.environment import Config, Environment, Scored, scored_group
+
+from penstock import TrajectoryGroup
+from penstock.errors import NobodyListens
+from penstock.stages.integrations.atropos import ShmTransport, transport
+from penstock.stages.integrations.atropos.contract import scored_data
+from penstock.stages.integrations.atropos.shm_way_in import ShmWayIn, shm_way_in
+from penstock.stages.integrations.atropos.translation import to_group
+
+ENV_ID = 3
+
+
+@dataclass
+class Server:
+    """What environments meet over HTTP: a gateway's answer to /shm, or another's, and what was posted."""
+
+    way_in: str | None = None
+    """What /shm tells; None answers as a server does that has never heard of it."""
+    asked: int = 0
+    """How often."""
+    posted: list[tuple[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    async def shm(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.json_response({"url": self.way_in} if self.way_in else {"detail": "Not Found"}, status=self.status)
+
+    @property
+    def status(self) -> int:
+        return 200 if self.way_in else 404
+
+    async def receive(self, request: web.Request) -> web.Response:
+        self.posted.append((request.path, await request.json()))  # inflated by aiohttp
+        return web.json_response({"status": "received"})
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[Server]:
+    application = web.Application()
+    application.router.add_get("/shm", server.shm)
+    application.router.add_post("/scored_data", server.receive)
+    application.router.add_post("/scored_data_list", server.receive)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def gateway(**bounds: int) -> AsyncIterator[tuple[Server, ShmWayIn]]:
+    async with shm_way_in(**bounds) as way_in, serving(Server(way_in.url)) as server:
+        yield server, way_in
+
+
+@asynccontextmanager
+async def registered(server: Server, kind: type[Environment] = Environment) -> AsyncIterator[Environment]:
+    """An environment that has registered, until its process would end."""
+    env = ShmTransport.attach(kind(Config(rollout_server_url=server.url, pace=0.001), env_id=ENV_ID, curr_step=7))
+    try:
+        yield env
+    finally:
+        if (keeper := line_of(env)._keeper) is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+
+def line_of(env: Environment) -> transport._Line:
+    return transport._line_of(env)
+
+
+async def send(env: Environment, *scored: Scored) -> None:
+    for each in scored:
+        await env._send_scored_data_to_api(each)
+
+
+async def received(way_in: ShmWayIn, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
+    groups: list[tuple[int | None, TrajectoryGroup]] = []
+    with anyio.fail_after(5):
+        async for env_id, group in way_in:
+            groups.append((env_id, group.owned()))
+            if len(groups) == count:
+                break
+    return groups
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what a socket brings."""
+    with anyio.fail_after(5):
+        while not holds():  # noqa: ASYNC110 (there is no event)
+            await asyncio.sleep(0)
+
+
+def rewards(groups: list[tuple[int | None, TrajectoryGroup]]) -> list[list[float]]:
+    return [group.rewards.tolist() for _, group in groups]
+
+
+def expected(*items: int) -> list[list[float]]:
+    return [np.array(scored_group(item)["scores"], np.float32).tolist() for item in items]
+
+
+def complete_group() -> Scored:
+    """One with every field that there is."""
+    plain = scored_group(5, group_size=2, tokens=6)
+    return plain | {
+        "advantages": [[0.1, -0.2, 0.3, 0.4, -0.5, 0.6]] * 2,
+        "ref_logprobs": [[-0.1] * 6, [-0.7] * 6],
+        "messages": [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}] for text in "45"],
+        "generation_params": {"temperature": 0.7, "stop": ["</s>"]},
+        "overrides": [{"set_advantage_to_zero": True}, {}],
+        "group_overrides": {"group_size": 2},
+        "images": ["file:///a.png", None],
+        "distill_token_ids": [[[], [3, 9], [4], [5, 6, 7], [8], [1]]] * 2,
+        "distill_logprobs": [[[], [-0.5, -1.5], [-0.1], [-1.0, -2.0, -3.0], [-0.2], [-4.0]]] * 2,
+    }
+
+
+async def test_everything_that_an_environment_sends_arrives_bit_for_bit() -> None:
+    scored = complete_group()
+    async with gateway() as (server, way_in), registered(server) as env:
+        await send(env, scored)
+        [(env_id, group)] = await received(way_in, 1)
+
+    same = to_group(
+        scored_data(scored | {"env_id": ENV_ID}), env="counting", instance_id=group.instance_id, policy_version=7
+    )
+    assert env_id == ENV_ID
+    assert group.header() == same.header()
+    assert group.columns().keys() == same.columns().keys() >= {"teacher_ids", "advantages", "ref_logprobs"}
+    for name, column in group.columns().items():
+        assert column.dtype == same.columns()[name].dtype
+        assert column.tobytes() == same.columns()[name].tobytes()
+    assert not server.posted
+
+
+async def test_no_two_groups_have_one_name_whoever_sends_them() -> None:
+    async with gateway() as (server, way_in), registered(server) as one, registered(server) as other:
+        await send(one, scored_group(0), scored_group(0))
+        await send(other, scored_group(0))
+        groups = await received(way_in, 3)
+
+    assert len({group.id for _, group in groups}) == 3
+
+
+async def test_a_list_of_groups_arrives_in_order() -> None:
+    async with gateway() as (server, way_in), registered(server) as env:
+        await env._send_scored_data_to_api([scored_group(item) for item in range(3)])
+        groups = await received(way_in, 3)
+
+    assert rewards(groups) == expected(0, 1, 2)
+
+
+class Mixed(ShmTransport, Environment):
+    pass
+
+
+async def test_mixed_in_before_an_environment_it_needs_no_other_word() -> None:
+    async with gateway() as (server, way_in), registered(server, Mixed) as env:
+        await send(env, scored_group(1))
+        groups = await received(way_in, 1)
+
+    assert rewards(groups) == expected(1)
+    assert not server.posted
+
+
+def test_mixed_in_behind_an_environment_it_would_never_be_asked_and_says_so() -> None:
+    with pytest.raises(TypeError, match=r"expected class Wrong\(ShmTransport, Environment\)"):
+
+        class Wrong(Environment, ShmTransport):
+            pass
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected an environment of Atropos.*got a dict"):
+        ShmTransport.attach({})
+
+
+async def test_nothing_is_opened_before_the_first_group() -> None:
+    async with gateway() as (server, _), registered(server):
+        await anyio.wait_all_tasks_blocked()
+
+        assert server.asked == 0
+
+
+async def test_a_cleanup_after_every_group_and_a_worker_that_is_cancelled_take_nothing_down() -> None:
+    async with gateway() as (server, way_in), registered(server) as env:
+        env.server_max_token_len = 100
+        await env.handle_env(0)
+        for _ in range(2):
+            worker = asyncio.create_task(env.handle_env(1))
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+        await env.handle_env(2)
+        groups = await received(way_in, 2)
+
+    assert env.counts.cleanups == 2
+    assert rewards(groups) == expected(0, 2)
+    assert server.asked == 1
+
+
+async def test_the_worker_that_opens_it_may_be_cancelled_while_others_wait_for_it() -> None:
+    async with gateway() as (server, way_in), registered(server) as env:
+        first, second = (asyncio.create_task(send(env, scored_group(item))) for item in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        groups = await received(way_in, 1)
+
+    assert rewards(groups) == expected(1)
+
+
+async def test_a_gateway_that_takes_nothing_slows_the_environment_down_and_nothing_is_lost() -> None:
+    async with gateway(capacity=2) as (server, way_in), registered(server) as env:
+        sending = asyncio.create_task(send(env, *map(scored_group, range(5))))
+        await until(lambda: line_of(env)._sender is not None)
+        sender = line_of(env)._sender
+        assert sender is not None
+        await until(lambda: sender.statistics().waiting_for == "credit")
+        sent = sender.statistics().sent
+        groups = await received(way_in, 5)
+        await sending
+
+    assert sent == 2
+    assert rewards(groups) == expected(0, 1, 2, 3, 4)
+
+
+async def test_the_gateway_knows_how_much_of_each_environment_waits() -> None:
+    async with gateway(capacity=4) as (server, way_in), registered(server) as env:
+        await send(env, *map(scored_group, range(3)))
+        await received(way_in, 1)
+        await until(lambda: way_in.waiting(ENV_ID) == 2)
+
+        assert way_in.waiting(ENV_ID + 1) == 0
+
+
+async def test_a_server_that_is_no_gateway_gets_everything_over_http_after_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(Server()) as server, registered(server) as env:
+        await send(env, scored_group(0))
+        await env._send_scored_data_to_api([scored_group(1), scored_group(2)])
+
+    assert [path for path, _ in server.posted] == ["/scored_data", "/scored_data_list"]
+    assert server.posted[0][1] == scored_group(0, env_id=ENV_ID)
+    assert server.asked == 1
+    assert caplog.text.count("sending_over_http") == len(caplog.records) == 1
+    assert "expected a gateway of penstock" in caplog.text
+
+
+async def test_a_gateway_on_another_host_gets_everything_over_http_after_one_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    async with serving(Server(f"shm://{tmp_path}")) as server, registered(server) as env:
+        await send(env, scored_group(0), scored_group(1))
+
+    assert len(server.posted) == 2
+    assert caplog.text.count("sending_over_http") == len(caplog.records) == 1
+    assert "on another host" in caplog.text
+
+
+async def test_a_gateway_without_memory_for_one_more_gets_everything_over_http() -> None:
+    async with (
+        gateway(max_environments=1) as (server, way_in),
+        registered(server) as one,
+        registered(server) as another,
+    ):
+        await send(one, scored_group(0))
+        await send(another, scored_group(1))
+        groups = await received(way_in, 1)
+
+    assert rewards(groups) == expected(0)
+    assert [scored["scores"] for _, scored in server.posted] == [scored_group(1)["scores"]]
+
+
+async def test_a_group_that_no_channel_holds_goes_over_http_and_the_next_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gateway(capacity_bytes=2**14) as (server, way_in), registered(server) as env:
+        await send(env, scored_group(0, tokens=3000), scored_group(1))
+        groups = await received(way_in, 1)
+
+    assert [path for path, _ in server.posted] == ["/scored_data"]
+    assert rewards(groups) == expected(1)
+    assert "raise capacity_bytes" in caplog.text
+
+
+async def test_a_group_that_is_none_is_left_for_the_gateway_to_refuse(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = scored_group(0) | {"masks": [[1]]}
+    async with gateway() as (server, _), registered(server) as env:
+        await send(env, wrong)
+
+    assert server.posted == [("/scored_data", wrong | {"env_id": ENV_ID})]
+    assert "masks: expected 4 lists" in caplog.text
+
+
+async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Server()) as server, registered(server) as env:
+        async with shm_way_in() as way_in:
+            server.way_in = way_in.url
+            await send(env, scored_group(0))
+            before = await received(way_in, 1)
+        async with shm_way_in() as way_in:
+            server.way_in = way_in.url
+            await send(env, scored_group(1))
+            after = await received(way_in, 1)
+
+    assert rewards(before + after) == expected(0, 1)
+    assert not server.posted
+    assert "gateway_gone" in caplog.text
+
+
+async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway() as (server, way_in), registered(server) as env:
+        await send(env, scored_group(0))
+        await received(way_in, 1)
+        await way_in._inbox.aclose()
+        monkeypatch.setattr(transport, "PATIENCE_S", 0.02)
+
+        with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to come back"):
+            await send(env, scored_group(1))
+
+    assert not server.posted
