@@ -1,4 +1,4 @@
-"""What goes into the gateway's books and comes out: registrations, submissions, batches, what is said of the queue.
+"""What goes into the gateway's books and comes out: submissions, batches, and what is said of the queue.
 
 Names of fields are those of the Atropos contract wherever it has them, so that these values are its JSON.
 """
@@ -6,96 +6,21 @@ Names of fields are those of the Atropos contract wherever it has them, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 __all__ = [
     "Batch",
     "EnvAdmitted",
-    "EnvRegistration",
     "EnvStatistics",
     "EnvStatus",
     "Info",
     "Receipt",
     "Status",
     "Submission",
-    "TrainerRegistration",
     "WandbInfo",
 ]
 
 G = TypeVar("G")
-
-
-class TrainerRegistration(Protocol):
-    """What a trainer says of itself."""
-
-    @property
-    def wandb_group(self) -> str:
-        """Where environments are to log."""
-        ...
-
-    @property
-    def wandb_project(self) -> str:
-        """Where environments are to log."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences of a batch, exactly."""
-        ...
-
-    @property
-    def max_token_len(self) -> int:
-        """Tokens of the longest sequence that it trains."""
-        ...
-
-    @property
-    def checkpoint_dir(self) -> str:
-        """Told to environments."""
-        ...
-
-    @property
-    def save_checkpoint_interval(self) -> int:
-        """Told to environments."""
-        ...
-
-    @property
-    def starting_step(self) -> int:
-        """Where steps begin to count."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Told to environments, which stop then."""
-        ...
-
-
-class EnvRegistration(Protocol):
-    """What an environment says of itself."""
-
-    @property
-    def max_token_length(self) -> int:
-        """Tokens of its longest sequence."""
-        ...
-
-    @property
-    def desired_name(self) -> str:
-        """Its name; where others have it too, it is numbered."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """Its part of the sequences, beside the weights of others."""
-        ...
-
-    @property
-    def group_size(self) -> int:
-        """Sequences of its groups."""
-        ...
-
-    @property
-    def min_batch_allocation(self) -> float | None:
-        """The least part of every batch that is to be its own."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,36 @@ accepted is handed out exactly once, unless a lease on it expires: then it is ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ....pipeline.telemetry import get_logger
+from .batches import exactly, in_packs, in_packs_beside_minima
+from .contract import EnvRegistration, TrainerRegistration
+from .depth import Depth
+from .environments import Environment, Environments
+from .errors import NeverPacked, NoTrainer, QueueFull
+from .group_queue import NOBODY, GroupQueue, Queued
 from .habits import Habits
+from .leases import Leases
 from .records import (
     Batch,
     EnvAdmitted,
-    EnvRegistration,
     EnvStatistics,
     EnvStatus,
     Info,
     Receipt,
     Status,
     Submission,
-    TrainerRegistration,
     WandbInfo,
 )
+from .room import Room
+from .stuck import awaited, unpackable
+from .turns import LEAST, Turns, parts
+from .undelivered import Undelivered
 
 __all__ = ["Books", "Habits"]
 
@@ -31,6 +44,22 @@ G = TypeVar("G")
 DEFAULT_CAPACITY = 4_096
 DEFAULT_CAPACITY_BYTES = 2**30
 DEFAULT_SILENCE_S = 60.0
+"""An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
+
+NOBODYS_WEIGHT = 1.0
+"""Of groups that come without the id of an environment, together: what environments have by default."""
+
+log = get_logger("penstock.atropos.books")
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed(Generic[G]):
+    """A batch that was formed."""
+
+    number: int
+    """In the order in which they were formed."""
+    groups: list[Queued[G]]
+    """Its groups."""
 
 
 class Books(Generic[G]):
@@ -53,14 +82,57 @@ class Books(Generic[G]):
         capacity_bytes: int | None = DEFAULT_CAPACITY_BYTES,
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        self.latest: Submission[G] | None = None
-        """The group that was queued last."""
+        self.habits = habits or Habits()
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._silence_s = math.inf if self.habits.waits_for_the_silent else silence_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Be as new: no trainer, no environments, no groups."""
         self.step = 0
         """The trainer's step: `batch` counts it; whoever takes groups for a pipeline sets it."""
+        self.latest: Submission[G] | None = None
+        """The group that was queued last."""
+        self._trainer: TrainerRegistration | None = None
+        self._started = False
+        """A trainer asked for a batch, or a pipeline for a group."""
+        self._envs: Environments[G] = Environments(self._silence_s)
+        self._room = Room(self._capacity, self._capacity_bytes)
+        self._queue: GroupQueue[G] = GroupQueue()
+        self._turns = Turns()
+        self._depth = Depth()
+        self._formed: list[_Formed[G]] = []
+        """Batches that wait to be handed out; the newest is the last."""
+        self._batches = 0
+        """How many were ever formed."""
+        self._leases: Leases[_Formed[G]] = Leases()
+        self._undelivered = Undelivered()
+        self._least: dict[int, int] = {}
+        """Sequences of a batch that environments are to have; those that count and asked for a minimum."""
+        self._tokens_by_weight = 0.0
+        """The sum over environments that count of longest sequence times weight."""
+        self._allocated = 0.0
+        """The sum of the minima of environments that count."""
+        self._fruitless = False
+        """No batch can be formed, and nothing has changed since that was found out."""
+        self._recount()
+
+    # -- who there is --------------------------------------------------------------------------------------------------
 
     def register_trainer(self, registration: TrainerRegistration) -> int:
-        """A trainer is there; returns the number it is known by."""
-        raise NotImplementedError
+        """A trainer is there; returns the number it is known by. It is the one that runs, whoever registered before.
+
+        Raises:
+            NeverPacked: its batches hold nothing.
+        """
+        if registration.batch_size < 1:
+            raise NeverPacked(f"expected a batch_size of at least 1, got {registration.batch_size}")
+        if self._trainer is None or not self.habits.first_trainer_only:
+            self._trainer = registration
+            self.step = registration.starting_step
+            self._recount()
+        return uuid.uuid4().int
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
         """An environment is there; None while no trainer asked for a batch yet: it is to ask again.
@@ -68,7 +140,25 @@ class Books(Generic[G]):
         Raises:
             NeverPacked: groups of its size can never be in a batch.
         """
-        raise NotImplementedError
+        self.expire(now)
+        trainer = self._trainer
+        if trainer is None or not self._started:
+            return None
+        if not self.habits.keeps_the_unpackable and not 1 <= registration.group_size <= trainer.batch_size:
+            raise NeverPacked(
+                f"expected a group_size from 1 to the trainer's batch_size of {trainer.batch_size}, got "
+                f"{registration.group_size}: such groups can never be in a batch"
+            )
+        env = self._envs.admit(now, registration)
+        self._recount()
+        return EnvAdmitted(
+            env_id=env.env_id,
+            wandb_name=env.name,
+            checkpoint_dir=trainer.checkpoint_dir,
+            starting_step=self.step,
+            checkpoint_interval=trainer.save_checkpoint_interval,
+            num_steps=trainer.num_steps,
+        )
 
     def disconnect_env(self, env_id: int) -> None:
         """An environment leaves; what it submitted stays.
@@ -76,19 +166,48 @@ class Books(Generic[G]):
         Raises:
             UnknownEnvironment: there is no such environment.
         """
-        raise NotImplementedError
+        self._envs.disconnect(self._envs.get(env_id))
+        self._recount()
 
     def wandb_info(self) -> WandbInfo:
         """Where environments log."""
-        raise NotImplementedError
+        if self._trainer is None:
+            return WandbInfo(None, None)
+        return WandbInfo(self._trainer.wandb_group, self._trainer.wandb_project)
 
     def info(self) -> Info:
         """What environments ask before they begin."""
-        raise NotImplementedError
+        return Info(-1, -1) if self._trainer is None else Info(self._trainer.batch_size, self._trainer.max_token_len)
+
+    def expire(self, now: float) -> None:
+        """What was due until `now` happens: leases end, environments fall silent. All that is told `now` does this."""
+        self._leases.expire(now)
+        if fallen := self._envs.expire(now):
+            for env in fallen:
+                log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
+            self._recount()
+
+    def _hear(self, now: float, env: Environment[G]) -> None:
+        if self._envs.hear(now, env):
+            self._recount()
+
+    def _recount(self) -> None:
+        """What follows from who counts, and from what they asked for."""
+        envs = self._envs.counted()
+        minima = {env.env_id: env.minimum for env in envs if env.minimum is not None}
+        batch_size = 0 if self._trainer is None else self._trainer.batch_size
+        self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
+        self._allocated = sum(minima.values())
+        self._tokens_by_weight = sum(env.max_token_length * max(0.0, env.weight) for env in envs)
+        self._turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
+        self._depth.promise(self._least)
+        self._fruitless = False
+
+    # -- what they ask -------------------------------------------------------------------------------------------------
 
     def status(self, *, downstream: int = 0) -> Status:
         """Where the run is; `downstream` as in `env_status`."""
-        raise NotImplementedError
+        return Status(self.step, len(self._queue) + downstream)
 
     def env_status(self, now: float, env_id: int, *, downstream: int = 0) -> EnvStatus:
         """What an environment controls its flow with.
@@ -100,7 +219,28 @@ class Books(Generic[G]):
             NoTrainer: no trainer registered.
             UnknownEnvironment: there is no such environment.
         """
-        raise NotImplementedError
+        self.expire(now)
+        self._running_trainer()
+        env = self._envs.get(env_id)
+        self._hear(now, env)
+        self._depth.passed(downstream)
+        own, size = self._depth.own(env_id), env.buffer.group_size
+        by_weight = env.max_token_length * env.weight / self._tokens_by_weight if self._tokens_by_weight else 0.0
+        return EnvStatus(
+            current_step=self.step,
+            queue_size=(own + self._depth.others(env_id)) // size,
+            unallocated_fraction=1 - min(1.0, self._allocated),
+            self_queue_size=own // size,
+            max_group_size=self._depth.largest,
+            env_weight=max(LEAST, by_weight),
+        )
+
+    def _running_trainer(self) -> TrainerRegistration:
+        if self._trainer is None:
+            raise NoTrainer("expected a trainer that registered, got none: it is to call /register first")
+        return self._trainer
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
 
     def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Accept all submissions, or none.
@@ -112,7 +252,59 @@ class Books(Generic[G]):
             SubmissionTooLarge: there will never be room for all of them at once.
             NeverPacked: one of them can never be part of a batch.
         """
-        raise NotImplementedError
+        self.expire(now)
+        senders = {env.env_id: env for each in submissions if (env := self._envs.find(each.env_id)) is not None}
+        for env in senders.values():
+            self._hear(now, env)
+        if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
+            return receipt
+        self._check_sizes(submissions)
+        buffers, queued, receipt = self._envs.sorted(submissions, any_size=not self.habits.keeps_the_unpackable)
+        self._check_room(now, submissions, list(senders.values()))
+        for env_id, buffer in buffers.items():
+            senders[env_id].buffer = buffer
+        for submission in submissions:
+            lane = self._lane(submission)
+            self._room.hold(lane, submission)
+            if lane in senders:
+                senders[lane].submitted += submission.sequences
+        for submission in queued:
+            self._enqueue(submission)
+        return receipt
+
+    def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
+        most = math.inf
+        if self._trainer is not None and not self.habits.keeps_the_unpackable:
+            most = self._trainer.batch_size
+        for submission in submissions:
+            if not 1 <= submission.sequences <= most:
+                raise NeverPacked(
+                    f"expected groups of 1 to {most} sequences, got {submission.sequences}: such a group can never be "
+                    f"in a batch"
+                )
+
+    def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
+        lanes = sorted({self._lane(submission) for submission in submissions})
+        try:
+            for lane in lanes:
+                self._room.check(now, lane, submissions, alone=not self._envs.others(lane))
+        except QueueFull:
+            for env in senders:
+                env.refused += 1
+            raise
+
+    def _lane(self, submission: Submission[G]) -> int:
+        env = self._envs.find(submission.env_id)
+        return NOBODY if env is None else env.env_id
+
+    def _enqueue(self, submission: Submission[G]) -> None:
+        lane = self._lane(submission)
+        if lane not in self._queue.lanes:
+            self._turns.waits(lane)
+        self._queue.append(lane, submission)
+        self._depth.add(lane, submission.sequences)
+        self.latest = submission
+        self._fruitless = False
 
     def undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
         """Who submitted the body of `digest` went away before it could be told `receipt`: it will submit it again.
@@ -120,7 +312,9 @@ class Books(Generic[G]):
         The same body is answered with `receipt` once then, and is not accepted twice. Bodies whose answers were
         delivered are never remembered: two equal ones are two submissions.
         """
-        raise NotImplementedError
+        self._undelivered.note(now, digest, receipt)
+
+    # -- what goes out -------------------------------------------------------------------------------------------------
 
     def batch(self, now: float, *, lease_s: float | None = None) -> Batch[G] | None:
         """The next batch, or None while there is none.
@@ -130,19 +324,70 @@ class Books(Generic[G]):
         Raises:
             NoTrainer: no trainer registered.
         """
-        raise NotImplementedError
+        self.expire(now)
+        trainer = self._running_trainer()
+        self._started = True
+        formed = self._leases.again() or self._next(trainer.batch_size)
+        if formed is None:
+            return None
+        groups = tuple(queued.submission for queued in formed.groups)
+        if lease_s is not None:
+            return Batch(groups, self._leases.lend(formed, now + lease_s))
+        self._gone(now, formed)
+        return Batch(groups, None)
 
     def acknowledge(self, now: float, lease: int) -> None:
         """The batch of this lease has arrived.
 
         Raises:
-            UnknownLease: it is not out: it was acknowledged before, or is to be handed out again.
+            UnknownLease: it was acknowledged before, or was not in time and was handed out again.
         """
-        raise NotImplementedError
+        self.expire(now)
+        self._gone(now, self._leases.end(lease))
 
-    def expire(self, now: float) -> None:
-        """What was due until `now` happens: leases end, environments fall silent. All that is told `now` does this too."""
-        raise NotImplementedError
+    def _gone(self, now: float, formed: _Formed[G]) -> None:
+        for queued in formed.groups:
+            self._room.free(now, queued.lane, queued.submission)
+
+    def _next(self, batch_size: int) -> _Formed[G] | None:
+        if not self._formed:
+            self._form(batch_size)
+        return self._formed.pop() if self._formed else None
+
+    def _form(self, batch_size: int) -> None:
+        """Form a batch, or all there are."""
+        while not self._fruitless:
+            groups = self._packed(batch_size)
+            if groups is None:
+                self._fruitless = True
+                return
+            for queued in groups:
+                self._leave(queued)
+                self._depth.remove(queued.lane, queued.size)
+            self._batches += 1
+            self._formed.append(_Formed(self._batches, groups))
+            self.step += 1
+            if not self.habits.newest_first:
+                return
+
+    def _packed(self, batch_size: int) -> list[Queued[G]] | None:
+        if not self.habits.whole_packs:
+            return exactly(self._queue, self._order, batch_size, self._least)
+        if self._least:
+            return in_packs_beside_minima(self._queue, self._order(), batch_size, self._least)
+        return in_packs(self._queue, self._order(), batch_size)
+
+    def _order(self) -> Iterable[Queued[G]]:
+        """Groups in the order in which they are to leave."""
+        return self._queue if self.habits.arrival_order else self._turns.in_turn(self._queue)
+
+    def _leave(self, queued: Queued[G]) -> None:
+        """A group leaves the queue."""
+        self._queue.remove(queued)
+        self._turns.gave(queued.lane, queued.size, more=queued.lane in self._queue.lanes)
+        env = self._envs.find(queued.lane)
+        if env is not None:
+            env.taken += queued.size
 
     def take(self, now: float) -> Submission[G] | None:
         """The next group for a pipeline, or None while there is none.
@@ -152,16 +397,29 @@ class Books(Generic[G]):
         Whoever has groups waiting gets its part, however many others have; what it did not use it does not save up.
         As `batch` does, it lets environments in.
         """
-        raise NotImplementedError
+        self.expire(now)
+        self._started = True
+        lane = self._turns.next()
+        if lane is None:
+            return None
+        queued = self._queue.first(lane)
+        self._leave(queued)
+        self._depth.taken(lane, queued.size)
+        self._room.free(now, lane, queued.submission)
+        self._fruitless = False
+        return queued.submission
 
-    def reset(self) -> None:
-        """Be as new: no trainer, no environments, no groups."""
-        raise NotImplementedError
+    # -- what is to be known -------------------------------------------------------------------------------------------
 
     def stuck(self) -> list[str]:
-        """What will not move by itself: one sentence for each group size that nothing can be made of."""
-        raise NotImplementedError
+        """What will not move by itself: one sentence for each reason."""
+        batch_size = 0 if self._trainer is None else self._trainer.batch_size
+        return [
+            *unpackable(self._queue, self._envs.counted(), batch_size, self._capacity, self.habits),
+            *awaited(self._queue, self._envs.counted(), batch_size, self._least),
+        ]
 
     def statistics(self, now: float) -> list[EnvStatistics]:
         """Every environment, by id."""
-        raise NotImplementedError
+        self.expire(now)
+        return [env.statistics(now, self._depth.own(env.env_id)) for env in self._envs]
