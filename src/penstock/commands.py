@@ -1,0 +1,69 @@
+"""The commands of `penstock`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated
+
+import anyio
+import typer
+
+from .stages.integrations.atropos.bodies import Limits
+from .stages.integrations.atropos.door import DEFAULT_PORT, Door
+from .stages.integrations.atropos.habits import Habits
+from .stages.integrations.atropos.standalone import stand
+from .stages.integrations.atropos.state import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, DEFAULT_SILENCE_S, Books
+
+__all__ = ["commands"]
+
+HABITS = [field.name for field in fields(Habits)]
+"""What `--habit` takes, besides `all`."""
+
+LIMITS = Limits()
+
+commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@commands.callback()
+def penstock() -> None:
+    """Bring trajectories from reinforcement-learning environments to a trainer."""
+
+
+@commands.command()
+def gateway(
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.")] = DEFAULT_PORT,
+    token: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_TOKEN", help="What clients have to bring; others can see the option.")
+    ] = None,
+    capacity: Annotated[int, typer.Option(help="Groups that may wait.")] = DEFAULT_CAPACITY,
+    capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.")] = DEFAULT_CAPACITY_BYTES,
+    silence_s: Annotated[
+        float, typer.Option(help="An environment that is not heard of for so long holds nobody back.")
+    ] = DEFAULT_SILENCE_S,
+    request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.")] = LIMITS.request_bytes,
+    inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.")] = LIMITS.inflated_bytes,
+    habit: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A habit of the original server to keep: {', '.join(HABITS)}, or all."),
+    ] = None,
+    cors: Annotated[bool, typer.Option(help="Let any web page read and write, as the original does.")] = False,
+) -> None:
+    """Serve environments and trainers that were written for Atropos."""
+    limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
+    door = Door(host=host, port=port, token=token or None, limits=limits, cors=cors)
+    books: Books[bytes] = Books(
+        _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, silence_s=silence_s
+    )
+    anyio.run(stand, door, books, _tell)
+
+
+def _habits(names: list[str]) -> Habits:
+    if unknown := set(names) - {*HABITS, "all"}:
+        raise typer.BadParameter(f"expected {', '.join(HABITS)} or all, got {', '.join(sorted(unknown))}")
+    return Habits.original() if "all" in names else Habits(**dict.fromkeys(names, True))
+
+
+def _tell(url: str) -> None:
+    typer.echo(f"listening at {url}")

@@ -1,0 +1,128 @@
+"""What a gateway answers: values as JSON, compressed for who accepts it, and what it refuses. Knows no endpoint."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ....schemas import InvalidRecord
+from .bodies import GZIP, BodyRefused
+from .errors import NeverPacked, QueueFull, RefusedByGateway
+
+__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
+
+COMPRESSED_FROM_BYTES = 1000
+"""As the original does it."""
+
+COMPRESSION_LEVEL = 1
+"""A batch is read once, by a trainer that is near: level 9 makes it a fifth smaller and costs eight times as much."""
+
+LARGE_BYTES = 256 * 1024
+"""What takes longer than a millisecond or two is done in a thread, so that `/status-env` is answered meanwhile."""
+
+R = TypeVar("R", bound=Response)
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Any]]
+"""Answers a request with a value that has a JSON form, or with a Response."""
+
+
+def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """`handler` as starlette wants it."""
+
+    async def answering(request: Request) -> Response:
+        answer = await handler(request)
+        return answer if isinstance(answer, Response) else answered(request, msgspec.json.encode(answer))
+
+    return answering
+
+
+def answered(request: Request, body: bytes, kind: type[R] = Response) -> R:  # type: ignore[assignment]
+    """`body`, which is JSON, as an answer to `request`. Blocks for a millisecond for every 100 KB."""
+    headers = {"Vary": "Accept-Encoding"}
+    if len(body) >= COMPRESSED_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        compressor = zlib.compressobj(COMPRESSION_LEVEL, zlib.DEFLATED, GZIP)
+        body = compressor.compress(body) + compressor.flush()
+        headers["Content-Encoding"] = "gzip"
+    return kind(body, headers=headers, media_type="application/json")
+
+
+class Delivery(Response):
+    """An answer of which it matters whether it arrived, as far as that can be known."""
+
+    then: Callable[[bool], None]
+    """Is told whether it was written to a client that was still there."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; the end is kept back until the rest was written."""
+        arrived = False
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            arrived = not await Request(scope, receive).is_disconnected()
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.then(arrived)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refused(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
+    """An answer that says why not."""
+    body = msgspec.json.encode({"detail": detail})
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+def invalid(message: str) -> Response:
+    """What was sent does not fit; in the form that validation errors have in the original."""
+    return refused(HTTPStatus.UNPROCESSABLE_ENTITY, [{"type": "value_error", "loc": ["body"], "msg": message}])
+
+
+async def _of_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 (by the table below)
+    return refused(error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def _of_record(_: Request, error: Exception) -> Response:
+    return invalid(str(error))
+
+
+async def _of_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyRefused)  # noqa: S101 (by the table below)
+    headers = {"Connection": "close"}  # the rest of it is not waited for
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == HTTPStatus.BAD_REQUEST:  # as in the original
+        return Response(str(error), error.status, headers=headers, media_type="text/plain")
+    return refused(error.status, str(error), headers)
+
+
+async def _of_gateway(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedByGateway)  # noqa: S101 (by the table below)
+    if isinstance(error, NeverPacked):
+        return invalid(str(error))
+    later = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
+    return refused(error.status, str(error), later)
+
+
+async def _to_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: who asked went away
+
+
+REFUSALS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    HTTPException: _of_http,
+    InvalidRecord: _of_record,
+    BodyRefused: _of_body,
+    RefusedByGateway: _of_gateway,
+    ClientDisconnect: _to_nobody,
+}
+"""How each error is answered."""

@@ -1,0 +1,112 @@
+"""What requests carry: read within a limit, inflated within another. Sans-I/O, except for `read`; knows no endpoint."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+
+from ....pipeline.errors import PenstockError
+
+__all__ = ["Bodies", "BodyRefused", "Limits"]
+
+GZIP = 16 + zlib.MAX_WBITS
+"""Says to zlib that what comes has the header and the checksum of gzip."""
+
+READ_S = 60.0
+"""How long a request may take to arrive: who sends more slowly than this is taken for dead."""
+
+BUSY_RETRY_S = 1
+"""After how long to come again where too many bodies are being read: reading one takes less."""
+
+
+class BodyRefused(PenstockError):
+    """The body of a request cannot be read."""
+
+    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large requests may be."""
+
+    request_bytes: int = 64 * 2**20
+    """Of one request as it is sent: a group of 64 × 32,768 tokens without log-probabilities."""
+    inflated_bytes: int = 128 * 2**20
+    """Of one request, inflated: gzip makes JSON a third to a quarter of what it is."""
+    arriving_bytes: int = 512 * 2**20
+    """Of all requests that are being read; beyond, they are asked to come again."""
+
+
+class Incoming(Protocol):
+    """A request, as far as its body is concerned."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """The body, piece by piece."""
+        ...
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Reads the bodies of many requests at once."""
+
+    limits: Limits
+    arriving: int = field(default=0, init=False)
+    """Bytes of all bodies that are being read."""
+
+    async def read(self, request: Incoming, declared: str | None) -> bytes:
+        """The body, as it was sent; `declared` is how long it says it is.
+
+        Raises:
+            BodyRefused: it is too large, too slow, or one too many.
+        """
+        if declared is not None and declared.isdecimal():
+            self._check(int(declared), 0)
+        pieces: list[bytes] = []
+        read = 0
+        try:
+            with anyio.fail_after(READ_S):
+                async for piece in request.stream():
+                    self._check(read + len(piece), len(piece))
+                    read += len(piece)
+                    self.arriving += len(piece)
+                    pieces.append(piece)
+        except TimeoutError:
+            raise BodyRefused(408, f"expected a body within {READ_S:g} s, got {read} bytes of it") from None
+        finally:
+            self.arriving -= read
+        return b"".join(pieces)
+
+    def _check(self, whole: int, more: int) -> None:
+        if whole > self.limits.request_bytes:
+            raise BodyRefused(
+                413, f"expected a request of at most {self.limits.request_bytes} bytes, got {whole}: send fewer groups"
+            )
+        if self.arriving + more > self.limits.arriving_bytes:
+            raise BodyRefused(
+                503, f"{self.arriving} bytes are being read already: come again", retry_after_s=BUSY_RETRY_S
+            )
+
+    def inflate(self, body: bytes) -> bytes:
+        """What is in a gzip `body`. May block.
+
+        Raises:
+            BodyRefused: it is no gzip, cut off or altered, or there is more in it than may be.
+        """
+        inflater = zlib.decompressobj(GZIP)
+        limit = self.limits.inflated_bytes
+        whole = b""
+        with suppress(zlib.error):
+            whole = inflater.decompress(body, limit + 1)
+        if len(whole) > limit:
+            raise BodyRefused(413, f"expected at most {limit} bytes once inflated, got more: send fewer groups")
+        if not inflater.eof or inflater.unused_data:  # a second member could hide a second bomb; no client sends one
+            raise BodyRefused(400, "Invalid gzip payload")
+        return whole

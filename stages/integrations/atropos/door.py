@@ -1,0 +1,27 @@
+"""Where a gateway listens, for whom, and how much it takes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .bodies import Limits
+
+__all__ = ["DEFAULT_PORT", "Door"]
+
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """What is true of every gateway, whatever it is for."""
+
+    host: str = "127.0.0.1"
+    """Where to listen; beyond loopback only with a token."""
+    port: int = DEFAULT_PORT
+    """Where to listen; 0 for a free one."""
+    token: str | None = field(default=None, repr=False)
+    """What clients have to bring, as a bearer token or as the password in their URL."""
+    limits: Limits = field(default_factory=Limits)
+    """How large requests may be."""
+    cors: bool = False
+    """Whether any web page may read and write here, as with the original."""

@@ -1,0 +1,349 @@
+"""What the gateway answers at each endpoint of the contract, from its books. Knows nothing of who may ask.
+
+Groups are read in a thread where they are large, and enter the books on the event loop, so the books have one user.
+Whoever went away before its groups could be accepted sends them again; so they are not accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+
+from ....pipeline.waiting import Waiters
+from ....schemas import InvalidRecord, TrajectoryGroup
+from .answers import LARGE_BYTES, Delivery, answered
+from .bodies import Bodies
+from .contract import (
+    BatchAnswer,
+    Buffered,
+    Disconnected,
+    EnvReference,
+    EnvRegistered,
+    EnvRegistration,
+    Greeting,
+    ListReceived,
+    Received,
+    Registered,
+    TrainerRegistration,
+    decode_request,
+    decode_scored,
+)
+from .desk import Desk
+from .errors import NoTrainer, UnknownEnvironment, UnknownLease
+from .prometheus import exposition
+from .records import Batch, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
+from .shm_way_in import ShmWayIn, WayInAnswer
+from .state import Books
+
+__all__ = ["Endpoints"]
+
+G = TypeVar("G")
+T = TypeVar("T")
+
+THREADS = 2
+"""Groups that are read, or batches that are written, at once beside the event loop: each may hold a hundred MB."""
+
+SENDING_S = 60.0
+"""How long a batch may be under way to a trainer that acknowledges nothing. It is one lease to the books: what could
+not be written goes to the next who asks."""
+
+INFLATION = 4
+"""How many times larger JSON is than gzip makes it."""
+
+NO_EXAMPLE = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "generation_params",
+    "inference_logprobs",
+    "messages",
+    "images",
+)
+"""What `/latest_example` holds, empty, before there is one."""
+
+
+class Acknowledgement(msgspec.Struct, frozen=True):
+    """POST /acknowledge."""
+
+    lease: int
+
+
+@dataclass(slots=True)
+class _Out(Generic[G]):
+    """A batch that a trainer is to acknowledge."""
+
+    batch: Batch[G]
+    until: float
+
+
+class Endpoints(Generic[G]):
+    """One method an endpoint."""
+
+    def __init__(
+        self,
+        books: Books[G],
+        desk: Desk[G],
+        bodies: Bodies,
+        *,
+        way_in: ShmWayIn | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.books = books
+        self.desk = desk
+        self._bodies = bodies
+        self.way_in = way_in
+        self._now = clock
+        self.room = Waiters()
+        """Wakes whoever waits for room in the books."""
+        self.trainer: TrainerRegistration | None = None
+        """Who registered last."""
+        self._names: dict[int, str] = {}
+        """Of environments, by id."""
+        self._out: dict[int, _Out[G]] = {}
+        """By lease."""
+        self._threads = anyio.CapacityLimiter(THREADS)
+
+    # -- reading requests ----------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> tuple[bytes, bool]:
+        """What was sent, and whether it is gzip.
+
+        Raises:
+            InvalidRecord: it is not said to be JSON, which is what a web page may send to another server unasked.
+        """
+        body = await self._bodies.read(request, request.headers.get("content-length"))
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise InvalidRecord(f"body: expected Content-Type: application/json, got {kind or 'none'}")
+        return body, "gzip" in request.headers.get("content-encoding", "").lower()
+
+    async def _decoded(self, request: Request, wanted: type[T]) -> T:
+        body, compressed = await self._body(request)
+        return decode_request(self._bodies.inflate(body) if compressed else body, wanted)
+
+    async def heavy(self, weight: int, work: Callable[[], T]) -> T:
+        """What `work` returns; done in a thread where it takes long."""
+        if weight < LARGE_BYTES:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    # -- for everybody -------------------------------------------------------------------------------------------------
+
+    async def root(self, _: Request) -> Greeting:
+        """GET /."""
+        return Greeting(message="AtroposLib API")
+
+    async def status(self, _: Request) -> Status:
+        """GET /status."""
+        return self.books.status(downstream=self.desk.downstream)
+
+    async def info(self, _: Request) -> Info:
+        """GET /info."""
+        return self.books.info()
+
+    async def wandb_info(self, _: Request) -> WandbInfo:
+        """GET /wandb_info."""
+        return self.books.wandb_info()
+
+    async def latest_example(self, request: Request) -> Response | dict[str, list[Any]]:
+        """GET /latest_example."""
+        latest = self.books.latest
+        if latest is None:
+            return {name: [] for name in NO_EXAMPLE}
+        return await self.heavy(latest.nbytes, lambda: answered(request, self.desk.json(latest.payload)))
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics."""
+        now = self._now()
+        return PlainTextResponse(exposition(self.books.status(), self.books.statistics(now), self.books.stuck()))
+
+    async def shm(self, _: Request) -> WayInAnswer:
+        """GET /shm."""
+        assert self.way_in is not None  # noqa: S101 (there is no such route without one)
+        return WayInAnswer(url=self.way_in.url)
+
+    async def reset_data(self, _: Request) -> Response:
+        """GET /reset_data."""
+        self.books.reset()
+        self._names.clear()
+        self._out.clear()
+        self.trainer = None
+        self.room.wake_all()
+        return PlainTextResponse("Reset successful")
+
+    # -- for environments ----------------------------------------------------------------------------------------------
+
+    async def register_env(self, request: Request) -> EnvRegistered:
+        """POST /register-env."""
+        registration = await self._decoded(request, EnvRegistration)
+        admitted = self.books.register_env(self._now(), registration)
+        if admitted is None:
+            return EnvRegistered(status="wait for trainer to start")
+        self._names[admitted.env_id] = admitted.wandb_name
+        return EnvRegistered(
+            status="success",
+            env_id=admitted.env_id,
+            wandb_name=admitted.wandb_name,
+            checkpoint_dir=admitted.checkpoint_dir,
+            starting_step=admitted.starting_step,
+            checkpoint_interval=admitted.checkpoint_interval,
+            num_steps=admitted.num_steps,
+        )
+
+    async def disconnect_env(self, request: Request) -> Disconnected:
+        """POST /disconnect-env."""
+        env_id = (await self._decoded(request, EnvReference)).env_id
+        try:
+            self.books.disconnect_env(env_id)
+        except UnknownEnvironment as error:
+            return Disconnected(status="failure", error=str(error))
+        return Disconnected(status="success")
+
+    async def status_env(self, request: Request) -> EnvStatus:
+        """GET /status-env, the id in a body or, for what stands between and drops those, in the query."""
+        if (asked := request.query_params.get("env_id")) is not None:
+            env_id = decode_request(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
+        else:
+            env_id = (await self._decoded(request, EnvReference)).env_id
+        said = self.books.env_status(self._now(), env_id, downstream=self.desk.downstream)
+        waiting = self.way_in.waiting(env_id) if self.way_in is not None else 0
+        return replace(said, queue_size=said.queue_size + waiting, self_queue_size=said.self_queue_size + waiting)
+
+    async def scored_data(self, request: Request) -> Received | Buffered:
+        """POST /scored_data."""
+        receipt = await self._submitted(request, many=False)
+        return Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
+
+    async def scored_data_list(self, request: Request) -> ListReceived:
+        """POST /scored_data_list."""
+        receipt = await self._submitted(request, many=True)
+        received = ListReceived(status="received", groups_processed=receipt.groups)
+        if receipt.buffer_size is None:
+            return received
+        return msgspec.structs.replace(received, buffered=receipt.buffered, last_buffer_size=receipt.buffer_size)
+
+    async def _submitted(self, request: Request, *, many: bool) -> Receipt:
+        body, compressed = await self._body(request)
+        weight = len(body) * (INFLATION if compressed else 1)
+        submissions = await self.heavy(weight, partial(self._read, body, compressed=compressed, many=many))
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        return self.accept(submissions)
+
+    def _read(self, body: bytes, *, compressed: bool, many: bool) -> list[Submission[G]]:
+        """The groups in `body`. May block, and run in a thread."""
+        plain = self._bodies.inflate(body) if compressed else body
+        if plain.lstrip()[:1] != (b"[" if many else b"{"):
+            raise InvalidRecord(f"body: expected {'a list of groups' if many else 'a group'}, got {plain[:20]!r}…")
+        return [
+            self._submission(self.desk.of_scored(scored, self._name(scored.env_id)), len(scored.tokens), scored.env_id)
+            for scored in decode_scored(plain)
+        ]
+
+    def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
+        """A group that came decoded, as the books take it. May block, and run in a thread."""
+        return self._submission(self.desk.of_group(group, self._name(env_id)), len(group), env_id)
+
+    def _submission(self, payload: G, sequences: int, env_id: int | None) -> Submission[G]:
+        return Submission(payload, sequences=sequences, nbytes=self.desk.nbytes(payload), env_id=env_id)
+
+    def _name(self, env_id: int | None) -> str:
+        """The name of an environment in the ids of its groups; one for all that did not register."""
+        return "atropos" if env_id is None else self._names.get(env_id, "atropos")
+
+    def accept(self, submissions: list[Submission[G]]) -> Receipt:
+        """Enter groups into the books, all or none; see `Books.submit` for what it raises."""
+        receipt = self.books.submit(self._now(), submissions)
+        self.desk.arrived(submissions)
+        return receipt
+
+    # -- for trainers --------------------------------------------------------------------------------------------------
+
+    async def register(self, request: Request) -> Registered:
+        """POST /register."""
+        self.trainer = await self._decoded(request, TrainerRegistration)
+        return Registered(uuid=self.books.register_trainer(self.trainer))
+
+    async def batch(self, request: Request) -> Response | BatchAnswer | dict[str, None]:
+        """GET /batch; with `?lease_s=…` the batch has to be acknowledged within that time."""
+        lease_s = _lease_s(request.query_params.get("lease_s"))
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        now = self._now()
+        try:
+            batch = self.books.batch(now, lease_s=lease_s or SENDING_S)
+        except NoTrainer:
+            told = "Trainer not registered. Call /register first."
+            return BatchAnswer(status="error", message=told, batch=[])
+        if batch is None:
+            self.desk.starved()
+            return {"batch": None}
+        self._hand_out(batch, now + (lease_s or SENDING_S))
+        weight = sum(group.nbytes for group in batch.groups)
+        answer = await self.heavy(weight, partial(self._delivery, request, batch, leased=lease_s is not None))
+        answer.then = partial(self._written, batch) if lease_s is None else _ignore
+        return answer
+
+    def _hand_out(self, batch: Batch[G], until: float) -> None:
+        assert batch.lease is not None  # noqa: S101 (every batch is leased here)
+        self._out[batch.lease] = _Out(batch, until)
+
+    @property
+    def outstanding(self) -> int:
+        """Batches that trainers may have, and nobody knows."""
+        now = self._now()
+        self._out = {lease: out for lease, out in self._out.items() if out.until > now}
+        return len(self._out)
+
+    def _delivery(self, request: Request, batch: Batch[G], *, leased: bool) -> Delivery:
+        """The answer that holds `batch`. May block, and run in a thread."""
+        groups = [msgspec.Raw(self.desk.json(group.payload)) for group in batch.groups]
+        told = BatchAnswer(batch=groups, lease=str(batch.lease) if leased else msgspec.UNSET)
+        return answered(request, msgspec.json.encode(told), Delivery)
+
+    def _written(self, batch: Batch[G], arrived: bool) -> None:  # noqa: FBT001
+        """An answer was written, to a client that acknowledges nothing, and that was still there or was not."""
+        assert batch.lease is not None  # noqa: S101 (every batch is leased here)
+        if arrived:
+            with suppress(UnknownLease):  # it took longer than SENDING_S, and goes to the next who asks
+                self._acknowledge(batch.lease)
+
+    async def acknowledge(self, request: Request) -> dict[str, str]:
+        """POST /acknowledge."""
+        lease = (await self._decoded(request, Acknowledgement)).lease
+        self._acknowledge(lease)
+        return {"status": "success"}
+
+    def _acknowledge(self, lease: int) -> None:
+        self.books.acknowledge(self._now(), lease)
+        out = self._out.pop(lease)
+        self.room.wake_all()
+        self.desk.delivered(out.batch)
+
+
+def _ignore(_: bool) -> None:  # noqa: FBT001
+    """Whether it arrived is said by its acknowledgement."""
+
+
+def _lease_s(asked: str | None) -> float | None:
+    if asked is None:
+        return None
+    try:
+        lease_s = float(asked)
+    except ValueError:
+        lease_s = 0.0
+    if not 0 < lease_s < float("inf"):
+        raise InvalidRecord(f"lease_s: expected seconds above 0, got {asked!r}")
+    return lease_s

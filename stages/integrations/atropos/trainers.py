@@ -1,0 +1,211 @@
+"""AtroposTrainers: trainers that were written for Atropos as the sink of a pipeline. They register, and poll `/batch`.
+
+What a trainer was handed is committed when it acknowledged it, or when it was written to one that acknowledges nothing;
+a batch that was neither goes to the next who asks. While nobody asks the pipeline waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from ....pipeline.channels.channel import ReceiveChannel
+from ....pipeline.context import current, drop
+from ....pipeline.errors import InvalidConfig
+from ....pipeline.telemetry import get_logger
+from ....pipeline.waiting import Waiters
+from ....schemas import TrainBatch, TrajectoryGroup
+from ...sink_trainer import batch_metrics
+from .contract import ScoredData
+from .door import Door
+from .errors import NeverPacked, QueueFull
+from .gateway import opened
+from .habits import Habits
+from .listening import Listening
+from .records import Batch, Submission
+from .state import Books
+from .translation import from_group
+
+if TYPE_CHECKING:
+    from .endpoints import Endpoints
+    from .hosting import Hosted
+
+__all__ = ["AtroposTrainers"]
+
+log = get_logger("penstock.atropos")
+
+DEFAULT_CAPACITY = 64
+"""Groups that may wait for a trainer: more of them only age."""
+
+A_PIPELINE = "this gateway serves groups of a pipeline: environments need `penstock gateway`, or AtroposGateway"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtroposTrainers:
+    """Serve groups to trainers that poll. The stream may end before they have all; then it waits until they do.
+
+    >>> AtroposTrainers().door.port
+    8000
+
+    Raises:
+        InvalidConfig: naming the field.
+    """
+
+    door: Door = field(default_factory=Door)
+    """Where to listen, and for whom."""
+    capacity: int = DEFAULT_CAPACITY
+    """Groups that may wait here, or be out under a lease: at least those of a batch."""
+    habits: Habits = field(default_factory=Habits)
+    """Which habits of the original are kept."""
+    listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
+    """`await trainers.listening.url()` returns where, as soon as it does."""
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise InvalidConfig(f"AtroposTrainers.capacity: expected 1 or more, got {self.capacity}")
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
+
+        Raises:
+            InvalidConfig: the host is beyond loopback, and there is no token.
+            MissingExtra: the packages for an HTTP server are not installed.
+            OSError: the host is unknown, or the port is taken.
+        """
+        books: Books[_Offered] = Books(self.habits, capacity=self.capacity, capacity_bytes=None)
+        desk = _Outlet()
+        async with opened(self.door, books, desk, "AtroposTrainers") as gateway:
+            with self.listening.at(gateway.url):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_offer_all, inbox, gateway, desk)
+                    await _commit_all(gateway, desk)
+                    tasks.cancel_scope.cancel()
+        while (left := books.take(time.monotonic())) is not None:
+            drop(left.payload.group, "lost", "no trainer took it")
+
+
+class _Offered(NamedTuple):
+    """A group in the books."""
+
+    group: TrajectoryGroup
+    """What is needed to commit it."""
+    json: bytes
+    """As a trainer gets it."""
+
+
+class _Outlet:
+    """The desk of a sink: notes what trainers have, for the task that commits it."""
+
+    refuses: Mapping[str, str] = dict.fromkeys(
+        ("/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list", "/reset_data"),
+        A_PIPELINE,
+    )
+    takes_groups = False
+    downstream = 0
+
+    def __init__(self) -> None:
+        self.handed: deque[Batch[_Offered]] = deque()
+        """Batches that trainers have, and that are not committed."""
+        self.changed = Waiters()
+        self.ended = False
+        """Whether the pipeline sends nothing more."""
+        self._starved = False
+        """Whether the last who asked got nothing."""
+
+    def done(self, gateway: Endpoints[_Offered]) -> bool:
+        """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
+        if gateway.outstanding:
+            return False
+        books, trainer = gateway.books, gateway.trainer
+        if trainer is not None and books.step >= trainer.num_steps:
+            return True
+        return self.ended and (self._starved or not books.status().queue_size)
+
+    def of_scored(self, scored: ScoredData, env: str) -> _Offered:
+        """No environment sends here; see `Desk`."""
+        raise NotImplementedError
+
+    def of_group(self, group: TrajectoryGroup, env: str) -> _Offered:
+        """No environment sends here; see `Desk`."""
+        raise NotImplementedError
+
+    def nbytes(self, payload: _Offered) -> int:
+        """See `Desk`."""
+        return len(payload.json)
+
+    def json(self, payload: _Offered) -> bytes:
+        """See `Desk`."""
+        return payload.json
+
+    def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:  # noqa: ARG002 (see `Desk`)
+        """There may be a batch again."""
+        self._starved = False
+
+    def starved(self) -> None:
+        """See `Desk`."""
+        self._starved = True
+        self.changed.wake_all()
+
+    def delivered(self, batch: Batch[_Offered]) -> None:
+        """See `Desk`."""
+        self.handed.append(batch)
+        self.changed.wake_all()
+
+
+async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Offered], desk: _Outlet) -> None:
+    async for group in inbox:
+        offered = _Offered(_bare(group), await anyio.to_thread.run_sync(from_group, group))
+        del group  # its slots are free while a trainer is waited for
+        await _offer(offered, gateway)
+    desk.ended = True
+    desk.changed.wake_all()
+
+
+async def _offer(offered: _Offered, gateway: Hosted[_Offered]) -> None:
+    submission = Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))
+    while True:
+        try:
+            gateway.endpoints.accept([submission])
+        except QueueFull:
+            await gateway.endpoints.room.wait()
+        except NeverPacked as error:
+            log.warning("group_rejected", reason=str(error))
+            drop(offered.group, "rejected", "never packed")
+            return
+        else:
+            return
+
+
+async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
+    """Count as trained what trainers have, until there is nothing left that they could get."""
+    context = current()
+    while True:
+        while desk.handed:
+            batch = TrainBatch.pack(taken.payload.group for taken in desk.handed.popleft().groups)
+            step = context.ledger.step + 1
+            context.ledger.commit(batch, step)
+            context.metrics.emit(step, batch_metrics(batch, step - 1))
+        if desk.done(gateway.endpoints):
+            return
+        await desk.changed.wait()
+
+
+def _bare(group: TrajectoryGroup) -> TrajectoryGroup:
+    """What is needed to commit it, in private memory."""
+    return TrajectoryGroup(
+        env=group.env,
+        instance_id=group.instance_id,
+        tokens=group.tokens,
+        offsets=group.offsets,
+        loss_mask=group.loss_mask,
+        rewards=group.rewards,
+        policy_versions=group.policy_versions,
+        stop_reasons=group.stop_reasons,
+        repetition_ids=group.repetition_ids,
+    ).owned()
