@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,13 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
             function.can_block_in("penstock/pipeline/telemetry.py", "_write_line")
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard() -> None:
+    """A shell has what it starts in the background ignore SIGINT, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
