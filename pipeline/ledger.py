@@ -310,6 +310,11 @@ class Ledger:
         while self._in_flight >= limit:
             await self._room.wait()
 
+    async def ended(self, group: GroupId) -> None:
+        """Wait until no trajectory of `group` is in flight in these books."""
+        while group in self._open:
+            await self._room.wait()
+
     def balance(self) -> Balance:
         """The books now, with those of all workers that keep an account."""
         ended: dict[str, int] = {state: self._ended[state] for state in END_STATES}

@@ -34,8 +34,10 @@ class Backoff:
 
     def pauses(self, draw: Callable[[], float]) -> Iterator[float]:
         """One pause between each two attempts; `draw` draws from 0 to 1."""
-        for number in range(self.attempts - 1):
-            yield draw() * min(self.longest_s, self.first_s * 2.0**number)
+        bound_s = min(self.longest_s, self.first_s)
+        for _ in range(self.attempts - 1):
+            yield draw() * bound_s
+            bound_s = min(self.longest_s, 2 * bound_s)
 
 
 def jitter(worker: Worker) -> Callable[[], float]:

@@ -29,7 +29,7 @@ from ...pipeline.errors import (
 from ...pipeline.telemetry import get_logger
 from .backoff import Backoff
 
-__all__ = ["Failed", "ServerClient", "check_url", "client_of"]
+__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "check_url", "client_of"]
 
 log = get_logger("penstock.server_client")
 
@@ -140,14 +140,18 @@ class ServerClient:
         Raises:
             ProtocolMismatch: it is not JSON.
         """
-        async with self._response(method, path, body) as response:
-            answered = await response.read()
+        answered = await self.body(method, path, body)
         try:
             answer = msgspec.json.decode(answered or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             wanted = f"expected JSON from {self.url}{path}"
             raise ProtocolMismatch(f"{wanted}, got {answered[:200]!r}: {error}") from None
         return answer if isinstance(answer, dict) else {}
+
+    async def body(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """What one request is answered with, as it is."""
+        async with self._response(method, path, body) as response:
+            return await response.read()
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:

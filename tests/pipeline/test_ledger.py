@@ -195,6 +195,25 @@ def test_a_ledger_tells_of_checkpoints_while_somebody_hears() -> None:
     assert heard == [{A: 1}]
 
 
+async def test_a_group_has_ended_with_the_last_of_its_trajectories() -> None:
+    ledger = ledger_with(A, B)
+    order: list[str] = []
+
+    async def waiting() -> None:
+        await ledger.ended(A)
+        order.append("ended")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(waiting)
+        await anyio.wait_all_tasks_blocked()
+        for trajectory in group(instance_id="a").ids:
+            order.append("end one")
+            ledger.end([trajectory], "failed", "x")
+            await anyio.wait_all_tasks_blocked()
+    await ledger.ended(A)
+    assert order == ["end one", "end one", "ended"]
+
+
 async def test_room_comes_when_trajectories_end() -> None:
     ledger = ledger_with(A, B)
     order: list[str] = []

@@ -1,4 +1,5 @@
 import random
+from itertools import islice
 
 from penstock.stages.engines.backoff import Backoff
 
@@ -16,3 +17,9 @@ def test_bounds_double_up_to_the_longest_and_pauses_are_drawn_below_them() -> No
 
 def test_one_attempt_has_no_pause() -> None:
     assert list(Backoff(attempts=1).pauses(lambda: 1.0)) == []
+
+
+def test_pauses_may_go_on_for_ever() -> None:
+    pauses = Backoff(attempts=2**62, first_s=1, longest_s=5).pauses(lambda: 1.0)
+
+    assert list(islice(pauses, 2000))[-1] == 5

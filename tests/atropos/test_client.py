@@ -1,0 +1,425 @@
+"""The client at real sockets: a server that answers as it is told, or does what a server should not."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import pytest
+from aiohttp import web
+from anyio.abc import SocketAttribute
+
+from penstock import TrajectoryGroup, drop, memory_channel, source
+from penstock.errors import InvalidConfig, MissingExtra
+from penstock.pipeline.channels.channel import ReceiveChannel
+from penstock.pipeline.context import Context, entered
+from penstock.stages.integrations.atropos.api_error import AtroposAPIError
+from penstock.stages.integrations.atropos.client import AtroposClient
+from penstock.testing import Driven, drive_source
+
+GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}
+
+
+def batch(*scores: float, **more: Any) -> dict[str, Any]:
+    """What /batch answers: a group of one sequence for each score."""
+    return {"batch": [GROUP | {"scores": [score]} for score in scores], **more}
+
+
+UNKNOWN = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+
+@dataclass
+class Server:
+    """Answers `/batch` with one answer after another, then with none; and what it was asked."""
+
+    answers: deque[Any] = field(default_factory=deque)
+    greeting: Callable[[], web.StreamResponse] = lambda: web.json_response({"message": "AtroposLib API"})
+    info: dict[str, Any] = field(default_factory=lambda: {"batch_size": 2, "max_token_len": 64})
+    asked: list[str] = field(default_factory=list)
+    registered: list[dict[str, Any]] = field(default_factory=list)
+    acknowledged: list[Any] = field(default_factory=list)
+    refuses: dict[str, web.StreamResponse] = field(default_factory=dict)
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path_qs}")
+        if request.path in self.refuses:
+            return self.refuses[request.path]
+        match request.path:
+            case "/":
+                return self.greeting()
+            case "/info":
+                return web.json_response(self.info)
+            case "/register":
+                self.registered.append(await request.json())
+                return web.json_response({"uuid": 2**127})
+            case "/acknowledge":
+                self.acknowledged.append((await request.json())["lease"])
+                return web.json_response({"status": "success"})
+        answer = self.answers.popleft() if self.answers else {"batch": None}
+        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+
+    def polls(self) -> int:
+        return sum(asked.startswith("GET /batch") for asked in self.asked)
+
+
+@asynccontextmanager
+async def serving(*answers: Any, **more: Any) -> AsyncIterator[Server]:
+    """A server at a port of its own."""
+    server = Server(deque(answers), **more)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+def client(url: str, **changed: Any) -> AtroposClient:
+    """One that registers for two batches, and loses no time."""
+    rules: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 2, "first_pause_s": 0.001}
+    return AtroposClient(api_url=url, **(rules | {"longest_pause_s": 0.002, "attempts": 2} | changed))
+
+
+async def driven(server: Server, **changed: Any) -> Driven[TrajectoryGroup]:
+    return await drive_source(client(server.url, **changed))
+
+
+def counted(received: Driven[TrajectoryGroup]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    received.metrics.sinks.append(lambda metrics, _: found.update(metrics))
+    received.metrics.emit(1)
+    return found
+
+
+def scores(received: Driven[TrajectoryGroup]) -> list[float]:
+    return [float(group.rewards[0]) for group in received]
+
+
+# -- what comes --------------------------------------------------------------------------------------------------------
+
+
+async def test_it_registers_polls_and_ends_with_the_last_batch() -> None:
+    async with serving({"batch": None}, batch(1.0, 0.5), {"batch": None}, batch(0.25), batch(9.0)) as server:
+        received = await driven(server, wandb_group="g", lease_s=None)
+
+    assert scores(received) == [1.0, 0.5, 0.25]
+    assert server.asked == ["GET /", "POST /register", "GET /info", *["GET /batch"] * 4]
+    assert server.registered == [
+        {
+            "wandb_group": "g",
+            "wandb_project": "",
+            "batch_size": 2,
+            "max_token_len": 64,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": 2,
+        }
+    ]
+
+
+async def test_a_training_that_goes_on_asks_for_what_is_left_of_it() -> None:
+    async with serving(batch(1.0), batch(2.0)) as server:
+        received = await driven(server, starting_step=1)
+
+    assert scores(received) == [1.0]
+    assert server.registered[0]["starting_step"] == 1
+
+
+async def test_groups_have_names_that_no_other_training_gives() -> None:
+    async with serving(batch(1.0, 1.0), batch(1.0, 1.0)) as server:
+        one, other = [await driven(server, num_steps=1) for _ in range(2)]
+
+    assert len({group.id for group in (*one, *other)}) == 4
+    assert {group.env for group in one} == {"atropos.0"}
+
+
+async def test_a_server_that_was_restarted_is_told_of_the_step_that_was_come_to() -> None:
+    async with serving(batch(1.0), UNKNOWN, batch(2.0)) as server:
+        received = await driven(server)
+
+    assert scores(received) == [1.0, 2.0]
+    assert [registration["starting_step"] for registration in server.registered] == [0, 1]
+
+
+async def test_a_group_that_cannot_be_trained_on_is_left_out_and_counted() -> None:
+    wrong = GROUP | {"masks": [[-100, 7]]}
+    async with serving({"batch": [wrong, GROUP, 3]}) as server:
+        received = await driven(server, num_steps=1)
+
+    assert scores(received) == [1.0]
+    assert counted(received)["atropos/refused"] == 2
+
+
+async def test_what_fails_in_passing_is_asked_for_again() -> None:
+    broken = web.Response(status=503, text="full", headers={"Retry-After": "0"})
+    async with serving(broken, batch(1.0), web.Response(status=502), batch(2.0)) as server:
+        received = await driven(server)
+
+    assert scores(received) == [1.0, 2.0]
+    assert counted(received)["atropos/retries"] == 2
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sink that ends groups when all of them are there, and notes what was acknowledged until then."""
+
+    server: Server
+    groups: int
+    before: list[list[Any]]
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        held = [await inbox.receive() for _ in range(self.groups)]
+        self.before.append([*self.server.acknowledged])
+        for group in held:
+            drop(group, "filtered", "enough")
+        async for _ in inbox:
+            pass
+
+
+async def test_a_lease_is_acknowledged_when_all_of_its_batch_has_ended_and_the_source_waits_for_that() -> None:
+    before: list[list[Any]] = []
+    async with serving(batch(1.0, 2.0, lease="a"), batch(3.0, lease=7)) as server:
+        report = await source(client(server.url, lease_s=60)).sink(Held(server, 3, before)).run()
+
+    assert before == [[]]
+    assert sorted(server.acknowledged, key=str) == [7, "a"]
+    assert "GET /batch?lease_s=60" in server.asked
+    assert report.balance.ended["filtered"] == 3
+    assert report.balance.balanced
+
+
+async def test_what_is_lost_with_a_run_is_not_acknowledged() -> None:
+    async with serving(batch(1.0, lease="a")) as server, anyio.create_task_group() as tasks:
+        outbox, inbox = memory_channel[TrajectoryGroup](1)
+        context = Context()
+        async with inbox, outbox:
+            with entered(context):
+                tasks.start_soon(client(server.url).run, outbox)
+            group = await inbox.receive()
+            context.ledger.admit(group.id, [0])
+            while server.polls() < 3:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+    assert server.acknowledged == []
+
+
+async def test_a_lease_that_was_forgotten_is_told_and_no_more() -> None:
+    async with serving(batch(1.0, lease="a")) as server:
+        server.refuses["/acknowledge"] = web.json_response({"detail": "it expired"}, status=404)
+        received = await driven(server, num_steps=1)
+
+    assert scores(received) == [1.0]
+    assert counted(received)["atropos/not_acknowledged"] == 1
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def answering(behaves: Callable[[anyio.abc.SocketStream], Awaitable[None]]) -> AsyncIterator[str]:
+    """A server that is none."""
+
+    async def closing(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await behaves(stream)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, closing)
+        yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"  # noqa: S610 (of a socket)
+        tasks.cancel_scope.cancel()
+
+
+async def failure(url: str, **changed: Any) -> AtroposAPIError:
+    with pytest.raises(AtroposAPIError) as raised:
+        await drive_source(client(url, **changed))
+    return raised.value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_refused(host: str) -> None:
+    port = unused_port()
+
+    error = await failure(f"http://{host}:{port}")
+
+    assert error.situation == "refused"
+    assert f"GET http://{host}:{port}/: expected a server, got no connection" in str(error)
+    assert "(attempt 2, after" in str(error)
+    assert f"(1) is the server running? It is started with `penstock gateway --port {port}`" in str(error)
+    assert "ATROPOS_API_URL" in str(error)
+
+
+async def test_timed_out() -> None:
+    async with answering(lambda _: anyio.sleep_forever()) as url:
+        error = await failure(url, timeout_s=0.02, attempts=1)
+
+    assert error.situation == "timed out"
+    assert f"GET {url}/: expected an answer within 0.02 s, got none" in str(error)
+    assert "ATROPOS_TIMEOUT" in str(error)
+
+
+async def test_unreachable() -> None:
+    error = await failure("http://no-such-host.invalid:8000", attempts=1)
+
+    assert error.situation == "unreachable"
+    assert "`getent hosts no-such-host.invalid`" in str(error)
+
+
+async def test_a_status_of_4xx_is_told_at_once() -> None:
+    def forbidden() -> web.StreamResponse:
+        return web.json_response({"detail": "expected a token"}, status=401)
+
+    async with serving(greeting=forbidden) as server:
+        error = await failure(server.url, attempts=5)
+
+    assert error.situation == "rejected"
+    assert f"GET {server.url}/: expected an answer, got 401: expected a token. To look at: (1)" in str(error)
+    assert server.asked == ["GET /"]
+
+
+async def test_a_status_of_5xx_that_does_not_pass() -> None:
+    async with serving(*[web.Response(status=500, text="Internal Server Error") for _ in range(3)]) as server:
+        error = await failure(server.url, attempts=3)
+
+    assert error.situation == "failed"
+    assert "got 500: Internal Server Error (attempt 3, after" in str(error)
+    assert "is a score NaN?" in str(error)
+
+
+async def test_a_connection_that_breaks_in_the_midst_of_an_answer() -> None:
+    async def behaves(stream: anyio.abc.SocketStream) -> None:
+        await stream.receive()
+        await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+    async with answering(behaves) as url:
+        error = await failure(url)
+
+    assert error.situation == "failed"
+    assert "expected an answer, got none: ClientPayloadError" in str(error)
+
+
+@pytest.mark.parametrize("body", ["<html>Welcome</html>", "{", "[1]", "{}", '{"message": NaN}'])
+async def test_an_answer_that_is_no_json_of_the_contract(body: str) -> None:
+    async with serving(greeting=lambda: web.Response(text=body)) as server:
+        error = await failure(server.url)
+
+    assert error.situation == "no JSON"
+    assert f"expected the JSON of a Greeting, got {body.encode()!r}" in str(error)
+    assert server.asked == ["GET /"]
+
+
+async def test_a_batch_that_is_none() -> None:
+    async with serving(web.Response(text='{"batch": [{"tokens":')) as server:
+        error = await failure(server.url)
+
+    assert error.situation == "no JSON"
+    assert f"GET {server.url}/batch?lease_s=3600: expected the JSON of a BatchAnswer" in str(error)
+
+
+async def test_a_queue_that_is_empty_for_too_long() -> None:
+    async with serving(batch(1.0)) as server:
+        error = await failure(server.url, empty_s=0.02)
+
+    assert error.situation == "empty"
+    assert "expected a batch within 0.02 s, got none" in str(error)
+    assert server.polls() > 2
+
+
+@pytest.mark.parametrize("info", [{"batch_size": -1, "max_token_len": -1}, {"batch_size": 4, "max_token_len": 64}])
+async def test_a_registration_that_does_not_count(info: dict[str, Any]) -> None:
+    async with serving(info=info) as server:
+        error = await failure(server.url)
+
+    assert error.situation == "another trainer"
+    assert f"got Info(batch_size={info['batch_size']}," in str(error)
+    assert "reset_data" in str(error)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+NEEDED: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 3}
+
+
+def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "atropos.yaml"
+    path.write_text("api_url: http://a:1\nbatch_size: 2\nmax_token_len: 64\nnum_steps: 3\ntimeout_s: 5\n")
+    values = NEEDED | {"api_url": "http://a:1", "timeout_s": 5}
+
+    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
+    assert AtroposClient.from_yaml(path).timeout_s == 5
+
+    monkeypatch.setenv("ATROPOS_API_URL", "http://b:2")
+    monkeypatch.setenv("ATROPOS_TIMEOUT", "7.5")
+
+    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
+    assert (AtroposClient.from_yaml(path).api_url, AtroposClient.from_yaml(path).timeout_s) == ("http://b:2", 7.5)
+    assert AtroposClient(api_url="http://c:3", **NEEDED).api_url == "http://c:3"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"batch_size": "2"}, r"atropos\.batch_size: expected int, got str"),
+        ({"batch_size": 0}, r"atropos\.batch_size: expected a number above 0, got 0"),
+        ({"num_steps": 1, "starting_step": 2}, r"atropos\.num_steps: expected at least starting_step, 2, got 1"),
+        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a number of 0 or more, got -1"),
+        ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number, got nan"),
+        ({"api_url": "localhost:8000"}, r"atropos\.api_url: expected http://host:port without a path"),
+        ({"retries": 3}, "expected only the fields batch_size, .* got 'retries'"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_its_path(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidConfig, match=told):
+        AtroposClient.from_config(NEEDED | changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ATROPOS_TIMEOUT", "soon"), ("ATROPOS_TIMEOUT", "0"), ("ATROPOS_API_URL", "x")]
+)
+def test_a_variable_that_cannot_be_meant_is_told_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(InvalidConfig, match=name):
+        AtroposClient.from_config(NEEDED)
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "hidden" not in repr(client("http://a:1", token="hidden"))  # noqa: S106 (no secret)
+
+
+async def test_what_it_needs_is_said_as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    for module in ("penstock.stages.integrations.atropos.api", "penstock.stages.engines.server_client"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    with pytest.raises(MissingExtra, match=r"AtroposClient needs aiohttp.*pip install 'penstock\[http\]'"):
+        await drive_source(client("http://a:1"))
