@@ -21,12 +21,20 @@ IDLE_S = 75
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves the signals to whoever runs the loop."""
+    """uvicorn, which leaves the signals to whoever runs the loop, and waits to be ended instead of looking."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ending = anyio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Handle none."""
         yield
+
+    async def main_loop(self) -> None:
+        """Serve until `ending`."""
+        await self.ending.wait()
 
 
 @asynccontextmanager
@@ -42,6 +50,7 @@ async def serving(application: ASGIApp, listener: socket.socket) -> AsyncGenerat
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            date_header=False,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=PARTING_S,
         )
@@ -52,7 +61,7 @@ async def serving(application: ASGIApp, listener: socket.socket) -> AsyncGenerat
             try:
                 yield
             finally:
-                server.should_exit = True
+                server.ending.set()
 
 
 async def _to_its_end(server: uvicorn.Server, listener: socket.socket) -> None:

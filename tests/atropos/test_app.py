@@ -1,0 +1,477 @@
+"""A gateway process, spoken to over HTTP: every endpoint of the contract, and what is refused, and how."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.atropos.gateways import TRAINER, Client, client, environment, process, scored
+
+TOKEN = "a token of this test"  # noqa: S105 (no secret)
+REQUEST_BYTES = 20_000
+INFLATED_BYTES = 50_000
+CAPACITY = 4
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with process() as (_, url):
+        yield url
+
+
+@pytest.fixture
+def gateway(url: str) -> Iterator[Client]:
+    """A client of the module's gateway, which is as new."""
+    with client(url) as talking:
+        talking.ask("GET", "/reset_data")
+        yield talking
+
+
+@pytest.fixture(scope="module")
+def guarded_url() -> Iterator[str]:
+    """A gateway with a token, that takes little."""
+    limits = ["--request-bytes", str(REQUEST_BYTES), "--inflated-bytes", str(INFLATED_BYTES)]
+    with process("--capacity", str(CAPACITY), *limits, PENSTOCK_TOKEN=TOKEN) as (_, url):
+        yield url
+
+
+@pytest.fixture
+def guarded(guarded_url: str) -> Iterator[Client]:
+    """A client of the gateway with a token, which is as new."""
+    with client(guarded_url, authorization=f"Bearer {TOKEN}") as talking:
+        talking.ask("GET", "/reset_data")
+        yield talking
+
+
+# -- without a trainer -------------------------------------------------------------------------------------------------
+
+
+def test_a_gateway_says_that_it_is_there(gateway: Client) -> None:
+    assert gateway.get("/") == {"message": "AtroposLib API"}
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/info", {"batch_size": -1, "max_token_len": -1}),
+        ("/status", {"current_step": 0, "queue_size": 0}),
+        ("/wandb_info", {"group": None, "project": None}),
+        (
+            "/batch",
+            {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []},
+        ),
+        (
+            "/latest_example",
+            {
+                name: []
+                for name in (
+                    "tokens",
+                    "masks",
+                    "scores",
+                    "advantages",
+                    "ref_logprobs",
+                    "generation_params",
+                    "inference_logprobs",
+                    "messages",
+                    "images",
+                )
+            },
+        ),
+    ],
+)
+def test_before_a_trainer_registers_there_is_nothing(gateway: Client, path: str, answer: Any) -> None:
+    assert gateway.get(path) == answer
+
+
+def test_an_environment_waits_for_the_trainer_to_ask_for_its_first_batch(gateway: Client) -> None:
+    before = gateway.post("/register-env", environment())
+    gateway.post("/register", TRAINER)
+    registered = gateway.post("/register-env", environment())
+    gateway.get("/batch")
+    started = gateway.post("/register-env", environment())
+
+    assert before == registered == {"status": "wait for trainer to start"}
+    assert started == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "sums_0",
+        "checkpoint_dir": "checkpoints",
+        "starting_step": 3,
+        "checkpoint_interval": 5,
+        "num_steps": 100,
+    }
+
+
+def test_data_before_the_trainer_poisons_nothing(gateway: Client) -> None:
+    assert gateway.post("/scored_data", scored(8)) == {"status": "received"}
+
+    gateway.post("/register", TRAINER)
+
+    assert gateway.get("/info") == {"batch_size": 8, "max_token_len": 2048}
+    assert len(gateway.get("/batch")["batch"]) == 1
+
+
+# -- a trainer and environments ----------------------------------------------------------------------------------------
+
+
+def test_a_trainer_is_given_a_number_of_128_bits(gateway: Client) -> None:
+    uuid = gateway.post("/register", TRAINER)["uuid"]
+
+    assert type(uuid) is int
+    assert uuid.bit_length() <= 128
+    assert gateway.get("/wandb_info") == {"group": "group", "project": "project"}
+    assert gateway.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
+def test_what_environments_send_is_what_the_trainer_gets_with_null_for_what_they_did_not(gateway: Client) -> None:
+    gateway.started()
+    first = gateway.post("/register-env", environment())["env_id"]
+    group = scored(
+        4, first, overrides=[{"temperature": 0.7}] * 4, messages=[[{"role": "user", "content": "2 + 2"}]] * 4
+    )
+
+    for mark in (0.0, 10.0):
+        assert gateway.post("/scored_data", group | {"scores": [mark, 1, 2, 3]}) == {"status": "received"}
+    status = gateway.get("/status-env", {"env_id": first})
+    batch = gateway.get("/batch")["batch"]
+
+    assert status["queue_size"] == status["self_queue_size"] == 2
+    absent = ["advantages", "ref_logprobs", "inference_logprobs", "generation_params", "group_overrides", "images"]
+    absent += ["distill_token_ids", "distill_logprobs"]
+    assert batch == [group | {"scores": [mark, 1, 2, 3]} | dict.fromkeys(absent) for mark in (0.0, 10.0)]
+    assert gateway.get("/status") == {"current_step": 4, "queue_size": 0}
+    assert gateway.get("/batch") == {"batch": None}
+    assert gateway.get("/latest_example") == batch[1]
+
+
+def test_groups_of_another_size_are_buffered_until_they_make_up_whole_ones(gateway: Client) -> None:
+    gateway.started()
+    env_id = gateway.post("/register-env", environment())["env_id"]
+
+    assert gateway.post("/scored_data", scored(3, env_id)) == {"status": "buffered", "buffer_size": 3}
+    assert gateway.get("/status")["queue_size"] == 0
+    assert gateway.post("/scored_data", scored(1, env_id)) == {"status": "buffered", "buffer_size": 0}
+    assert gateway.get("/status")["queue_size"] == 2
+
+
+def test_a_list_is_accepted_as_a_whole_or_not_at_all(gateway: Client) -> None:
+    gateway.started()
+    env_id = gateway.post("/register-env", environment())["env_id"]
+
+    accepted = gateway.post("/scored_data_list", [scored(4, env_id), scored(2, env_id)])
+    refused = gateway.ask("POST", "/scored_data_list", [scored(4, env_id), scored(4, env_id) | {"scores": "all"}])
+
+    assert accepted == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 2}
+    assert refused.status == 422
+    assert gateway.get("/status")["queue_size"] == 1
+    assert gateway.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
+
+
+def test_numbers_may_come_in_other_forms_where_nothing_is_lost(gateway: Client) -> None:
+    gateway.post("/register", TRAINER | {"batch_size": "2", "max_token_len": 10.0, "starting_step": True})
+    lax = scored(2) | {"tokens": [["5", 6.0], [True, 2]], "masks": [["-100", 6], [-100, 2]], "scores": ["1", 2]}
+
+    gateway.post("/scored_data", lax)
+
+    assert gateway.get("/info") == {"batch_size": 2, "max_token_len": 10}
+    assert gateway.get("/status") == {"current_step": 1, "queue_size": 1}
+    taken = gateway.get("/batch")["batch"][0]
+    assert [taken["tokens"], taken["masks"], taken["scores"]] == [[[5, 6], [1, 2]], [[-100, 6], [-100, 2]], [1.0, 2.0]]
+
+
+def test_status_takes_its_id_from_a_body_or_from_the_query(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/register-env", environment())
+
+    assert gateway.get("/status-env", {"env_id": 0}) == gateway.get("/status-env?env_id=0")
+
+
+def test_an_environment_leaves_once_registered_and_is_told_if_it_never_was(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/register-env", environment())
+
+    assert gateway.post("/disconnect-env", {"env_id": 0}) == {"status": "success"}
+    refused = gateway.post("/disconnect-env", {"env_id": 7})
+    assert refused["status"] == "failure"
+    assert "got 7" in refused["error"]
+
+
+def test_reset_forgets_everything(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8))
+
+    answer = gateway.ask("GET", "/reset_data")
+
+    assert (answer.status, answer.body) == (200, b"Reset successful")
+    assert gateway.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert gateway.get("/latest_example")["tokens"] == []
+
+
+def test_metrics_tell_of_every_environment(gateway: Client) -> None:
+    gateway.started()
+    env_id = gateway.post("/register-env", environment('sums "of" two'))["env_id"]
+    gateway.post("/scored_data", scored(4, env_id))
+
+    lines = gateway.ask("GET", "/metrics").body.decode().splitlines()
+
+    label = r'{env="sums \"of\" two_0",env_id="0"}'
+    assert f"penstock_gateway_env_submitted_sequences_total{label} 4" in lines
+    assert f"penstock_gateway_env_queued_sequences{label} 4" in lines
+    assert "penstock_gateway_queued_groups 1" in lines
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_not_acknowledged_goes_to_the_next_who_asks(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8, mark=1.0))
+
+    lost = gateway.get("/batch?lease_s=0.000001")
+    again = gateway.get("/batch?lease_s=60")
+
+    assert lost["batch"] == again["batch"]
+    assert lost["lease"] != again["lease"]
+    assert gateway.ask("POST", "/acknowledge", {"lease": lost["lease"]}).status == 404
+    assert gateway.post("/acknowledge", {"lease": again["lease"]}) == {"status": "success"}
+    assert gateway.ask("POST", "/acknowledge", {"lease": again["lease"]}).status == 404
+    assert gateway.get("/status") == {"current_step": 4, "queue_size": 0}
+
+
+def test_who_asks_for_no_lease_gets_none(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8))
+
+    assert list(gateway.get("/batch")) == ["batch"]
+
+
+@pytest.mark.parametrize("lease_s", ["0", "-1", "nan", "inf", "soon"])
+def test_a_lease_is_a_time(gateway: Client, lease_s: str) -> None:
+    assert gateway.ask("GET", f"/batch?lease_s={lease_s}").status == 422
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/nowhere", None, 404),
+        ("POST", "/", {}, 405),
+        ("GET", "/scored_data", None, 405),
+        ("POST", "/register", TRAINER | {"batch_size": 1.5}, 422),
+        ("POST", "/register", {"batch_size": 8}, 422),
+        ("POST", "/register", b"{nonsense", 422),
+        ("POST", "/register-env", environment() | {"desired_name": None}, 422),
+        ("POST", "/scored_data", [scored()], 422),
+        ("POST", "/scored_data_list", scored(), 422),
+        ("POST", "/scored_data", scored() | {"scores": [float("nan"), 1, 2, 3]}, 422),
+        ("POST", "/scored_data", scored() | {"scores": [1, 2, 3]}, 422),
+        ("POST", "/scored_data", scored() | {"masks": [[-100, 6]] * 4}, 422),
+        ("GET", "/status-env", None, 422),
+        ("GET", "/status-env?env_id=first", None, 422),
+        ("GET", "/status-env?env_id=0", None, 409),
+        ("POST", "/acknowledge", {}, 422),
+    ],
+)
+def test_what_does_not_fit_is_told_as_such_and_changes_nothing(
+    gateway: Client, method: str, path: str, body: Any, status: int
+) -> None:
+    answer = gateway.ask(method, path, body)
+
+    assert answer.status == status
+    detail = answer.json["detail"]
+    assert detail[0]["msg"] if status == 422 else detail
+    assert gateway.get("/status") == {"current_step": 0, "queue_size": 0}
+
+
+@pytest.mark.parametrize("env_id", [1, -1, 2**40])
+def test_an_id_out_of_range_is_nobodys(gateway: Client, env_id: int) -> None:
+    gateway.started()
+    gateway.post("/register-env", environment())
+
+    assert gateway.ask("GET", "/status-env", {"env_id": env_id}).status == 404
+
+
+def test_a_web_page_can_send_nothing_unasked(gateway: Client) -> None:
+    answer = gateway.ask("POST", "/scored_data", scored(), content_type="text/plain", origin="http://elsewhere")
+
+    assert answer.status == 422
+    assert "application/json" in answer.json["detail"][0]["msg"]
+    assert "access-control-allow-origin" not in gateway.ask("GET", "/status", origin="http://elsewhere").headers
+
+
+def test_a_group_that_no_batch_can_hold_is_refused(gateway: Client) -> None:
+    gateway.started()
+
+    assert gateway.ask("POST", "/register-env", environment(group_size=9)).status == 422
+    assert gateway.ask("POST", "/scored_data", scored(9)).status == 422
+
+
+# -- gzip --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_compressed_is_inflated(gateway: Client) -> None:
+    gateway.started()
+
+    gateway.post("/scored_data", gzip.compress(json.dumps(scored(8, mark=5.0)).encode(), 9), content_encoding="gzip")
+
+    assert gateway.get("/batch")["batch"][0]["scores"][0] == 5.0
+
+
+def test_answers_from_a_thousand_bytes_on_are_compressed_for_who_accepts_it(gateway: Client) -> None:
+    gateway.post("/scored_data", scored(8))
+    small = gateway.ask("GET", "/latest_example", accept_encoding="gzip")
+    gateway.post("/scored_data", scored(8) | {"tokens": [[5] * 60] * 8, "masks": [[-100] * 60] * 8})
+    large = gateway.ask("GET", "/latest_example", accept_encoding="gzip, deflate")
+    plain = gateway.ask("GET", "/latest_example")
+
+    assert [answer.headers.get("content-encoding") for answer in (small, large, plain)] == [None, "gzip", None]
+    assert len(small.body) < 1000 < len(plain.body)
+    assert large.json == plain.json
+
+
+WHOLE = gzip.compress(json.dumps(scored()).encode(), 9)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no gzip", WHOLE[:-1], WHOLE[:20], WHOLE[:30] + b"\xff" + WHOLE[31:], WHOLE[:-8] + bytes(8), WHOLE + WHOLE, b""],
+    ids=["none", "without its end", "half", "altered", "checksum", "twice", "empty"],
+)
+def test_gzip_that_is_none_is_told_as_such(gateway: Client, body: bytes) -> None:
+    answer = gateway.ask("POST", "/scored_data", body, content_encoding="gzip")
+
+    assert (answer.status, answer.body) == (400, b"Invalid gzip payload")
+    assert gateway.get("/status")["queue_size"] == 0
+
+
+def test_a_request_is_not_read_beyond_its_limit(guarded: Client) -> None:
+    assert guarded.ask("POST", "/scored_data", b"{" + b" " * REQUEST_BYTES).status == 413
+
+    with client(guarded.url, authorization=f"Bearer {TOKEN}") as unannounced:
+        unannounced._connection.putrequest("POST", "/scored_data")
+        for name, value in (("authorization", f"Bearer {TOKEN}"), ("transfer-encoding", "chunked")):
+            unannounced._connection.putheader(name, value)
+        unannounced._connection.endheaders()
+        unannounced._connection.send(b"%x\r\n" % (REQUEST_BYTES + 1) + b" " * (REQUEST_BYTES + 1))
+
+        assert unannounced._connection.getresponse().status == 413
+
+
+def test_what_is_in_a_gzip_is_not_inflated_beyond_its_limit(guarded: Client) -> None:
+    bomb = gzip.compress(b" " * (INFLATED_BYTES + 1))
+    full = gzip.compress(json.dumps(scored()).encode().ljust(INFLATED_BYTES))
+
+    assert len(bomb) < REQUEST_BYTES
+    assert guarded.ask("POST", "/scored_data", bomb, content_encoding="gzip").status == 413
+    assert guarded.ask("POST", "/scored_data", full, content_encoding="gzip").status == 200
+
+
+# -- who may ask -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    ["", f"Bearer {TOKEN}x", "Bearer", f"Token {TOKEN}", "Basic ====", "Basic YW55b25lOndyb25n", "Bearer \xe9"],
+)
+def test_without_the_token_nobody_is_let_in(guarded_url: str, authorization: str) -> None:
+    with client(guarded_url, **({"authorization": authorization} if authorization else {})) as stranger:
+        assert stranger.ask("GET", "/").status == 200
+        answer = stranger.ask("POST", "/scored_data", scored())
+
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_the_token_may_be_the_password_of_the_url(guarded_url: str) -> None:
+    credentials = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
+    with client(guarded_url, authorization=f"Basic {credentials}") as known:
+        assert known.ask("GET", "/status").status == 200
+
+
+# -- when there is too much --------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_asks_to_come_again_and_has_accepted_nothing(guarded: Client) -> None:
+    guarded.started(batch_size=4)
+    guarded.post("/scored_data_list", [scored(), scored(), scored()])
+
+    refused = guarded.ask("POST", "/scored_data_list", [scored(), scored()])
+    assert refused.status == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert guarded.get("/status")["queue_size"] == 3
+    assert guarded.ask("POST", "/scored_data_list", [scored()] * (CAPACITY + 1)).status == 413
+
+    assert len(guarded.get("/batch")["batch"]) == 1
+    guarded.post("/scored_data_list", [scored(), scored()])
+    assert guarded.get("/status")["queue_size"] == 4
+
+
+def test_many_environments_at_once_lose_nothing(gateway: Client) -> None:
+    gateway.started(batch_size=4)
+
+    def send(number: int) -> None:
+        for count in range(10):
+            with client(gateway.url) as environment_:
+                environment_.post("/scored_data", scored(mark=1000.0 * number + 4 * count))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    marks = [gateway.get("/batch")["batch"][0]["scores"][0] for _ in range(80)]
+
+    assert sorted(marks) == sorted(1000.0 * number + 4 * count for number in range(8) for count in range(10))
+    assert gateway.get("/batch") == {"batch": None}
+
+
+def test_who_goes_away_in_the_midst_of_a_body_has_sent_nothing(gateway: Client) -> None:
+    host = urlsplit(gateway.url)
+    with socket.create_connection((str(host.hostname), host.port)) as leaving:
+        leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
+        leaving.sendall(b'Content-Length: 1000\r\n\r\n{"tokens": [[1')
+
+    assert gateway.get("/status")["queue_size"] == 0
+
+
+def test_status_is_answered_while_a_large_body_is_read(gateway: Client) -> None:
+    gateway.started()
+    large = scored(8) | {"tokens": [[5] * 40_000] * 8, "masks": [[-100] * 40_000] * 8}
+    body = gzip.compress(json.dumps(large).encode(), 1)
+
+    sending = threading.Thread(target=lambda: _post(gateway.url, body))
+    sending.start()
+    while sending.is_alive():
+        assert gateway.ask("GET", "/status").status == 200
+    sending.join()
+
+    assert len(gateway.get("/batch")["batch"]) == 1
+
+
+def test_a_gateway_that_was_killed_comes_back_at_the_same_place_and_knows_nothing() -> None:
+    with process() as (killed, url), client(url) as before:
+        before.started()
+        killed.kill()
+        killed.wait()
+    with process("--port", str(urlsplit(url).port)) as (running, again), client(url) as after:
+        assert again == url
+        assert after.get("/info")["batch_size"] == -1
+        assert after.post("/register-env", environment()) == {"status": "wait for trainer to start"}
+
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=5) == 0
+
+
+def _post(url: str, body: bytes) -> None:
+    with client(url) as environment_:
+        environment_.post("/scored_data", body, content_encoding="gzip")

@@ -1,0 +1,55 @@
+"""The command line: what it refuses, in sentences. What it serves is in test_app.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
+from penstock.cli import main
+from penstock.stages.integrations.atropos.access import Access, listen
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """What it exits with."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_beyond_loopback_it_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = str(told(monkeypatch, "gateway", "--host", "0.0.0.0"))  # noqa: S104 (refused)
+
+    assert sentence.startswith("penstock: host: expected a loopback address or a token, got 0.0.0.0 and none")
+    assert "PENSTOCK_TOKEN" in sentence
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1", 0, Access()) as taken:
+        port = taken.getsockname()[1]
+
+        sentence = str(told(monkeypatch, "gateway", "--port", str(port)))
+
+    assert f"127.0.0.1:{port}: Address already in use; is another gateway running?" in sentence
+
+
+def test_a_habit_that_nobody_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(monkeypatch, "gateway", "--habit", "biting_nails") == 2
+    assert "newest_first" in capsys.readouterr().err
+
+
+def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "penstock.commands", raising=False)
+
+    assert "pip install 'penstock[gateway]'" in str(told(monkeypatch, "gateway"))
+
+
+def test_with_a_token_it_listens_anywhere() -> None:
+    with listen("0.0.0.0", 0, Access("a token")) as listener:  # noqa: S104 (with a token)
+        assert listener.getsockname()[1]

@@ -1,0 +1,97 @@
+"""What becomes of groups whose sender, and of batches whose reader, went away. The application is called by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.atropos.gateways import TRAINER, scored
+
+from penstock.stages.integrations.atropos.access import Access
+from penstock.stages.integrations.atropos.app import application
+from penstock.stages.integrations.atropos.bodies import Bodies, Limits
+from penstock.stages.integrations.atropos.desk import Relay
+from penstock.stages.integrations.atropos.endpoints import SENDING_S, Endpoints
+from penstock.stages.integrations.atropos.state import Books
+
+
+@dataclass
+class Gateway:
+    """One that is asked without a socket."""
+
+    now: float = 0.0
+    books: Books[bytes] = field(default_factory=Books)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        bodies = Bodies(self.limits)
+        self.app = application(Endpoints(self.books, Relay(), bodies, clock=lambda: self.now), Access())
+
+    async def ask(self, method: str, path: str, body: Any = None, *, leaves_after: int = 100) -> tuple[int | None, Any]:
+        """Status and JSON; who asks leaves after so many messages went either way."""
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+        passed, sent = 0, list[MutableMapping[str, Any]]()
+
+        async def receive() -> dict[str, Any]:
+            nonlocal passed
+            passed += 1
+            if passed > leaves_after:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal passed
+            passed += 1
+            if passed <= leaves_after:
+                sent.append(message)
+
+        await self.app(scope, receive, send)
+        if not sent:
+            return None, None
+        told = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], json.loads(told or b"null")
+
+
+async def test_groups_whose_sender_left_before_the_answer_are_not_accepted_for_it_sends_them_again() -> None:
+    gateway = Gateway()
+
+    assert await gateway.ask("POST", "/scored_data", scored(), leaves_after=1) == (None, None)
+    assert gateway.books.status().queue_size == 0
+    assert (await gateway.ask("POST", "/scored_data", scored()))[1] == {"status": "received"}
+    assert gateway.books.status().queue_size == 1
+
+
+async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> None:
+    gateway = Gateway()
+    await gateway.ask("POST", "/register", TRAINER)
+    await gateway.ask("POST", "/scored_data", scored(8))
+
+    assert await gateway.ask("GET", "/batch", leaves_after=0) == (None, None)
+    assert gateway.books.status().queue_size == 1
+
+
+async def test_a_batch_that_was_written_to_nobody_goes_to_the_next_who_asks() -> None:
+    gateway = Gateway()
+    await gateway.ask("POST", "/register", TRAINER)
+    await gateway.ask("POST", "/scored_data", scored(8, mark=1.0))
+
+    await gateway.ask("GET", "/batch", leaves_after=3)  # it is looked at once, then come the status and the groups
+    before = (await gateway.ask("GET", "/batch"))[1]
+    gateway.now = SENDING_S
+    after = (await gateway.ask("GET", "/batch"))[1]
+
+    assert before == {"batch": None}
+    assert after["batch"][0]["scores"][0] == 1.0
+    assert gateway.books.status().current_step == 4
+
+
+async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_again() -> None:
+    gateway = Gateway(limits=Limits(arriving_bytes=10))
+
+    status, answer = await gateway.ask("POST", "/scored_data", scored())
+
+    assert status == 503
+    assert "come again" in answer["detail"]

@@ -1,0 +1,309 @@
+"""The gateway in a pipeline: environments as a source, trainers as a sink, both over HTTP from within this process."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+from tests.atropos.environment import Config, Environment
+from tests.atropos.gateways import TRAINER, environment, scored
+
+import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
+from penstock import Ledger, SendChannel, TrajectoryGroup, memory_channel
+from penstock.errors import InvalidConfig, MissingExtra
+from penstock.pipeline.channels.memory import MemoryReceiver
+from penstock.pipeline.context import Context, entered
+from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers, ShmTransport, gateway
+from penstock.stages.integrations.atropos.door import Door
+from penstock.testing import drive_source, group
+
+ANYWHERE = Door(port=0)
+
+
+class Talk:
+    """A client within this event loop."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self._session = session
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self._session.request(method, self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> Any:
+        status, answer = await self.ask("GET", path)
+        assert status == 200, answer
+        return answer
+
+    async def post(self, path: str, body: Any) -> Any:
+        status, answer = await self.ask("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+
+@asynccontextmanager
+async def talking(stage: AtroposGateway | AtroposTrainers) -> AsyncGenerator[Talk]:
+    """A client of a stage that is about to listen."""
+    async with aiohttp.ClientSession() as session:
+        with anyio.fail_after(10):
+            yield Talk(await stage.listening.url(), session)
+
+
+@asynccontextmanager
+async def running(source: AtroposGateway, context: Context) -> AsyncGenerator[MemoryReceiver[TrajectoryGroup]]:
+    """What `source` sends, one group ahead, while it runs."""
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+
+    async def run() -> None:
+        with entered(context):
+            async with outbox:
+                await source.run(outbox)
+
+    async with inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        yield inbox
+        tasks.cancel_scope.cancel()
+
+
+# -- environments as a source ------------------------------------------------------------------------------------------
+
+
+async def test_groups_of_an_environment_become_records_and_are_in_the_ledger() -> None:
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+    context.ledger.step = 7
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        env_id = (await talk.post("/register-env", environment("sums")))["env_id"]
+        await talk.post("/scored_data", scored(4, env_id, overrides=[{"temperature": 0.5}] * 4))
+        in_flight = context.ledger.in_flight
+        taken = await inbox.receive()
+
+    assert in_flight == 4
+    assert (taken.env, taken.rewards.tolist(), taken.policy_versions.tolist()) == ("sums_0", [0, 1, 2, 3], [7] * 4)
+    assert taken.loss_mask.tolist() == [False, True, True] * 4
+    assert taken.meta["overrides"][0] == {"temperature": 0.5}
+
+
+async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() -> None:
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        env = Environment(Config(rollout_server_url=talk.url, pace=0.001), groups=6)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(env.env_manager)
+            groups = [await inbox.receive() for _ in range(6)]
+
+    assert env.counts.sent == 6
+    assert len({group.instance_id for group in groups}) == 6
+    assert [group.env for group in groups] == ["counting_0"] * 6
+    assert context.ledger.balance().admitted == 24
+
+
+async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books() -> None:
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        env = ShmTransport.attach(Environment(Config(rollout_server_url=talk.url, pace=0.001), groups=3))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(env.env_manager)
+            groups = [await inbox.receive() for _ in range(3)]
+        posted = [line for line in (await _metrics(talk)) if line.startswith("penstock_gateway_env_submitted")]
+
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert posted == ['penstock_gateway_env_submitted_sequences_total{env="counting_0",env_id="0"} 12']
+
+
+async def _metrics(talk: Talk) -> list[str]:
+    async with talk._session.get(talk.url + "/metrics") as response:
+        return (await response.text()).splitlines()
+
+
+async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused() -> None:
+    source, context = AtroposGateway(batch_size=4, max_token_len=64, capacity=2, door=ANYWHERE), Context()
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        env_id = (await talk.post("/register-env", environment()))["env_id"]
+        depths = []
+        for mark in range(4):  # one in the channel, one that waits for credit, two in the books
+            await talk.post("/scored_data", scored(4, env_id, mark=10.0 * mark))
+            depths.append((await talk.get(f"/status-env?env_id={env_id}"))["self_queue_size"])
+        status, refused = await talk.ask("POST", "/scored_data", scored(4, env_id))
+        came = [(await inbox.receive()).rewards[0] for _ in range(4)]
+        await talk.post("/scored_data", scored(4, env_id))
+
+    assert depths == [1, 2, 3, 4]
+    assert status == 503, refused
+    assert came == [0.0, 10.0, 20.0, 30.0]
+    assert context.ledger.balance().admitted == 20
+
+
+async def test_a_trainer_is_told_that_a_pipeline_trains() -> None:
+    source = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE)
+    asked = [("POST", "/register"), ("GET", "/batch"), ("POST", "/acknowledge"), ("GET", "/reset_data")]
+
+    async with running(source, Context()), talking(source) as talk:
+        answers = [await talk.ask(*each) for each in asked]
+
+    assert [status for status, _ in answers] == [409] * 4
+    assert "penstock gateway" in answers[0][1]["detail"]
+
+
+async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "STEP_S", 0.001)
+    source = AtroposGateway(batch_size=8, max_token_len=64, num_steps=3, door=ANYWHERE)
+    context = Context(ledger=Ledger())
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        await talk.post("/scored_data", scored(4))
+        await inbox.receive()
+        context.ledger.step = 3
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await talk.get("/status")
+
+
+async def test_metrics_tell_what_each_environment_gave() -> None:
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        env_id = (await talk.post("/register-env", environment("sums")))["env_id"]
+        await talk.post("/scored_data", scored(4, env_id))
+        await inbox.receive()
+        emitted = [context.metrics.emit(step) for step in (1, 2)]
+
+    assert [metrics["atropos/sums_0/sequences"] for metrics in emitted] == [4, 0]
+
+
+def test_a_gateway_that_can_never_train_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.batch_size: expected 1 or more, got 0"):
+        AtroposGateway(batch_size=0, max_token_len=64)
+
+
+async def test_beyond_loopback_nobody_listens_without_a_token() -> None:
+    source = AtroposGateway(batch_size=8, max_token_len=64, door=Door(host="0.0.0.0", port=0))  # noqa: S104 (refused)
+
+    with pytest.raises(InvalidConfig, match=r"expected a loopback address or a token, got 0\.0\.0\.0 and none"):
+        await drive_source(source)
+
+
+async def test_without_a_server_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = builtins.__import__
+
+    def without(name: str, *others: Any) -> Any:
+        if name == "hosting":
+            raise ModuleNotFoundError(name="starlette")
+        return whole(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtra, match=r"AtroposGateway needs starlette.*pip install 'penstock\[gateway\]'"):
+        await drive_source(AtroposGateway(batch_size=8, max_token_len=64))
+
+
+# -- trainers as a sink ------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(sink: AtroposTrainers, context: Context) -> AsyncGenerator[SendChannel[TrajectoryGroup]]:
+    """What feeds `sink` while it runs; waits for its end."""
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+
+    async def run() -> None:
+        with entered(context):
+            async with inbox:
+                await sink.run(inbox)
+
+    async with anyio.create_task_group() as tasks, outbox:
+        tasks.start_soon(run)
+        yield outbox
+
+
+def admitted(context: Context, number: int, lengths: tuple[int, ...] = (2, 2, 2, 2)) -> TrajectoryGroup:
+    made = group(instance_id=str(number), completion_lengths=list(lengths))
+    context.ledger.admit(made.id, made.repetition_ids.tolist())
+    return made
+
+
+async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    made = [admitted(context, number) for number in range(3)]
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4})
+        for each in made:
+            await outbox.send(each)
+        first = await talk.get("/batch")
+        leased = await talk.get("/batch?lease_s=60")
+        lost = await talk.get("/batch?lease_s=0.000001")
+        before = context.ledger.balance().ended["trained"]
+        await talk.post("/acknowledge", {"lease": leased["lease"]})
+        again = await talk.get("/batch?lease_s=60")
+        await talk.post("/acknowledge", {"lease": again["lease"]})
+        await outbox.aclose()
+
+    assert before == 4
+    assert lost["batch"] == again["batch"]
+    assert [batch["batch"][0]["tokens"] for batch in (first, leased, again)] == [_rows(each) for each in made]
+    assert context.ledger.balance().ended["trained"] == 12
+    assert context.ledger.step == 3
+
+
+def _rows(made: TrajectoryGroup) -> list[list[int]]:
+    return [row.tolist() for row in np.split(made.tokens, made.offsets[1:-1].tolist())]
+
+
+async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 8})
+        await outbox.send(admitted(context, 0))
+        await outbox.aclose()
+        while (await talk.get("/status"))["queue_size"] == 0:
+            await anyio.lowlevel.checkpoint()
+        assert await talk.get("/batch") == {"batch": None}
+
+    assert context.ledger.balance().reasons["lost"] == {"no trainer took it": 4}
+
+
+async def test_it_ends_when_the_trainer_has_had_its_steps() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE, capacity=1), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 2})
+        for number in range(2):
+            await outbox.send(admitted(context, number))
+            while (await talk.get("/batch"))["batch"] is None:
+                await anyio.lowlevel.checkpoint()
+
+    assert context.ledger.balance().ended["trained"] == 8
+
+
+async def test_environments_are_told_that_a_pipeline_samples() -> None:
+    sink = AtroposTrainers(door=ANYWHERE)
+
+    async with serving(sink, Context()) as outbox, talking(sink) as talk:
+        status, answer = await talk.ask("POST", "/scored_data", scored())
+        await outbox.aclose()
+
+    assert status == 409
+    assert "AtroposGateway" in answer["detail"]
+
+
+async def test_a_group_that_no_batch_can_hold_is_rejected() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 2})
+        await outbox.send(admitted(context, 0))
+        await outbox.aclose()
+
+    assert context.ledger.balance().reasons["rejected"] == {"never packed": 4}
