@@ -1,0 +1,121 @@
+"""What an Atropos environment scored, told apart by who said it.
+
+Environments shuffle what they score and leave rows out, so that a row is never known by its place: it is known by its
+tokens, by its messages, or by what its trained tokens say. Where it is not known, nobody is given its score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ....pipeline.errors import PenstockError
+
+__all__ = ["MASKED", "NotScored", "Speaker", "reward_of", "scored_by"]
+
+MASKED = -100
+"""The mask of a token that does not train."""
+
+OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_id"})
+"""Fields that have no entry for each sequence."""
+
+
+class NotScored(PenstockError):
+    """The environment gave an episode no score: environments drop what they cannot learn from."""
+
+
+class Speaker:
+    """What is known of who said something."""
+
+    text: str | None = None
+    """The last action; None before there was one."""
+    tokens: Sequence[int] | None = None
+    """The whole sequence, where it is known."""
+
+
+def scored_by(result: Any, speakers: Sequence[Speaker], tokenizer: Any) -> list[dict[str, Any] | None]:
+    """The row of each of `speakers` in what collect_trajectory or collect_trajectories returned; the last, of several.
+
+    Raises:
+        TypeError: the result is none that Atropos knows.
+    """
+    given: list[dict[str, Any] | None] = [None] * len(speakers)
+    for rows in _groups(result):
+        left = list(range(len(speakers)))
+        for row in rows:
+            found = _owner(row, [speakers[index] for index in left], tokenizer, alone=len(rows) == len(speakers) == 1)
+            if found is not None:
+                given[left.pop(found)] = row
+    return given
+
+
+def reward_of(row: Mapping[str, Any] | None) -> float:
+    """The score of a row.
+
+    Raises:
+        NotScored: there is none, or it is no finite number.
+    """
+    if row is None:
+        raise NotScored(
+            "expected the environment to score this episode, got nothing: it may drop groups whose scores are equal, "
+            "where a group_size of more than 1 helps, or answers that are short"
+        )
+    score = float(row["scores"])
+    if not math.isfinite(score):
+        raise NotScored(f"expected a finite score, got {score}")
+    return score
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _groups(result: Any) -> Iterator[list[dict[str, Any]]]:
+    scored = result[0] if isinstance(result, tuple) else result
+    for group in scored if isinstance(scored, list) else [scored]:
+        if group is None:
+            continue
+        if not isinstance(group, Mapping) or "scores" not in group:
+            raise TypeError(f"expected scored data, a list of them or None, got {type(group).__name__}")
+        yield _rows(group)
+
+
+def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not isinstance(group["scores"], Sequence):
+        return [dict(group)]
+    count = len(group["scores"])
+    return [{name: _entry(name, value, index, count) for name, value in group.items()} for index in range(count)]
+
+
+def _entry(name: str, value: Any, index: int, count: int) -> Any:
+    by_sequence = name not in OF_A_GROUP and isinstance(value, Sequence) and len(value) == count
+    return value[index] if by_sequence else value
+
+
+# -- whose they are ----------------------------------------------------------------------------------------------------
+
+
+def _owner(row: Mapping[str, Any], speakers: Sequence[Speaker], tokenizer: Any, *, alone: bool) -> int | None:
+    """Which of `speakers` said it."""
+    if alone:
+        return 0
+    for index, speaker in enumerate(speakers):
+        if speaker.tokens is not None and list(speaker.tokens) == list(row.get("tokens", ())):
+            return index
+    said = _said(row, tokenizer)
+    texts = {index: speaker.text.strip() for index, speaker in enumerate(speakers) if speaker.text is not None}
+    fits = [index for index, text in texts.items() if said is not None and said.endswith(text)]
+    return max(fits, key=lambda index: len(texts[index]), default=None)
+
+
+def _said(row: Mapping[str, Any], tokenizer: Any) -> str | None:
+    """What the policy said, as far as the row tells: at its end stands the last action."""
+    messages = row.get("messages")
+    if messages:
+        answers = [message for message in messages if message["role"] == "assistant"]
+        return str(answers[-1]["content"]).strip() if answers else None
+    if tokenizer is None or not row.get("tokens"):
+        return None
+    trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != MASKED]
+    end = getattr(tokenizer, "eos_token", None) or ""
+    return str(tokenizer.decode(trained)).strip().removesuffix(end).strip()
