@@ -1,0 +1,113 @@
+"""ShmTransport in environments as they are, registered with a gateway that feeds a pipeline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from subprocess import PIPE
+
+import anyio
+import pytest
+from anyio.abc import Process
+from tests.atropos.environment import Config, Environment
+from tests.faults.zygote import ROOT, environment
+
+from penstock import ReceiveChannel, TrajectoryGroup, current, source
+from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
+from penstock.stages.integrations.atropos.door import Door
+
+BATCH = 16
+
+
+@dataclass(eq=False)
+class Trains:
+    """A sink that trains what comes, unless it stands still."""
+
+    goes_on: anyio.Event = field(default_factory=anyio.Event)
+    by_env: Counter[int] = field(default_factory=Counter)
+    """Groups, by who sent them."""
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    arrived: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            await self.goes_on.wait()
+            self.by_env[group.meta["env_id"]] += 1
+            self.seen.add(tuple(group.id))
+            current().ledger.end(group, "trained")
+            self.arrived.set()
+            self.arrived = anyio.Event()
+
+    async def has(self, env_id: int, groups: int) -> None:
+        while self.by_env[env_id] < groups:
+            await self.arrived.wait()
+
+
+@asynccontextmanager
+async def training(sink: Trains) -> AsyncIterator[str]:
+    """A pipeline that environments feed, and where."""
+    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(source(gateway).sink(sink).run)
+        with anyio.fail_after(30):
+            yield await gateway.listening.url()
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def running(url: str, groups: int) -> AsyncIterator[Process]:
+    """An environment in a process of its own."""
+    options = ["--url", url, "--groups", str(groups), "--pace", "0.01", "--shm"]
+    command = [sys.executable, "-m", "tests.atropos.environment", *options]
+    async with await anyio.open_process(command, env=environment(), cwd=ROOT, stdout=PIPE, stderr=None) as process:
+        yield process
+
+
+async def counts(process: Process) -> dict[str, int]:
+    """What it says at its end."""
+    assert process.stdout is not None
+    said = b"".join([chunk async for chunk in process.stdout])
+    assert await process.wait() == 0
+    told: dict[str, int] = json.loads(said)
+    return told
+
+
+async def test_of_two_environment_processes_one_is_killed_and_takes_nothing_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sink = Trains()
+    sink.goes_on.set()
+    async with training(sink) as url, running(url, groups=10**6) as victim:
+        await sink.has(0, 5)
+        async with running(url, groups=12) as other:
+            await sink.has(1, 5)
+            victim.kill()
+            told = await counts(other)
+            await sink.has(1, 12)
+
+    assert (told["sent"], told["refused"], told["dropped"], told["cleanups"]) == (12, 0, 0, 12)
+    assert sink.by_env[1] == 12
+    assert len(sink.seen) == sink.by_env.total()
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["peer_lost", "environment_lost"]
+
+
+async def test_flow_control_counts_what_came_through_shared_memory() -> None:
+    sink = Trains()
+    async with training(sink) as url:
+        env = ShmTransport.attach(Environment(Config(rollout_server_url=url, pace=0.002), groups=30))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(env.env_manager)
+            while env.counts.pauses < 3:  # noqa: ASYNC110 (there is no event)
+                await anyio.sleep(0.001)
+            ahead = env.counts.sent
+            sink.goes_on.set()
+        await sink.has(0, 30)
+
+    most = env.config.max_batches_offpolicy * BATCH // env.config.group_size
+    assert most <= ahead <= most + env.config.max_num_workers
+    assert env.counts.dropped == 0
+    assert sink.by_env == {0: 30}
