@@ -1,7 +1,8 @@
 """AdvantageNormalizer: rewards to advantages, spread over the tokens that train.
 
 Advantages that came with the data are used as they are: not recomputed, not clipped, and their rewards enter no
-statistic. How they are made stands in `estimator`; this stage gathers, fills in and counts.
+statistic. Those of sequences that their sender silenced are 0 (see `overrides`). How advantages are made stands in
+`estimator`; this stage gathers, fills in and counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..pipeline.context import current
 from ..schemas import TrajectoryGroup
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .advantages.formulas import Mode, RunningStatistics
+from .advantages.overrides import silenced
 from .advantages.presets import OURS, PRESETS, Library
 from .handful import Handful
 
@@ -141,7 +143,7 @@ class AdvantageNormalizer:
             given.column("advantages", given.loss_mask)
             current().metrics.total("advantages/given", len(given.lengths))
         filled = iter(self._normalized(Handful(bare)) if bare else ())
-        return [next(filled) if group.advantages is None else group for group in groups]
+        return [silenced(next(filled) if group.advantages is None else group) for group in groups]
 
     def _normalized(self, handful: Handful) -> list[TrajectoryGroup]:
         estimate = self._estimator.estimate(handful, self._seen)

@@ -39,8 +39,8 @@ class Scored:
     """Tokens that train in the *global* batch."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch."""
-    temperature: float = 1.0
-    """At which `predicted` and `logprobs` are taken."""
+    temperature: float | Tensor = 1.0
+    """At which `predicted` and `logprobs` are taken; [T, 1] where tokens have temperatures of their own."""
     advantages: Tensor | None = None
     """[T]."""
     behavior_logprobs: Tensor | None = None
@@ -112,7 +112,9 @@ class Scored:
 
     def untempered(self) -> Tensor:
         """[T, V] `predicted` at temperature 1."""
-        return self.predicted if self.temperature == 1 else torch.log_softmax(self.predicted * self.temperature, dim=-1)
+        if not isinstance(self.temperature, Tensor) and self.temperature == 1:
+            return self.predicted
+        return torch.log_softmax(self.predicted * self.temperature, dim=-1)
 
     def token_mean(self, values: Tensor) -> Tensor:
         """[] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""

@@ -19,7 +19,7 @@ from ...pipeline.channels.channel import ReceiveChannel, SendChannel
 from ...schemas import TrajectoryGroup
 from ...schemas.columns import freeze
 from .causal_model import CausalModel
-from .scoring import Packed, check_temperature, scored_tokens
+from .scoring import Packed, check_temperature, own_temperatures, scored_tokens
 
 __all__ = ["TorchReference"]
 
@@ -31,7 +31,8 @@ class TorchReference:
     Args:
         make_model: makes the model with its weights, in the process where the stage runs.
         micro_batch_tokens: tokens that are scored at once, padding included.
-        temperature: at which the policy samples; the reference is taken at the same.
+        temperature: at which the policy samples; the reference is taken at the same. A group may say its own, as to a
+            TorchTrainer.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -71,7 +72,9 @@ class TorchReference:
             np.concatenate([group.lengths() for group in groups]),
         )
         logprobs = np.zeros(len(packed.tokens), np.float32)
-        for places, _, found in scored_tokens(model, packed, self.micro_batch_tokens, temperature=self.temperature):
+        own = own_temperatures(groups, [group.repetition_ids for group in groups], self.temperature)
+        scored = scored_tokens(model, packed, self.micro_batch_tokens, temperature=self.temperature, own=own)
+        for places, _, found in scored:
             logprobs[places] = found.logprobs.float().cpu().numpy()
         freeze([logprobs])
         ends = np.cumsum([len(group.tokens) for group in groups])

@@ -25,7 +25,7 @@ from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_use
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .micro_batches import MicroBatch, micro_batches, nothing
-from .scoring import Likelihood, check_temperature, likelihood
+from .scoring import TEMPERATURE, Likelihood, check_temperature, likelihood, own_temperatures
 from .step_clock import StepClock
 from .torch_ranks import Ranks
 from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
@@ -70,7 +70,7 @@ class TorchTrainer:
         micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence stands in one of one row. None
             takes the batch whole. Loss and gradients are the same, but for rounding.
         temperature: at which the policy samples; logits are divided by it, so that ratios to behavior_logprobs are 1
-            on policy.
+            on policy. A group may say its own for each sequence, `meta["temperatures"]`, by repetition id.
         updates: optimizer updates on every batch, each on all of it. The weights before the first are the proximal
             policy.
         reference: a frozen model of the same vocabulary, which scores batches that bring no `ref_logprobs`.
@@ -167,7 +167,8 @@ class TorchTrainer:
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
         clock = StepClock(self._device)
         self._model.train()
-        parts: list[MicroBatch | None] = [*micro_batches(batch, _known(batch), self._micro_batch_tokens, self._device)]
+        known = _known(batch, self._temperature)
+        parts: list[MicroBatch | None] = [*micro_batches(batch, known, self._micro_batch_tokens, self._device)]
         if self.ranks is not None:
             parts += [None] * (self.ranks.most(len(parts)) - len(parts))
         clock.lap("prepare")
@@ -225,15 +226,17 @@ class TorchTrainer:
             with torch.no_grad():
                 part.columns["ref_logprobs"] = self._likelihood(self._reference, part).logprobs
         predicted, logprobs = self._likelihood(self._forward, part)
+        known = dict(part.columns)
+        own = known.pop(TEMPERATURE, None)
         scored = Scored(
             predicted=predicted,
             logprobs=logprobs,
             tokens=part.targets,
-            temperature=self._temperature,
+            temperature=self._temperature if own is None else own[:, None],
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
-            **part.columns,
+            **known,
         )
         part.columns.setdefault("proximal_logprobs", logprobs.detach())
         return scored
@@ -322,9 +325,12 @@ class TorchTrainer:
         _set_numpy_state(kept.numpy)
 
 
-def _known(batch: TrainBatch) -> dict[str, Array]:
-    """What the batch tells a loss of its tokens."""
-    return {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
+def _known(batch: TrainBatch, temperature: float) -> dict[str, Array]:
+    """What the batch tells of its tokens: what a loss is told, and temperatures where it has some of its own."""
+    known: dict[str, Array] = {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
+    ends = np.cumsum([group.sequences for group in batch.groups])
+    own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), temperature)
+    return known if own is None else known | {TEMPERATURE: own.repeat(batch.lengths())}
 
 
 def _check_counts(**counts: int | None) -> None:

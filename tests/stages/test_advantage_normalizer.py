@@ -306,3 +306,40 @@ async def test_an_empty_group_passes() -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdvantageNormalizer(**arguments)
+
+
+@pytest.mark.parametrize("given", [None, [1.0] * 6 + [2.0] * 6 + [3.0] * 6])
+@pytest.mark.parametrize("mode", ["grpo", "batch", "gae"])
+async def test_a_sequence_that_its_sender_silenced_is_compared_and_does_not_train(
+    mode: Mode, given: list[float] | None
+) -> None:
+    marked = {"overrides": [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}]}
+    columns: dict[str, Any] = {"completion_lengths": [4] * 3, "rewards": [0, 1, 2], "advantages": given}
+    plain, silenced = (expecting(group(**columns, meta=meta)) for meta in ({}, marked))
+
+    (expected,) = await drive(normalizer(mode), [plain])
+    (out,) = await drive(normalizer(mode), [silenced])
+
+    assert out.advantages is not None
+    assert expected.advantages is not None
+    assert np.array_equal(out.advantages, np.where(out.sequence_of_token() == 1, 0, expected.advantages))
+    assert np.array_equal(out.loss_mask, expected.loss_mask & (out.sequence_of_token() != 1))
+
+
+async def test_silence_follows_a_sequence_by_its_repetition_id() -> None:
+    marked = group(rewards=[0, 1], meta={"overrides": [{}, {"set_advantage_to_zero": True}]})
+
+    (out,) = await drive(normalizer("none"), [marked.select(np.array([False, True]))])
+
+    assert not out.loss_mask.any()
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], [{}], "all", [None, 3], {"set_advantage_to_zero": True}, [{"temperature": 2}]]
+)
+async def test_other_overrides_change_nothing(overrides: object) -> None:
+    given = group(rewards=[0, 1], meta={"overrides": overrides})
+
+    (out,) = await drive(normalizer("grpo"), [given])
+
+    assert out.loss_mask is given.loss_mask

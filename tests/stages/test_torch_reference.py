@@ -3,6 +3,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -105,3 +106,17 @@ async def test_what_came_with_the_data_is_kept() -> None:
     assert out[0].ref_logprobs is not None
     assert out[0].ref_logprobs.tolist() == [0, -1, -2]
     assert out[1].ref_logprobs is not None
+
+
+async def test_at_the_temperatures_that_a_group_says_of_its_sequences() -> None:
+    given = made(0, [9, 2, 3])
+    told = msgspec.structs.replace(given, meta={"temperatures": [0.5, 1.0, 2.0]})
+
+    out = await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY)), [made(1, [4]), told])
+
+    model = TinyModel(vocabulary=VOCABULARY)
+    for row, temperature in enumerate([0.5, 1.0, 2.0]):
+        found = out[1][row].ref_logprobs
+        alone = given.select(np.arange(3) == row)
+        assert found is not None
+        assert found.tolist() == pytest.approx(one_by_one(model, alone, temperature), abs=1e-5)

@@ -225,6 +225,37 @@ def test_the_temperature_of_the_sampler_belongs_into_the_ratio() -> None:
     assert trainer(temperature=1.0).step(sampled)["kl"] > 1e-4
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [None, 1])
+def test_sequences_are_scored_at_temperatures_of_their_own_where_their_groups_say_some(
+    micro_batch_tokens: int | None,
+) -> None:
+    plain, model = made(), TinyModel(vocabulary=VOCABULARY)
+    silent, telling = plain.groups
+    telling = telling._replace(meta={"temperatures": [0.5, 2.0, 0.7]})
+    own = [0.6, 0.6, 0.6, 0.5, 2.0, 0.7]
+    rows = [alone(model, plain, temperature)[row] for row, temperature in enumerate(own)]
+    logprobs = np.where(plain.loss_mask, torch.cat(rows).detach().numpy(), 0)
+    packed = msgspec.structs.replace(plain, groups=(silent, telling), behavior_logprobs=logprobs)
+    options: dict[str, Any] = {"temperature": 0.6, "micro_batch_tokens": micro_batch_tokens, "loss": PPOClip() + KL()}
+
+    metrics = trainer(model, reference=TinyModel(vocabulary=VOCABULARY), **options).step(packed)
+
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert (
+        trainer(**options).step(msgspec.structs.replace(packed, groups=plain.groups, ref_logprobs=logprobs))["kl"]
+        > 1e-4
+    )
+
+
+@pytest.mark.parametrize("said", [[1.0], [1.0, 0.0], [1.0, -1], [1.0, math.inf], [1.0, None], 0.5])
+def test_a_temperature_that_is_none_is_refused_with_its_group(said: object) -> None:
+    packed = TrainBatch.pack([group(rewards=[0, 1], meta={"temperatures": said})])
+
+    with pytest.raises(InvalidRecord, match="test/0: temperatures: expected a positive number for repetition"):
+        trainer().step(packed)
+
+
 def test_long_gradients_are_scaled_down_to_the_bound() -> None:
     bound = 0.001
     model, before = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
