@@ -25,14 +25,16 @@ def sent(**changed: Any) -> bytes:
     return json.dumps(NEEDED | changed).encode()
 
 
-@pytest.mark.parametrize("given", ["7", 7.0, "7.0", True])
-def test_what_means_a_whole_number_is_one(given: object) -> None:
+@pytest.mark.parametrize(
+    ("given", "meant"), [("7", 7), (7.0, 7), ("7.0", 7), (" +7 ", 7), ("-7", -7), ("1_000", 1000), (True, 1)]
+)
+def test_what_means_a_whole_number_is_one(given: object, meant: int) -> None:
     body = json.dumps({"env_id": given}).encode()
 
-    assert decode_request(body, EnvReference) == EnvReference(env_id=int(float(str(given)) if given is not True else 1))
+    assert decode_request(body, EnvReference) == EnvReference(env_id=meant)
 
 
-@pytest.mark.parametrize("given", [1.5, "x", None, "1.5", [1], {}])
+@pytest.mark.parametrize("given", [1.5, "x", "", None, "1.5", "7.", "1e3", "0x7", "٧", 1e20, [1], {}])
 def test_what_means_none_is_refused_by_name(given: object) -> None:
     with pytest.raises(InvalidRecord, match=r"\$\.env_id"):
         decode_request(json.dumps({"env_id": given}).encode(), EnvReference)
@@ -44,6 +46,17 @@ def test_a_registration_may_be_lax_and_hold_what_nobody_knows() -> None:
     assert decode_request(body, EnvRegistration) == EnvRegistration(
         max_token_length=2048, desired_name="gsm8k", weight=0.5, group_size=8
     )
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, 1.0), ("1e-3", 0.001), (" 1.5 ", 1.5), (2, 2.0)])
+def test_what_means_a_number_is_one(given: object, meant: float) -> None:
+    assert decode_scored(sent(scores=[given, 0]))[0].scores == [meant, 0.0]
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "٧", "x", None, []])
+def test_what_means_none_that_is_finite_is_refused(given: object) -> None:
+    with pytest.raises(InvalidRecord, match=r"expected `float`, got `\w+` - at `\$\.scores\[0\]`"):
+        decode_scored(sent(scores=[given, 0]))
 
 
 @pytest.mark.parametrize("name", ["null", "7"])

@@ -26,8 +26,11 @@ _NOT_JSON = re.compile(rb"-?(?:NaN|Infinity)\b")
 _PLACE = re.compile(r"\(byte (\d+)\)")
 _KEY = re.compile(rb'"(\w+)"\s*:')
 
-_INTEGRAL = re.compile(r"\s*[+-]?\d+(?:\.0*)?\s*")
+_INTEGRAL = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0+)?\s*", re.ASCII)
 
+
+LARGEST = 2.0**63
+"""Beyond, a float says no more which whole number is meant."""
 
 _AS_IT_IS: dict[type[msgspec.inspect.Type], set[type]] = {
     msgspec.inspect.IntType: {int},
@@ -94,7 +97,7 @@ def _meant(value: Any, wanted: msgspec.inspect.Type) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer() and abs(value) < LARGEST):
         return int(value)
     if isinstance(value, str) and _INTEGRAL.fullmatch(value):
         return int(value.partition(".")[0])
@@ -105,7 +108,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool):
         return float(value)
     try:
-        number = float(value) if isinstance(value, str) else math.nan
+        number = float(value) if isinstance(value, str) and value.isascii() else math.nan
     except ValueError:
         return value
     return number if math.isfinite(number) else value
