@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
-RUNS = ["arithmetic_grpo.py", "distillation.py", "two_ranks.py"]
+RUNS = ["arithmetic_grpo.py", "distillation.py", "two_ranks.py", "atropos_gateway.py"]
 LONGEST = 90
 
 
@@ -43,6 +43,14 @@ def test_two_ranks_train_as_one_process() -> None:
 
     assert ran.returncode == 0, ran.stderr
     assert [line.partition(":")[0] for line in ran.stdout.splitlines()] == [f"step {step}" for step in range(1, 6)]
+
+
+def test_an_environment_written_for_atropos_teaches_a_table_nine_digits_of_ten() -> None:
+    *_, last = run("atropos_gateway.py").splitlines()
+
+    told = re.fullmatch(r"30 steps; of the digits asked for, (\d+)% are right", last)
+    assert told
+    assert int(told[1]) >= 90
 
 
 @pytest.mark.parametrize("name", [*SMALL, *RUNS])

@@ -1,0 +1,78 @@
+"""An environment that was written for Atropos, in a process of its own, trains a policy here.
+
+    python examples/atropos_gateway.py
+
+The gateway is the server that atropos/guessing_environment.py was written for: it is given the gateway's URL, and
+nothing in it is changed. Its groups arrive as records, rewards are shaped, groups normalised and packed. What is
+trained is a table of logits, one row a digit. It learns from guesses that somebody else made, each weighted by how
+likely they are by now.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyio
+import numpy as np
+
+from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, TrainBatch, source
+from penstock.stages.integrations.atropos import AtroposGateway, Door
+
+STEPS = 30
+SEQUENCES = 64
+"""Of a batch."""
+LEARNING_RATE = 0.5
+ENVIRONMENT = Path(__file__).parent / "atropos" / "guessing_environment.py"
+
+
+class Table:
+    """A policy over ten digits, and what trains it."""
+
+    def __init__(self) -> None:
+        self.logits = np.zeros((10, 10))
+
+    def probabilities(self) -> np.ndarray:
+        """[digit, answer]."""
+        shifted = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
+        return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        """Follow the policy gradient of one batch, every guess weighted by its importance."""
+        assert batch.advantages is not None  # noqa: S101 (the normalizer and the environment give both)
+        assert batch.behavior_logprobs is not None  # noqa: S101
+        last = batch.cu_seqlens[1:] - 1
+        digits, answers = batch.tokens[last - 1], batch.tokens[last]
+        policy = self.probabilities()
+        ratio = policy[digits, answers] / np.exp(batch.behavior_logprobs[last])
+        weight = np.minimum(ratio, 5.0) * batch.advantages[last]
+        np.add.at(self.logits, digits, LEARNING_RATE * weight[:, None] * (np.eye(10)[answers] - policy[digits]))
+        return {"right": float(self.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean())}
+
+
+async def run_environment(gateway: AtroposGateway) -> None:
+    """Start it when there is somebody to talk to."""
+    command = [sys.executable, str(ENVIRONMENT), await gateway.listening.url()]
+    await anyio.run_process(command, stdout=None, stderr=None)
+
+
+async def main() -> None:
+    """Run the pipeline, and the environment beside it."""
+    table = Table()
+    gateway = AtroposGateway(batch_size=SEQUENCES, max_token_len=16, num_steps=STEPS, door=Door(port=0))
+    pipeline = (
+        source(gateway)
+        .then(RewardBridge.from_config({"clip": [0, 1]}))
+        .then(AdvantageNormalizer("grpo"))
+        .then(Batcher(max_tokens=1024, sequences=SEQUENCES))
+        .sink(SinkTrainer(table, max_steps=STEPS))
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_environment, gateway)
+        await pipeline.run()
+    right = table.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean()
+    print(f"{STEPS} steps; of the digits asked for, {right:.0%} are right")
+
+
+if __name__ == "__main__":
+    anyio.run(main)
