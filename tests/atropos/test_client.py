@@ -14,17 +14,21 @@ from typing import Any
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import numpy as np
 import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
 
+import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock import TrajectoryGroup, drop, memory_channel, source
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.channel import ReceiveChannel
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos.api_error import AtroposAPIError
 from penstock.stages.integrations.atropos.client import AtroposClient
-from penstock.testing import Driven, drive_source
+from penstock.stages.integrations.atropos.door import Door
+from penstock.stages.integrations.atropos.trainers import AtroposTrainers
+from penstock.testing import Driven, drive_sink, drive_source, group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}
 
@@ -189,8 +193,8 @@ class Held:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         held = [await inbox.receive() for _ in range(self.groups)]
         self.before.append([*self.server.acknowledged])
-        for group in held:
-            drop(group, "filtered", "enough")
+        for one in held:
+            drop(one, "filtered", "enough")
         async for _ in inbox:
             pass
 
@@ -230,6 +234,25 @@ async def test_a_lease_that_was_forgotten_is_told_and_no_more() -> None:
 
     assert scores(received) == [1.0]
     assert counted(received)["atropos/not_acknowledged"] == 1
+
+
+async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_acknowledged() -> None:
+    sent = [group(instance_id=str(number), seed=number, advantages=np.arange(14)) for number in range(4)]
+    sink, received = AtroposTrainers(door=Door(port=0)), list[TrajectoryGroup]()
+
+    async def poll() -> None:
+        url = await sink.listening.url()
+        received.extend(await drive_source(client(url, batch_size=4, lease_s=60.0)))
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poll)
+            driven = await drive_sink(sink, sent)
+
+    assert driven.ledger.balance().ended["trained"] == 8
+    for before, after in zip(sent, received, strict=True):
+        names = before.columns().keys() - {"policy_versions"}
+        assert all(np.array_equal(before.columns()[name], after.columns()[name]) for name in names)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
