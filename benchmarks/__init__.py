@@ -4,5 +4,6 @@ python -m benchmarks.transport     throughput, beside the machine's copy limit a
 python -m benchmarks.latency       how long a group is on its way: alone, under load, beside a busy trainer
 python -m benchmarks.cost          processor time, memory, and more producers than cores
 python -m benchmarks.end_to_end    a whole pipeline with a sink that only counts, by stage
+python -m benchmarks.atropos       scored groups of Atropos over HTTP and shared memory, beside Atropos' own server
 python -m benchmarks.cpu           what one group costs each side: what a profile is held against
 """
