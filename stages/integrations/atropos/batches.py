@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from .exact_sums import fitting, summing_to
+from .exact_sums import first_summing_to, fitting
 from .group_queue import NOBODY, GroupQueue, Queued
 
 __all__ = ["exactly", "in_packs", "in_packs_beside_minima"]
@@ -35,7 +35,7 @@ def exactly(
 
 
 def _filled(first: list[Queued[G]], order: Iterable[Queued[G]], batch_size: int) -> list[Queued[G]] | None:
-    """Add others to the `first` until there are `batch_size`. The next in order is among them wherever it can be."""
+    """Add others to the `first` until there are `batch_size`: the next in order wherever that can be, and so on."""
     missing = batch_size - _total(first)
     already = set(first)
     others: list[Queued[G]] = []
@@ -48,17 +48,11 @@ def _filled(first: list[Queued[G]], order: Iterable[Queued[G]], batch_size: int)
 
     chosen = fitting(sizes(), missing)
     if sum(others[index].size for index in chosen) < missing:
-        found = _with_the_next([queued.size for queued in others], missing)
+        found = first_summing_to([queued.size for queued in others], missing)
         if found is None:
             return None
         chosen = found
     return first + [others[index] for index in chosen]
-
-
-def _with_the_next(sizes: list[int], wanted: int) -> list[int] | None:
-    if sizes and (rest := summing_to(sizes[1:], wanted - sizes[0])) is not None:
-        return [0, *(index + 1 for index in rest)]
-    return summing_to(sizes, wanted)
 
 
 def in_packs(queue: GroupQueue[G], order: Iterable[Queued[G]], batch_size: int) -> list[Queued[G]] | None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from .contract import EnvRegistration
 from .errors import NeverPacked, UnknownEnvironment
-from .exact_sums import summing_to
+from .exact_sums import first_summing_to, fitting
 from .records import EnvStatistics, Receipt, Submission
 
 __all__ = ["Buffer", "Environment", "Environments"]
@@ -42,10 +42,19 @@ class Buffer(Generic[G]):
     def add(self, group: Submission[G]) -> list[Submission[G]]:
         """A group arrived; returns those that make up a whole one with it, in order of arrival."""
         self.groups.append(group)
-        together = set(summing_to([group.sequences for group in self.groups], self.group_size) or [])
-        released = [group for index, group in enumerate(self.groups) if index in together]
-        self.groups = [group for index, group in enumerate(self.groups) if index not in together]
+        whole = self._whole()
+        released = [group for index, group in enumerate(self.groups) if index in whole]
+        self.groups = [group for index, group in enumerate(self.groups) if index not in whole]
         return released
+
+    def _whole(self) -> set[int]:
+        """Where groups are that make up a whole one: those that fit from the front, or else the newest that will do."""
+        sizes = [group.sequences for group in self.groups]
+        chosen = fitting(sizes, self.group_size)
+        if sum(sizes[index] for index in chosen) == self.group_size:
+            return set(chosen)
+        newest = first_summing_to(sizes[::-1], self.group_size) or []
+        return {len(sizes) - 1 - index for index in newest}
 
     def check(self) -> None:
         """Whether what waits is still likely to be completed.
@@ -89,6 +98,8 @@ class Environment(Generic[G]):
     """Sequences that were handed out."""
     refused: int = 0
     """Submissions for which there was no room."""
+    crowded_out: bool = False
+    """There was no room for its last one."""
 
     @property
     def counts(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["fitting", "summing_to"]
+__all__ = ["first_summing_to", "fitting"]
 
 
 def fitting(sizes: Iterable[int], wanted: int) -> list[int]:
-    """Indices of what fits, from the front, until there are `wanted`; that may take fewer.
+    """Indices of what fits, from the front, until there are `wanted`; that may be fewer in the end.
 
     >>> fitting([5, 4, 2, 1], 8)
     [0, 2, 3]
@@ -23,32 +23,22 @@ def fitting(sizes: Iterable[int], wanted: int) -> list[int]:
     return chosen
 
 
-def summing_to(sizes: Sequence[int], wanted: int) -> list[int] | None:
-    """Indices of sizes that sum to `wanted`, or None: those that fit from the front, or else the newest that will do.
+def first_summing_to(sizes: Sequence[int], wanted: int) -> list[int] | None:
+    """Indices of sizes that sum to `wanted`, or None: the first size wherever that can be, then the next, and so on.
 
-    >>> summing_to([7, 3, 3, 5], 8)
-    [2, 3]
+    >>> first_summing_to([7, 3, 3, 5], 8)
+    [1, 3]
     """
-    if wanted < 0 or sum(sizes) < wanted:
-        return None
-    chosen = fitting(sizes, wanted)
-    if sum(sizes[index] for index in chosen) == wanted:
-        return chosen
-    return _newest_summing_to(sizes, wanted)
-
-
-def _newest_summing_to(sizes: Sequence[int], wanted: int) -> list[int] | None:
-    """Bit n of `reached[i]` says whether some of the first i sizes sum to n."""
-    within = (1 << wanted + 1) - 1
     reached = [1]
-    while not reached[-1] >> wanted:
-        if len(reached) > len(sizes):
-            return None
-        reached.append((reached[-1] | reached[-1] << sizes[len(reached) - 1]) & within)
+    """Bit n of number i says whether some of the last i sizes sum to n."""
+    within = (1 << wanted + 1) - 1
+    for size in reversed(sizes):
+        reached.append((reached[-1] | reached[-1] << size) & within)
+    if not reached.pop() >> wanted:
+        return None
     chosen = []
-    for index in range(len(reached) - 2, -1, -1):
-        size = sizes[index]
-        if size <= wanted and reached[index] >> wanted - size & 1:
+    for index, size in enumerate(sizes):
+        if size <= wanted and reached[-1 - index] >> wanted - size & 1:
             chosen.append(index)
             wanted -= size
-    return chosen[::-1]
+    return chosen

@@ -1,4 +1,9 @@
-"""Room: how many groups and bytes the gateway may hold, and who may still add to them."""
+"""Room: how many groups and bytes the gateway may hold, and who may still add to them.
+
+Among several, nobody may hold more than what is free. (Choudhury and Hahne, 1998: dynamic thresholds of shared
+buffers, with a factor of 1.) So who submits little finds room however fast others are, and what leaves makes room for
+those first who hold least.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,6 @@ from .errors import QueueFull, SubmissionTooLarge
 from .records import Submission
 
 __all__ = ["Room"]
-
-CROWDING = 4
-"""Among several, nobody may hold more than so many times what is free. (Choudhury and Hahne, 1998: the thresholds of
-shared buffers.) What is free never ends then, and whoever submits little or late finds room, however fast others are.
-"""
 
 SOONEST_S, LATEST_S = 1.0, 30.0
 """Between these, whoever finds no room is told to come again after as long as nothing has left."""
@@ -34,8 +34,8 @@ class Room:
         self._bytes_by_lane: Counter[int] = Counter()
         self._left_at: float | None = None
 
-    def check(self, now: float, lane: int, submissions: Sequence[Submission[Any]], *, alone: bool) -> None:
-        """Whether all `submissions`, of which some are of this lane, may be held; it is `alone` if nobody else submits.
+    def check(self, now: float, lane: int, submissions: Sequence[Submission[Any]], *, crowd: bool) -> None:
+        """Whether all `submissions`, of which some are of this lane, may be held; others want room too in a `crowd`.
 
         Raises:
             SubmissionTooLarge: they never will.
@@ -52,7 +52,7 @@ class Room:
             if wanted > capacity:
                 raise SubmissionTooLarge(f"expected at most {capacity} {what} at once, got {wanted}: submit fewer")
             free = capacity - held
-            if wanted > free or not (alone or own + wanted <= CROWDING * free):
+            if wanted > free or (crowd and own + wanted > free):
                 retry_after_s = self._retry_after_s(now)
                 raise QueueFull(
                     f"expected room for {wanted} {what}, got {free} of {capacity} free, with {own} of this environment "

@@ -285,13 +285,18 @@ class Books(Generic[G]):
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
         lanes = sorted({self._lane(submission) for submission in submissions})
+        too_few = self._trainer is not None and self._queue.sequences < self._trainer.batch_size
         try:
             for lane in lanes:
-                self._room.check(now, lane, submissions, alone=not self._envs.others(lane))
+                self._room.check(now, lane, submissions, crowd=not too_few and self._envs.others(lane) > 0)
         except QueueFull:
+            self._fruitless = False
             for env in senders:
                 env.refused += 1
+                env.crowded_out = True
             raise
+        for env in senders:
+            env.crowded_out = False
 
     def _lane(self, submission: Submission[G]) -> int:
         env = self._envs.find(submission.env_id)
@@ -371,11 +376,20 @@ class Books(Generic[G]):
                 return
 
     def _packed(self, batch_size: int) -> list[Queued[G]] | None:
+        least = self._least_now()
         if not self.habits.whole_packs:
-            return exactly(self._queue, self._order, batch_size, self._least)
-        if self._least:
-            return in_packs_beside_minima(self._queue, self._order(), batch_size, self._least)
+            return exactly(self._queue, self._order, batch_size, least)
+        if least:
+            return in_packs_beside_minima(self._queue, self._order(), batch_size, least)
         return in_packs(self._queue, self._order(), batch_size)
+
+    def _least_now(self) -> dict[int, int]:
+        """One that found no room is not waited for: it would be for ever, for room is made by batches alone."""
+        return {
+            lane: wanted
+            for lane, wanted in self._least.items()
+            if lane in self._queue.lanes or not self._envs.get(lane).crowded_out
+        }
 
     def _order(self) -> Iterable[Queued[G]]:
         """Groups in the order in which they are to leave."""
@@ -416,7 +430,7 @@ class Books(Generic[G]):
         batch_size = 0 if self._trainer is None else self._trainer.batch_size
         return [
             *unpackable(self._queue, self._envs.counted(), batch_size, self._capacity, self.habits),
-            *awaited(self._queue, self._envs.counted(), batch_size, self._least),
+            *awaited(self._queue, self._envs.counted(), batch_size, self._least_now()),
         ]
 
     def statistics(self, now: float) -> list[EnvStatistics]:

@@ -70,7 +70,8 @@ class Turns:
 
     def next(self) -> int | None:
         """The lane whose turn it is, or None where none has a group."""
-        return min(self._waiting, key=self._waiting.__getitem__, default=None)
+        _, lane = min(zip(self._waiting.values(), self._waiting, strict=True), default=(0.0, None))
+        return lane
 
     def gave(self, lane: int, sequences: int, *, more: bool) -> None:
         """This lane gave so many sequences; whether it has `more`."""

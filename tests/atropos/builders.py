@@ -1,0 +1,65 @@
+"""Books with a trainer, environments and groups, in a word each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
+from penstock.stages.integrations.atropos.records import Batch, Submission
+from penstock.stages.integrations.atropos.state import Books, Habits
+
+__all__ = ["admitted", "books", "env", "group", "payloads", "trainer"]
+
+
+def trainer(batch_size: int = 8, **other: Any) -> TrainerRegistration:
+    said: dict[str, Any] = {
+        "wandb_group": "group",
+        "wandb_project": "project",
+        "max_token_len": 1_024,
+        "checkpoint_dir": "checkpoints",
+        "save_checkpoint_interval": 10,
+        "starting_step": 0,
+        "num_steps": 100,
+    }
+    return TrainerRegistration(batch_size=batch_size, **said | other)
+
+
+def env(
+    group_size: int = 4,
+    *,
+    weight: float = 1.0,
+    minimum: float | None = None,
+    max_token_length: int = 1_024,
+    name: str = "env",
+) -> EnvRegistration:
+    return EnvRegistration(
+        max_token_length=max_token_length,
+        desired_name=name,
+        weight=weight,
+        group_size=group_size,
+        min_batch_allocation=minimum,
+    )
+
+
+def group(payload: Any = None, size: int = 4, *, env_id: int | None = None, nbytes: int = 1) -> Submission[Any]:
+    return Submission(payload, sequences=size, nbytes=nbytes, env_id=env_id)
+
+
+def books(*envs: EnvRegistration, batch_size: int = 8, habits: Habits | None = None, **other: Any) -> Books[Any]:
+    """A trainer asked for its first batch at 0, and these environments registered."""
+    made: Books[Any] = Books(habits, **other)
+    made.register_trainer(trainer(batch_size))
+    assert made.batch(0) is None
+    for each in envs:
+        admitted(made, each)
+    return made
+
+
+def admitted(books: Books[Any], said: EnvRegistration, now: float = 0) -> int:
+    env = books.register_env(now, said)
+    assert env is not None
+    return env.env_id
+
+
+def payloads(batch: Batch[Any] | None) -> list[Any] | None:
+    return None if batch is None else [group.payload for group in batch.groups]

@@ -1,0 +1,278 @@
+"""Batches: exactly `batch_size` sequences; without stalls, or by the original's rules where those are asked for."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.atropos.builders import admitted, books, env, group, payloads
+from tests.atropos.original import Env, Group, Original, newest_first, total
+
+from penstock.stages.integrations.atropos.exact_sums import first_summing_to
+from penstock.stages.integrations.atropos.state import Books, Habits
+
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
+MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])
+
+WHOLE_PACKS = Habits(arrival_order=True, whole_packs=True)
+IN_ORDER = Habits(arrival_order=True)
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> list[Env]:
+    """One to four of them, and in half of all cases some have a minimum."""
+    minima = st.none() | MINIMA if draw(st.booleans()) else st.none()
+    each = st.builds(
+        Env,
+        max_token_length=st.sampled_from([10, 20]),
+        weight=st.sampled_from([0.5, 1.0, 2.0]),
+        group_size=st.sampled_from([1, 2, 3, 4, 8]),
+        minimum=minima,
+    )
+    return draw(st.lists(each, min_size=1, max_size=4))
+
+
+def in_books(envs: list[Env], batch_size: int, habits: Habits) -> Books[Any]:
+    made = books(batch_size=batch_size, habits=habits)
+    for each in envs:
+        admitted(
+            made,
+            env(each.group_size, weight=each.weight, minimum=each.minimum, max_token_length=each.max_token_length),
+        )
+    return made
+
+
+# -- the original's rules ----------------------------------------------------------------------------------------------
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit"] * 8 + ["batch"] * 2 + ["status", "disconnect"]),
+        st.integers(0, 4),
+        SIZES | st.none(),
+    ),
+    max_size=60,
+)
+"""What is done, by which environment (or which it is), and in which size, if not the environment's."""
+
+
+@settings(max_examples=50, deadline=None)
+@given(environments(), st.sampled_from([4, 6, 8, 12]), STEPS)
+def test_with_all_habits_of_the_original_everything_is_as_there(
+    envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
+) -> None:
+    slow = Original(batch_size, envs=envs)
+    made = in_books(envs, batch_size, Habits.original())
+    for number, (step, pick, size) in enumerate(steps):
+        env_id = pick if pick < len(envs) else None
+        if step == "submit":
+            sent = Group(number, size or (4 if env_id is None else envs[env_id].group_size), env_id)
+            receipt = made.submit(number, [group(sent, sent.size, env_id=env_id)])
+            assert receipt.buffer_size == slow.submit(sent)
+        elif step == "batch":
+            assert payloads(made.batch(number)) == slow.batch()
+        elif step == "status" and env_id is not None:
+            status = made.env_status(number, env_id)
+            assert {name: getattr(status, name) for name in slow.env_status(env_id)} == slow.env_status(env_id)
+        elif step == "disconnect" and env_id is not None and sum(each.connected for each in envs) > 1:
+            made.disconnect_env(env_id)
+            envs[env_id].connected = False
+        assert (made.status().current_step, made.status().queue_size) == (slow.step, len(slow.queue))
+
+
+def test_groups_that_divide_the_largest_are_packed_in_the_order_in_which_packs_are_complete() -> None:
+    made = books(batch_size=12, habits=WHOLE_PACKS)
+    made.submit(0, [group("a", 2), group("b", 4), group("c", 3), group("d", 2), group("e", 4)])
+
+    assert payloads(made.batch(0)) == ["b", "a", "d", "e"]
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(3, 4), (4, 6)])
+def test_a_batch_size_that_the_largest_does_not_divide_stalls_the_original(size: int, batch_size: int) -> None:
+    made = books(batch_size=batch_size, habits=WHOLE_PACKS)
+    made.submit(0, [group(number, size) for number in range(20)])
+
+    assert made.batch(0) is None
+    assert made.stuck() == [
+        f"groups of {size} are in no batch of {batch_size}: with groups of [{size}] none sums to it"
+    ]
+
+
+def test_a_backlog_comes_out_newest_batch_first_where_that_is_asked_for() -> None:
+    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made.submit(0, [group(number) for number in range(3)])
+
+    assert [payloads(made.batch(0)) for _ in range(4)] == [[2], [1], [0], None]
+
+
+def test_batches_that_are_formed_ahead_count_as_steps_when_they_are_formed() -> None:
+    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made.submit(0, [group(number) for number in range(3)])
+    made.batch(0)
+
+    assert (made.status().current_step, made.status().queue_size) == (3, 0)
+
+
+# -- the gateway's own -------------------------------------------------------------------------------------------------
+
+
+def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leaves() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group(number) for number in range(3)])
+
+    left = [(payloads(made.batch(0)), made.status().current_step) for _ in range(4)]
+
+    assert left == [([0], 1), ([1], 2), ([2], 3), (None, 3)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(SIZES, max_size=9), st.integers(1, 12))
+def test_there_is_a_batch_whenever_groups_sum_to_it_and_the_oldest_is_in_it_wherever_it_can_be(
+    sizes: list[int], batch_size: int
+) -> None:
+    made = books(batch_size=batch_size)
+    fits = [size for size in sizes if size <= batch_size]
+    made.submit(0, [group(number, size) for number, size in enumerate(fits)])
+    possible = [
+        some for n in range(1, 10) for some in combinations(range(len(fits)), n) if sum_of(fits, some) == batch_size
+    ]
+
+    batch = payloads(made.batch(0))
+
+    if not possible:
+        assert batch is None
+    else:
+        assert batch in [list(some) for some in possible]
+        assert (0 in batch) == any(0 in some for some in possible)
+
+
+def sum_of(sizes: list[int], some: tuple[int, ...]) -> int:
+    return sum(sizes[index] for index in some)
+
+
+@settings(max_examples=50, deadline=None)
+@given(environments(), st.sampled_from([4, 6, 8, 12]), STEPS)
+def test_batches_are_those_of_the_slow_rules(
+    envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
+) -> None:
+    envs = [each for each in envs if each.group_size <= batch_size]
+    made = in_books(envs, batch_size, IN_ORDER)
+    waiting: list[Group] = []
+    for number, (step, pick, size) in enumerate(steps):
+        env_id = pick if pick < len(envs) else None
+        if step == "submit":
+            own = min(size or 4, batch_size) if env_id is None else envs[env_id].group_size
+            waiting.append(Group(number, own, env_id))
+            made.submit(0, [group(waiting[-1], own, env_id=env_id)])
+        else:
+            expected = slow_batch(waiting, envs, batch_size)
+            assert payloads(made.batch(0)) == expected
+            waiting = [each for each in waiting if each not in (expected or [])]
+
+
+def slow_batch(waiting: list[Group], envs: list[Env], batch_size: int) -> list[Group] | None:
+    """First the minima, then what sums to the rest, the oldest wherever that can be; or without minima."""
+    least = {env_id: int(batch_size * each.minimum) for env_id, each in enumerate(envs) if each.minimum}
+    own = {env_id: [each for each in waiting if each.env_id == env_id] for env_id in least if least[env_id]}
+    if not all(own.values()):
+        return None
+    together = sum(least.values())
+    first: list[Group] = []
+    for env_id, groups in own.items():
+        wanted = least[env_id]
+        if together > batch_size:
+            wanted = max(min(each.size for each in groups), wanted * batch_size // together)
+        got = 0
+        for each in groups:
+            if got < wanted and total(first) + each.size <= batch_size:
+                first.append(each)
+                got += each.size
+    return slow_rest(first, waiting, batch_size) or (slow_rest([], waiting, batch_size) if first else None)
+
+
+def slow_rest(first: list[Group], waiting: list[Group], batch_size: int) -> list[Group] | None:
+    others = [each for each in waiting if each not in first]
+    missing = batch_size - total(first)
+    chosen = oldest_first(others, missing)
+    return first + chosen if total(chosen) == missing else None
+
+
+def oldest_first(groups: list[Group], wanted: int) -> list[Group]:
+    return newest_first(groups[::-1], wanted)[::-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(SIZES, max_size=10), st.integers(1, 20))
+def test_sizes_are_found_that_sum_to_a_number_if_there_are_any_and_the_first_that_do(
+    sizes: list[int], wanted: int
+) -> None:
+    groups = [Group(number, size) for number, size in enumerate(sizes)]
+
+    found = first_summing_to(sizes, wanted)
+
+    assert [groups[index] for index in found or []] == oldest_first(groups, wanted)
+
+
+def test_groups_that_do_not_divide_the_largest_are_not_left_behind() -> None:
+    made = books(batch_size=7)
+    made.submit(0, [group("a", 3), group("b", 4), group("c", 4), group("d", 3)])
+
+    assert [payloads(made.batch(0)) for _ in range(3)] == [["a", "b"], ["c", "d"], None]
+
+
+def test_groups_without_an_environment_are_packed_beside_minima() -> None:
+    made = books(env(minimum=0.5))
+    made.submit(0, [group("nobody's"), group("its own", env_id=0)])
+
+    assert payloads(made.batch(0)) == ["its own", "nobody's"]
+
+
+def test_an_environment_with_a_minimum_is_waited_for() -> None:
+    made = books(env(minimum=0.5, name="slow"), env(name="fast"))
+    made.submit(0, [group(number, env_id=1) for number in range(4)])
+    before = made.batch(0), made.stuck()
+    made.submit(0, [group("slow", env_id=0)])
+
+    assert before == (None, ["batches wait for slow_0, which is to have 4 of 8 and has none that waits"])
+    assert payloads(made.batch(0)) == ["slow", 0]
+
+
+def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
+    made = books(env(minimum=0.5), env(), silence_s=60)
+    made.submit(1, [group(number, env_id=1) for number in range(4)])
+
+    assert payloads(made.batch(59)) is None
+    assert payloads(made.batch(60)) == [0, 1]
+
+
+def test_one_that_died_is_waited_for_for_ever_where_that_is_asked_for() -> None:
+    made = books(env(minimum=0.5), env(), habits=Habits(waits_for_the_silent=True))
+    made.submit(0, [group(number, env_id=1) for number in range(4)])
+
+    assert made.batch(1e9) is None
+
+
+def test_one_that_is_heard_of_again_counts_again() -> None:
+    made = books(env(minimum=0.5), env(), silence_s=60)
+    made.submit(1, [group(number, env_id=1) for number in range(4)])
+    made.expire(60)
+    made.env_status(60, 0)
+
+    assert made.batch(60) is None
+
+
+def test_minima_that_leave_no_exact_sum_yield() -> None:
+    made = books(env(3, minimum=0.1), env(4))
+    made.submit(0, [group("a", 3, env_id=0), group("b", env_id=1), group("c", env_id=1)])
+
+    assert payloads(made.batch(0)) == ["b", "c"]
+
+
+def test_minima_that_are_more_than_a_batch_are_scaled() -> None:
+    made = books(env(2, minimum=0.75), env(2, minimum=0.75))
+    made.submit(0, [group(f"{lane}{n}", 2, env_id=lane) for lane in (0, 1) for n in range(4)])
+
+    assert payloads(made.batch(0)) == ["00", "01", "10", "11"]

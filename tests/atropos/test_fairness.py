@@ -1,0 +1,288 @@
+"""Fair shares: by weight, at least the minimum, and never nothing; of what is handed out, and of room to wait in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.atropos.builders import books, env, group, payloads
+
+from penstock.stages.integrations.atropos.contract import EnvRegistration
+from penstock.stages.integrations.atropos.errors import QueueFull
+from penstock.stages.integrations.atropos.state import Books, Habits
+from penstock.stages.integrations.atropos.turns import LEAST, parts
+
+WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
+ENVIRONMENTS = st.lists(
+    st.builds(
+        lambda size, weight, minimum: env(size, weight=weight, minimum=minimum),
+        st.sampled_from([1, 2, 4, 8]),
+        WEIGHTS,
+        st.none() | st.sampled_from([0.0, 0.2, 0.6]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def filled(envs: list[EnvRegistration], groups: int, **other: Any) -> Books[int]:
+    """Every environment has so many groups waiting, which say whose they are."""
+    made = books(*envs, capacity=None, **other)
+    for env_id, each in enumerate(envs):
+        made.submit(0, [group(env_id, each.group_size, env_id=env_id)] * groups)
+    return made
+
+
+def expected(envs: list[EnvRegistration]) -> dict[int, float]:
+    """Parts among those that registered."""
+    weights = {env_id: each.weight for env_id, each in enumerate(envs)}
+    promised = {env_id: each.min_batch_allocation or 0.0 for env_id, each in enumerate(envs)}
+    with_nobody = parts({-1: 1.0} | weights, promised)
+    together = sum(part for lane, part in with_nobody.items() if lane >= 0)
+    return {lane: part / together for lane, part in with_nobody.items() if lane >= 0}
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "minima", "told"),
+    [
+        ([1, 3], [0, 0], [0.25, 0.75]),
+        ([1, 1, 2], [0.4, 0, 0], [0.4, 0.2, 0.4]),
+        ([1, 1, 2], [0.1, 0, 0], [0.25, 0.25, 0.5]),
+        ([0, 0], [0, 0], [0.5, 0.5]),
+        ([-1, 1], [0, 0], [LEAST / 2, 1 - LEAST / 2]),
+        ([1, 1], [2.0, 0], [1 - LEAST, LEAST]),
+        ([1, 1, 1], [0.9, 0.9, 0], [(1 - LEAST) / 2, (1 - LEAST) / 2, LEAST]),
+    ],
+)
+def test_parts_are_by_weight_and_at_least_the_minimum(
+    weights: list[float], minima: list[float], told: list[float]
+) -> None:
+    found = parts(dict(enumerate(weights)), dict(enumerate(minima)))
+
+    assert list(found.values()) == pytest.approx(told)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(WEIGHTS, st.sampled_from([0.0, 0.01, 0.3, 0.9])), min_size=1, max_size=20))
+def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple[float, float]]) -> None:
+    promised = sum(minimum for _, minimum in said)
+
+    found = parts(
+        {lane: weight for lane, (weight, _) in enumerate(said)},
+        {lane: minimum for lane, (_, minimum) in enumerate(said)},
+    )
+
+    assert sum(found.values()) == pytest.approx(1)
+    for lane, (_, minimum) in enumerate(said):
+        assert found[lane] >= minimum * min(1, (1 - LEAST) / promised if promised else 1) - 1e-9
+        assert found[lane] >= LEAST / len(said) - 1e-9
+
+
+def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> None:
+    found = parts({lane: 1.0 + lane % 2 for lane in range(300)}, {})
+
+    assert found[1] / found[0] == pytest.approx(2)
+
+
+# -- what is handed out ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(ENVIRONMENTS)
+def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_group_of_each(
+    envs: list[EnvRegistration],
+) -> None:
+    made, due = filled(envs, 60), expected(envs)
+    given_: Counter[int] = Counter()
+    allowed = 2 * max(each.group_size for each in envs) * len(envs)
+
+    for _ in range(60):
+        one = made.take(0)
+        assert one is not None
+        given_[one.payload] += one.sequences
+        for env_id, part in due.items():
+            assert given_[env_id] >= part * given_.total() - allowed
+
+
+@settings(max_examples=25, deadline=None)
+@given(ENVIRONMENTS, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
+def test_all_in_turn_is_what_taking_one_after_the_other_gives(
+    envs: list[EnvRegistration], steps: list[tuple[int, int]]
+) -> None:
+    made = books(*envs, capacity=None)
+    for pick, taken in steps:
+        env_id = pick % len(envs)
+        made.submit(0, [group(env_id, envs[env_id].group_size, env_id=env_id)] * 3)
+        for _ in range(taken):
+            made.take(0)
+    foreseen = [queued.submission.payload for queued in made._turns.in_turn(made._queue)]
+
+    assert [one.payload for one in iter(lambda: made.take(0), None)] == foreseen
+
+
+def test_batches_are_filled_by_weight() -> None:
+    made = filled([env(1, weight=3), env(1, weight=1)], 200, batch_size=16)
+
+    batches = [payloads(made.batch(0)) or [] for _ in range(10)]
+
+    assert [Counter(batch) for batch in batches] == [Counter({0: 12, 1: 4})] * 10
+
+
+def test_batches_are_filled_in_order_of_arrival_where_that_is_asked_for() -> None:
+    made = filled([env(1, weight=3), env(1, weight=1)], 20, batch_size=16, habits=Habits(arrival_order=True))
+
+    assert payloads(made.batch(0)) == [0] * 16
+
+
+def test_a_minimum_holds_in_every_batch() -> None:
+    made = filled([env(1, weight=9), env(1, minimum=0.5), env(1)], 100, batch_size=16)
+
+    assert all(Counter(payloads(made.batch(0)))[1] >= 8 for _ in range(10))
+
+
+def test_shares_are_of_sequences_not_of_groups() -> None:
+    made = filled([env(1), env(4)], 100)
+
+    taken = Counter[int]()
+    for _ in range(50):
+        one = made.take(0)
+        assert one is not None
+        taken[one.payload] += one.sequences
+
+    assert taken == Counter({0: 40, 1: 40})
+
+
+def test_the_weight_of_nothing_is_not_starved() -> None:
+    made = filled([env(1, weight=1), env(1, weight=0)], 1_000)
+
+    assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * LEAST / 3
+
+
+def test_what_was_not_used_is_not_saved_up() -> None:
+    made = books(env(1), env(1), capacity=None)
+    made.submit(0, [group(0, 1, env_id=0)] * 200)
+    for _ in range(100):
+        made.take(0)
+    made.submit(0, [group(1, 1, env_id=1)] * 100)
+
+    assert Counter(one.payload for _ in range(20) if (one := made.take(0))) == Counter({0: 10, 1: 10})
+
+
+def test_who_never_has_more_than_one_group_waiting_has_no_more_than_its_part() -> None:
+    made = books(env(1), env(1, weight=0.25), capacity=None)
+    made.submit(0, [group(0, 1, env_id=0)] * 300)
+    taken = Counter[int]()
+    for _ in range(200):
+        if not made.statistics(0)[1].queued:
+            made.submit(0, [group(1, 1, env_id=1)])
+        one = made.take(0)
+        assert one is not None
+        made.env_status(0, 0)  # nothing waits downstream
+        taken[one.payload] += 1
+
+    assert taken[1] == pytest.approx(40, abs=2)
+
+
+def test_who_left_or_fell_silent_still_has_its_groups_handed_out() -> None:
+    made = filled([env(1), env(1, minimum=0.5)], 20)
+    made.disconnect_env(1)
+
+    assert Counter(one.payload for _ in range(20) if (one := made.take(0)))[1] >= 5
+
+
+# -- room to wait in ---------------------------------------------------------------------------------------------------
+
+
+def flood(made: Books[Any], env_id: int) -> int:
+    """Submit until there is no room; returns how many were accepted."""
+    for accepted in range(10_000):
+        try:
+            made.submit(0, [group(env_id, env_id=env_id)])
+        except QueueFull:
+            return accepted
+    raise AssertionError
+
+
+def test_who_submits_alone_has_all_the_room() -> None:
+    assert flood(books(env(), capacity=100), 0) == 100
+
+
+def test_who_submits_fast_leaves_room_for_the_others() -> None:
+    made = books(*[env()] * 10, capacity=100)
+
+    accepted = [flood(made, env_id) for env_id in range(5)]
+
+    assert accepted == [50, 25, 13, 6, 3]
+
+
+def test_room_that_is_made_is_for_those_who_hold_least() -> None:
+    made = books(env(), env(), capacity=100)
+    flood(made, 0)
+    flood(made, 1)
+    for _ in range(10):
+        made.take(0)
+
+    assert (flood(made, 0), flood(made, 1)) == (0, 8)
+
+
+def test_room_for_a_first_batch_is_for_whoever_comes() -> None:
+    made = books(env(), env(), batch_size=40, capacity=10)
+
+    assert flood(made, 0) == 10
+
+
+def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
+    made = books(env(name="fast"), env(minimum=0.5, name="late"), capacity=2)
+    flood(made, 0)
+    waited = made.batch(0), made.stuck()
+    assert flood(made, 1) == 0
+
+    assert waited == (None, ["batches wait for late_0, which is to have 4 of 8 and has none that waits"])
+    assert made.stuck() == []
+    assert payloads(made.batch(0)) == [0, 0]
+    assert flood(made, 1) == 2
+
+
+def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
+    made = books(*[env()] * 10, capacity=110)
+    refused = set[int]()
+    while len(refused) < 10:
+        for env_id in {*range(10)} - refused:
+            try:
+                made.submit(0, [group(env_id=env_id)])
+            except QueueFull:
+                refused.add(env_id)
+
+    held = [each.queued // 4 for each in made.statistics(0)]
+
+    assert max(held) - min(held) <= 1
+    assert sum(held) == pytest.approx(100, abs=5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(WEIGHTS, min_size=2, max_size=4), st.data())
+def test_shares_hold_however_fast_each_submits_while_the_queue_is_full(weights: list[float], data: Any) -> None:
+    envs = [env(1, weight=weight) for weight in weights]
+    made, due = books(*envs, capacity=100), expected(envs)
+    speeds = [data.draw(st.integers(5, 50)) for _ in envs]
+    taken = Counter[int]()
+
+    for _ in range(100):
+        for env_id, speed in enumerate(speeds):
+            for _ in range(speed):
+                try:
+                    made.submit(0, [group(env_id, 1, env_id=env_id)])
+                except QueueFull:
+                    break
+        for _ in range(5):
+            one = made.take(0)
+            assert one is not None
+            taken[one.payload] += 1
+
+    assert all(taken[env_id] == pytest.approx(500 * part, abs=6) for env_id, part in due.items())
