@@ -95,6 +95,8 @@ class Window:
 
     def arrived(self, trajectories: int) -> bool:
         """So many are arrays now; whether that was all that is to be counted."""
+        if self.outcome is not None:
+            return True
         now = self.clock()
         if self._warm_at is None:
             self._warm_at = now + WARM_UP_S

@@ -35,7 +35,7 @@ def test_what_arrives_within_the_window_is_counted_from_arrival_to_arrival() -> 
     control, arrivals, cpu = Control(1), iter([0.0, 0.1, 1.0, 2.0, 4.0]), iter([(1.0, 2.0), (4.0, 8.0)])
     window = Window(2.0, control, cpu.__next__, arrivals.__next__)
 
-    assert [window.arrived(10) for _ in range(5)] == [False, False, False, False, True]
+    assert [window.arrived(10) for _ in range(6)] == [False, False, False, False, True, True]
     assert window.outcome == Outcome(20 / 3, 3 / 20 * 1e6, 6 / 20 * 1e6)
     assert control.stopping
 
