@@ -435,8 +435,26 @@ def test_a_variable_that_cannot_be_meant_is_told_by_name(
         AtroposClient.from_config(NEEDED)
 
 
-def test_a_token_is_not_shown() -> None:
-    assert "hidden" not in repr(client("http://a:1", token="hidden"))  # noqa: S106 (no secret)
+async def test_a_token_is_brought_and_not_shown() -> None:
+    door = Door(port=0, host="127.0.0.1", token="secret")  # noqa: S106 (no secret)
+    sink = AtroposTrainers(door=door)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drive_sink, sink, [group()])
+            url = await sink.listening.url()
+            in_url = url.replace("http://", "http://anyone:secret@")
+
+            bare = await failure(url)
+            (one,) = await drive_source(client(in_url, num_steps=1))
+            tasks.cancel_scope.cancel()
+
+    assert bare.situation == "rejected"
+    assert f"POST {url}/register: expected an answer, got 401" in str(bare)
+    assert len(one) == 2
+    for told in (client(in_url), client("http://a:1", token="secret"), await failure(in_url, attempts=1)):  # noqa: S106
+        assert "secret" not in str(told)
+    with pytest.raises(ValueError, match="token: expected none beside the one in api_url"):
+        client(in_url, token="secret")  # noqa: S106
 
 
 async def test_what_it_needs_is_said_as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

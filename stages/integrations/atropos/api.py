@@ -22,7 +22,7 @@ from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord
 from ...engines.backoff import Backoff
 from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient
-from .api_error import AtroposAPIError, Situation
+from .api_error import AtroposAPIError, Situation, shown
 from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration, decode_request
 from .records import Info
 
@@ -120,7 +120,7 @@ class Api:
                     tries = f" (attempt {attempt}, after {time.monotonic() - began:.1f} s)" if attempt > 1 else ""
                     raise self._error(situation, f"{method} {path}", came + tries) from error
                 wanted_s = error.retry_after_s if isinstance(error, Failed) else 0.0
-            log.warning("request_retried", request=f"{method} {self._client.url}{path}", reason=came)
+            log.warning("request_retried", request=f"{method} {shown(self._client.url)}{path}", reason=came)
             current().metrics.total("atropos/retries")
             await anyio.sleep(max(pause_s, min(wanted_s, self._backoff.longest_s)))
         try:
@@ -149,15 +149,4 @@ class Api:
         return situation, came
 
     def _error(self, situation: Situation, request: str, came: str) -> AtroposAPIError:
-        method, _, path = request.partition(" ")
-        parts = urlsplit(self._client.url)
-        url = f"{parts.scheme}://{parts.hostname}:{parts.port or 80}"
-        return AtroposAPIError(
-            situation,
-            f"{method} {url}{path}",
-            came,
-            url=url,
-            host=parts.hostname,
-            port=parts.port or 80,
-            where="It is `api_url`, or ATROPOS_API_URL where that is set",
-        )
+        return AtroposAPIError(situation, self._client.url, request, came)

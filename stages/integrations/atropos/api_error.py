@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from ....pipeline.errors import PenstockError
 
-__all__ = ["AtroposAPIError", "Situation"]
+__all__ = ["AtroposAPIError", "Situation", "shown"]
 
 Situation: TypeAlias = Literal[
     "refused", "timed out", "unreachable", "rejected", "failed", "no JSON", "another trainer", "empty"
 ]
 """`rejected` is a status of 4xx, `failed` one of 5xx, or a connection that broke."""
+
+WHERE = "It is `api_url`, or ATROPOS_API_URL where that is set"
 
 STEPS: dict[Situation, tuple[str, ...]] = {
     "refused": (
@@ -61,15 +64,24 @@ STEPS: dict[Situation, tuple[str, ...]] = {
 """What to look at, the likeliest first."""
 
 
+def shown(url: str) -> str:
+    """`url` as it may be shown: without a token."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
 class AtroposAPIError(PenstockError):
     """A server of the Atropos contract does not answer as it should; the message says what to look at.
 
     `situation` says in a word what is wrong, for whoever would rather do something about it than read.
     """
 
-    def __init__(self, situation: Situation, tried: str, came: str, **address: object) -> None:
-        steps = "; ".join(f"({n}) {step.format_map(address)}" for n, step in enumerate(STEPS[situation], 1))
+    def __init__(self, situation: Situation, url: str, request: str, came: str) -> None:
+        parts = urlsplit(url)
+        method, _, path = request.partition(" ")
+        words = {"url": shown(url), "host": parts.hostname, "port": parts.port or 80, "where": WHERE}
+        steps = "; ".join(f"({number}) {step.format_map(words)}" for number, step in enumerate(STEPS[situation], 1))
         self.situation: Situation = situation
-        self.told = f"{tried}: {came}"
+        self.told = f"{method} {shown(url)}{path}: {came}"
         """The message without what to look at."""
         super().__init__(f"{self.told}. To look at: {steps}")

@@ -28,7 +28,7 @@ from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ....schemas.config import Config, check_finite, load_config, parse_config
 from ...engines.backoff import Backoff, jitter
-from .api_error import AtroposAPIError
+from .api_error import AtroposAPIError, shown
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
 from .translation import to_group
 
@@ -102,9 +102,11 @@ class AtroposClient(Config, frozen=True):
         parts = urlsplit(self.api_url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
             raise ValueError(f"api_url: expected http://host:port without a path, got {self.api_url!r}")
+        if self.token is not None and parts.username is not None:
+            raise ValueError("token: expected none beside the one in api_url, got one")
 
     def __repr__(self) -> str:
-        return f"<AtroposClient of {self.api_url}, steps {self.starting_step} to {self.num_steps}>"
+        return f"<AtroposClient of {shown(self.api_url)}, steps {self.starting_step} to {self.num_steps}>"
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:
@@ -211,7 +213,7 @@ class _Training:
         while True:
             answer = await self._api.batch(rules.lease_s)
             if answer.status == "error":
-                log.warning("trainer_unknown", url=rules.api_url, told=answer.message, step=self._step)
+                log.warning("trainer_unknown", url=shown(rules.api_url), told=answer.message, step=self._step)
                 await self._register()
             elif answer.batch:
                 current().metrics.mean("atropos/waited_s", time.monotonic() - began)
@@ -228,7 +230,7 @@ class _Training:
             try:
                 group = self._group(bytes(piece))
             except InvalidRecord as error:  # the others of the batch are as good as they would be without it
-                log.warning("group_refused", url=self._rules.api_url, reason=str(error))
+                log.warning("group_refused", url=shown(self._rules.api_url), reason=str(error))
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
