@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 from tests.atropos.gateways import TRAINER, scored
 
+from penstock import TrajectoryGroup
 from penstock.stages.integrations.atropos.access import Access
 from penstock.stages.integrations.atropos.app import application
 from penstock.stages.integrations.atropos.bodies import Bodies, Limits
 from penstock.stages.integrations.atropos.desk import Relay
 from penstock.stages.integrations.atropos.endpoints import SENDING_S, Endpoints
+from penstock.stages.integrations.atropos.intake import Intake
+from penstock.stages.integrations.atropos.records import Submission
+from penstock.stages.integrations.atropos.shm_way_in import ShmWayIn
 from penstock.stages.integrations.atropos.state import Books
+from penstock.stages.integrations.atropos.translation import from_group
+from penstock.testing import group
+
+
+class Noting(Relay):
+    """A desk that notes how many groups it was told of at a time."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def arrived(self, submissions: Sequence[Submission[bytes]]) -> None:
+        self.told.append(len(submissions))
 
 
 @dataclass
@@ -24,10 +41,11 @@ class Gateway:
     now: float = 0.0
     books: Books[bytes] = field(default_factory=Books)
     limits: Limits = field(default_factory=Limits)
+    desk: Noting = field(default_factory=Noting)
 
     def __post_init__(self) -> None:
-        bodies = Bodies(self.limits)
-        self.app = application(Endpoints(self.books, Relay(), bodies, clock=lambda: self.now), Access())
+        self.endpoints = Endpoints(self.books, self.desk, Bodies(self.limits), clock=lambda: self.now)
+        self.app = application(self.endpoints, Access())
 
     async def ask(self, method: str, path: str, body: Any = None, *, leaves_after: int = 100) -> tuple[int | None, Any]:
         """Status and JSON; who asks leaves after so many messages went either way."""
@@ -55,13 +73,16 @@ class Gateway:
         return sent[0]["status"], json.loads(told or b"null")
 
 
-async def test_groups_whose_sender_left_before_the_answer_are_not_accepted_for_it_sends_them_again() -> None:
+async def test_groups_whose_sender_was_gone_when_it_was_answered_are_accepted_once_though_it_sends_them_again() -> None:
     gateway = Gateway()
 
     assert await gateway.ask("POST", "/scored_data", scored(), leaves_after=1) == (None, None)
-    assert gateway.books.status().queue_size == 0
+    assert gateway.books.status().queue_size == 1
     assert (await gateway.ask("POST", "/scored_data", scored()))[1] == {"status": "received"}
     assert gateway.books.status().queue_size == 1
+    await gateway.ask("POST", "/scored_data", scored())  # one that was told means another group
+    assert gateway.books.status().queue_size == 2
+    assert gateway.desk.told == [1, 0, 1]
 
 
 async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> None:
@@ -89,9 +110,47 @@ async def test_a_batch_that_was_written_to_nobody_goes_to_the_next_who_asks() ->
 
 
 async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_again() -> None:
-    gateway = Gateway(limits=Limits(arriving_bytes=10))
+    gateway = Gateway(limits=Limits(held_bytes=10))
 
     status, answer = await gateway.ask("POST", "/scored_data", scored())
 
     assert status == 503
     assert "come again" in answer["detail"]
+
+
+class WayIn(ShmWayIn):
+    """Shared memory in which groups lie already."""
+
+    def __init__(self, groups: list[TrajectoryGroup]) -> None:
+        self.url = ""
+        self._groups = groups
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int | None, TrajectoryGroup]]:
+        while self._groups:
+            yield None, self._groups.pop(0)
+        await anyio.sleep_forever()
+
+    def waiting(self, env_id: int) -> int:  # noqa: ARG002 (as the real one)
+        return len(self._groups)
+
+
+async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> None:
+    gateway = Gateway(books=Books(capacity=1))
+    groups = [group(instance_id=str(number)) for number in range(3)]
+    way_in = WayIn(groups)
+    intake: Intake[bytes] = Intake(way_in)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(intake.run, gateway.endpoints)
+        await anyio.wait_all_tasks_blocked()
+        waiting = [len(kept) for kept in intake._kept.values()]
+        taken = []
+        while (submission := gateway.books.take(0.0)) is not None:
+            taken.append(submission.payload)
+            gateway.endpoints.room.wake_all()
+            await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert waiting == [2]
+    assert taken == [from_group(group(instance_id=str(number))) for number in range(3)]
+    assert not intake._kept

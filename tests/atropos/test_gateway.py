@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 from tests.atropos.environment import Config, Environment
 from tests.atropos.gateways import TRAINER, environment, scored
 
@@ -240,6 +241,7 @@ async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> Non
         await talk.post("/register", TRAINER | {"batch_size": 4})
         for each in made:
             await outbox.send(each)
+        await queued(talk, 3)
         first = await talk.get("/batch")
         leased = await talk.get("/batch?lease_s=60")
         lost = await talk.get("/batch?lease_s=0.000001")
@@ -254,6 +256,12 @@ async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> Non
     assert [batch["batch"][0]["tokens"] for batch in (first, leased, again)] == [_rows(each) for each in made]
     assert context.ledger.balance().ended["trained"] == 12
     assert context.ledger.step == 3
+
+
+async def queued(talk: Talk, groups: int) -> None:
+    """Wait until so many groups came through the pipeline."""
+    while (await talk.get("/status"))["queue_size"] < groups:
+        await checkpoint()
 
 
 def _rows(made: TrajectoryGroup) -> list[list[int]]:

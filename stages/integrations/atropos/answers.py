@@ -18,7 +18,7 @@ from ....schemas import InvalidRecord
 from .bodies import GZIP, BodyRefused
 from .errors import NeverPacked, QueueFull, RefusedByGateway
 
-__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
+__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "delivered", "endpoint", "refused"]
 
 COMPRESSED_FROM_BYTES = 1000
 """As the original does it."""
@@ -58,7 +58,7 @@ def answered(request: Request, body: bytes, kind: type[R] = Response) -> R:  # t
 class Delivery(Response):
     """An answer of which it matters whether it arrived, as far as that can be known."""
 
-    then: Callable[[bool], None]
+    then: Callable[[bool], None] | None = None
     """Is told whether it was written to a client that was still there."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +70,14 @@ class Delivery(Response):
             arrived = not await Request(scope, receive).is_disconnected()
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self.then(arrived)
+            if self.then is not None:
+                self.then(arrived)
+
+
+def delivered(answer: Delivery, then: Callable[[bool], None]) -> Delivery:
+    """`answer`, with `then` to be told whether it arrived."""
+    answer.then = then
+    return answer
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

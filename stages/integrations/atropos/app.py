@@ -53,7 +53,7 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         ("GET", "/reset_data", endpoints.reset_data),
         ("GET", "/metrics", endpoints.metrics),
     ]
-    if endpoints.way_in is not None:
+    if endpoints.intake is not None:
         listed.append(("GET", PATH, endpoints.shm))
     refuses = endpoints.desk.refuses
     return [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,8 +41,8 @@ class Limits:
     """Of one request as it is sent: a group of 64 × 32,768 tokens without log-probabilities."""
     inflated_bytes: int = 128 * 2**20
     """Of one request, inflated: gzip makes JSON a third to a quarter of what it is."""
-    arriving_bytes: int = 512 * 2**20
-    """Of all requests that are being read; beyond, they are asked to come again."""
+    held_bytes: int = 512 * 2**20
+    """Of all requests that are being read and decoded; beyond, they are asked to come again."""
 
 
 class Incoming(Protocol):
@@ -58,11 +58,12 @@ class Bodies:
     """Reads the bodies of many requests at once."""
 
     limits: Limits
-    arriving: int = field(default=0, init=False)
+    held: int = field(default=0, init=False)
     """Bytes of all bodies that are being read."""
 
-    async def read(self, request: Incoming, declared: str | None) -> bytes:
-        """The body, as it was sent; `declared` is how long it says it is.
+    @asynccontextmanager
+    async def read(self, request: Incoming, declared: str | None) -> AsyncGenerator[bytes]:
+        """The body, as it was sent; it counts as held within the `async with`. `declared` is how long it says it is.
 
         Raises:
             BodyRefused: it is too large, too slow, or one too many.
@@ -76,23 +77,24 @@ class Bodies:
                 async for piece in request.stream():
                     self._check(read + len(piece), len(piece))
                     read += len(piece)
-                    self.arriving += len(piece)
+                    self.held += len(piece)
                     pieces.append(piece)
         except TimeoutError:
             raise BodyRefused(408, f"expected a body within {READ_S:g} s, got {read} bytes of it") from None
+        else:
+            body = b"".join(pieces)
+            del pieces
+            yield body
         finally:
-            self.arriving -= read
-        return b"".join(pieces)
+            self.held -= read
 
     def _check(self, whole: int, more: int) -> None:
         if whole > self.limits.request_bytes:
             raise BodyRefused(
                 413, f"expected a request of at most {self.limits.request_bytes} bytes, got {whole}: send fewer groups"
             )
-        if self.arriving + more > self.limits.arriving_bytes:
-            raise BodyRefused(
-                503, f"{self.arriving} bytes are being read already: come again", retry_after_s=BUSY_RETRY_S
-            )
+        if self.held + more > self.limits.held_bytes:
+            raise BodyRefused(503, f"{self.held} bytes are being read already: come again", retry_after_s=BUSY_RETRY_S)
 
     def inflate(self, body: bytes) -> bytes:
         """What is in a gzip `body`. May block.

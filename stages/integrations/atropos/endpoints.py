@@ -1,17 +1,18 @@
 """What the gateway answers at each endpoint of the contract, from its books. Knows nothing of who may ask.
 
 Groups are read in a thread where they are large, and enter the books on the event loop, so the books have one user.
-Whoever went away before its groups could be accepted sends them again; so they are not accepted.
+Whoever went away before it could be told what became of its groups will send them again, and the books know.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -21,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....pipeline.waiting import Waiters
 from ....schemas import InvalidRecord, TrajectoryGroup
-from .answers import LARGE_BYTES, Delivery, answered
+from .answers import LARGE_BYTES, Delivery, answered, delivered
 from .bodies import Bodies
 from .contract import (
     BatchAnswer,
@@ -40,9 +41,10 @@ from .contract import (
 )
 from .desk import Desk
 from .errors import NoTrainer, UnknownEnvironment, UnknownLease
+from .intake import Intake
 from .prometheus import exposition
 from .records import Batch, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
-from .shm_way_in import ShmWayIn, WayInAnswer
+from .shm_way_in import WayInAnswer
 from .state import Books
 
 __all__ = ["Endpoints"]
@@ -59,6 +61,9 @@ not be written goes to the next who asks."""
 
 INFLATION = 4
 """How many times larger JSON is than gzip makes it."""
+
+AWAITED = 4096
+"""Bodies that are expected to come again; who has not sent one again after so many others will not."""
 
 NO_EXAMPLE = (
     "tokens",
@@ -88,6 +93,13 @@ class _Out(Generic[G]):
     until: float
 
 
+class _Read(NamedTuple, Generic[G]):
+    """What was in a body."""
+
+    submissions: list[Submission[G]]
+    digest: bytes
+
+
 class Endpoints(Generic[G]):
     """One method an endpoint."""
 
@@ -97,13 +109,13 @@ class Endpoints(Generic[G]):
         desk: Desk[G],
         bodies: Bodies,
         *,
-        way_in: ShmWayIn | None = None,
+        intake: Intake[G] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.books = books
         self.desk = desk
         self._bodies = bodies
-        self.way_in = way_in
+        self.intake = intake
         self._now = clock
         self.room = Waiters()
         """Wakes whoever waits for room in the books."""
@@ -113,25 +125,28 @@ class Endpoints(Generic[G]):
         """Of environments, by id."""
         self._out: dict[int, _Out[G]] = {}
         """By lease."""
+        self._awaited: dict[bytes, bool] = {}
+        """Digests of bodies that were accepted and will come again; the desk has what is in them."""
         self._threads = anyio.CapacityLimiter(THREADS)
 
     # -- reading requests ----------------------------------------------------------------------------------------------
 
-    async def _body(self, request: Request) -> tuple[bytes, bool]:
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncGenerator[tuple[bytes, bool]]:
         """What was sent, and whether it is gzip.
 
         Raises:
             InvalidRecord: it is not said to be JSON, which is what a web page may send to another server unasked.
         """
-        body = await self._bodies.read(request, request.headers.get("content-length"))
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise InvalidRecord(f"body: expected Content-Type: application/json, got {kind or 'none'}")
-        return body, "gzip" in request.headers.get("content-encoding", "").lower()
+        async with self._bodies.read(request, request.headers.get("content-length")) as body:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+                raise InvalidRecord(f"body: expected Content-Type: application/json, got {kind or 'none'}")
+            yield body, "gzip" in request.headers.get("content-encoding", "").lower()
 
     async def _decoded(self, request: Request, wanted: type[T]) -> T:
-        body, compressed = await self._body(request)
-        return decode_request(self._bodies.inflate(body) if compressed else body, wanted)
+        async with self._body(request) as (body, compressed):
+            return decode_request(self._bodies.inflate(body) if compressed else body, wanted)
 
     async def heavy(self, weight: int, work: Callable[[], T]) -> T:
         """What `work` returns; done in a thread where it takes long."""
@@ -171,8 +186,8 @@ class Endpoints(Generic[G]):
 
     async def shm(self, _: Request) -> WayInAnswer:
         """GET /shm."""
-        assert self.way_in is not None  # noqa: S101 (there is no such route without one)
-        return WayInAnswer(url=self.way_in.url)
+        assert self.intake is not None  # noqa: S101 (there is no such route without one)
+        return WayInAnswer(url=self.intake.url)
 
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
@@ -218,39 +233,57 @@ class Endpoints(Generic[G]):
         else:
             env_id = (await self._decoded(request, EnvReference)).env_id
         said = self.books.env_status(self._now(), env_id, downstream=self.desk.downstream)
-        waiting = self.way_in.waiting(env_id) if self.way_in is not None else 0
+        waiting = self.intake.waiting(env_id) if self.intake is not None else 0
         return replace(said, queue_size=said.queue_size + waiting, self_queue_size=said.self_queue_size + waiting)
 
-    async def scored_data(self, request: Request) -> Received | Buffered:
+    async def scored_data(self, request: Request) -> Response:
         """POST /scored_data."""
-        receipt = await self._submitted(request, many=False)
-        return Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
+        read = await self._read(request, many=False)
+        receipt = self.accept(read.submissions, digest=read.digest)
+        told = Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
+        return self._receipt(request, read, receipt, told)
 
-    async def scored_data_list(self, request: Request) -> ListReceived:
+    async def scored_data_list(self, request: Request) -> Response:
         """POST /scored_data_list."""
-        receipt = await self._submitted(request, many=True)
+        read = await self._read(request, many=True)
+        receipt = self.accept(read.submissions, digest=read.digest)
         received = ListReceived(status="received", groups_processed=receipt.groups)
-        if receipt.buffer_size is None:
-            return received
-        return msgspec.structs.replace(received, buffered=receipt.buffered, last_buffer_size=receipt.buffer_size)
+        if receipt.buffer_size is not None:
+            received = msgspec.structs.replace(
+                received, buffered=receipt.buffered, last_buffer_size=receipt.buffer_size
+            )
+        return self._receipt(request, read, receipt, received)
 
-    async def _submitted(self, request: Request, *, many: bool) -> Receipt:
-        body, compressed = await self._body(request)
-        weight = len(body) * (INFLATION if compressed else 1)
-        submissions = await self.heavy(weight, partial(self._read, body, compressed=compressed, many=many))
-        if await request.is_disconnected():
-            raise ClientDisconnect
-        return self.accept(submissions)
+    def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
+        """The answer `told`; where nobody is there to read it, the same body will come again."""
 
-    def _read(self, body: bytes, *, compressed: bool, many: bool) -> list[Submission[G]]:
+        def then(arrived: bool) -> None:  # noqa: FBT001
+            if not arrived:
+                self._await(read.digest, receipt)
+
+        return delivered(answered(request, msgspec.json.encode(told), Delivery), then)
+
+    def _await(self, digest: bytes, receipt: Receipt) -> None:
+        self.books.undelivered(self._now(), digest, receipt)
+        self._awaited[digest] = True
+        if len(self._awaited) > AWAITED:
+            del self._awaited[next(iter(self._awaited))]
+
+    async def _read(self, request: Request, *, many: bool) -> _Read[G]:
+        async with self._body(request) as (body, compressed):
+            weight = len(body) * (INFLATION if compressed else 1)
+            return await self.heavy(weight, partial(self._submissions, body, compressed=compressed, many=many))
+
+    def _submissions(self, body: bytes, *, compressed: bool, many: bool) -> _Read[G]:
         """The groups in `body`. May block, and run in a thread."""
         plain = self._bodies.inflate(body) if compressed else body
         if plain.lstrip()[:1] != (b"[" if many else b"{"):
             raise InvalidRecord(f"body: expected {'a list of groups' if many else 'a group'}, got {plain[:20]!r}…")
-        return [
+        submissions = [
             self._submission(self.desk.of_scored(scored, self._name(scored.env_id)), len(scored.tokens), scored.env_id)
             for scored in decode_scored(plain)
         ]
+        return _Read(submissions, hashlib.sha256(plain).digest())
 
     def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
         """A group that came decoded, as the books take it. May block, and run in a thread."""
@@ -263,10 +296,11 @@ class Endpoints(Generic[G]):
         """The name of an environment in the ids of its groups; one for all that did not register."""
         return "atropos" if env_id is None else self._names.get(env_id, "atropos")
 
-    def accept(self, submissions: list[Submission[G]]) -> Receipt:
+    def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Enter groups into the books, all or none; see `Books.submit` for what it raises."""
-        receipt = self.books.submit(self._now(), submissions)
-        self.desk.arrived(submissions)
+        receipt = self.books.submit(self._now(), submissions, digest=digest)
+        again = digest is not None and self._awaited.pop(digest, False)
+        self.desk.arrived([] if again else submissions)
         return receipt
 
     # -- for trainers --------------------------------------------------------------------------------------------------
@@ -292,9 +326,8 @@ class Endpoints(Generic[G]):
             return {"batch": None}
         self._hand_out(batch, now + (lease_s or SENDING_S))
         weight = sum(group.nbytes for group in batch.groups)
-        answer = await self.heavy(weight, partial(self._delivery, request, batch, leased=lease_s is not None))
-        answer.then = partial(self._written, batch) if lease_s is None else _ignore
-        return answer
+        answer = await self.heavy(weight, partial(self._batch, request, batch, leased=lease_s is not None))
+        return delivered(answer, partial(self._written, batch)) if lease_s is None else answer
 
     def _hand_out(self, batch: Batch[G], until: float) -> None:
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
@@ -307,7 +340,7 @@ class Endpoints(Generic[G]):
         self._out = {lease: out for lease, out in self._out.items() if out.until > now}
         return len(self._out)
 
-    def _delivery(self, request: Request, batch: Batch[G], *, leased: bool) -> Delivery:
+    def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Delivery:
         """The answer that holds `batch`. May block, and run in a thread."""
         groups = [msgspec.Raw(self.desk.json(group.payload)) for group in batch.groups]
         told = BatchAnswer(batch=groups, lease=str(batch.lease) if leased else msgspec.UNSET)
@@ -331,10 +364,6 @@ class Endpoints(Generic[G]):
         out = self._out.pop(lease)
         self.room.wake_all()
         self.desk.delivered(out.batch)
-
-
-def _ignore(_: bool) -> None:  # noqa: FBT001
-    """Whether it arrived is said by its acknowledgement."""
 
 
 def _lease_s(asked: str | None) -> float | None:
