@@ -1,0 +1,317 @@
+"""Many environments over the gateway, with a trainer that stalls, dies and returns: what is lost, held, and shared out.
+
+    python -m benchmarks.atropos_load --minutes 1
+
+64 processes behave as environments of Atropos do; a quarter each has a minimum of 1/64 of every batch, and weight 1, 2
+and 4. The trainer is stopped for seconds, killed, and comes back, by turns one that acknowledges its batches and one
+that does not. At the end the queue is drained, and every group that an environment was told is accepted has to have
+come, but for a batch a death of a trainer that acknowledges nothing. The gateway's memory must not grow, and of batches
+for which every environment had enough, each has its part. Exits with 1 where something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .atropos_load_actors import GROUP_SIZE, KINDS, Numbered, Trainer, config_of, kind_of
+from .report import write_json
+
+__all__ = ["Found", "accepted_in", "asked", "expected_shares", "judged", "main", "received_by"]
+
+STEP_S = 0.5
+"""What a step of the trainer takes."""
+
+SILENCE_S = 5.0
+"""After so long, environments that are gone hold nobody back."""
+
+CAPACITY = 1024
+"""Groups in the gateway."""
+
+MEMORY_BYTES = 128 * 2**20
+"""What the gateway may need beyond what it began with."""
+
+FEWEST_CONTESTED = 10
+"""Batches below which shares say nothing."""
+
+SHARE_TOLERANCE = 0.15
+
+SAMPLE_S = 0.25
+
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+@dataclass
+class Found:
+    """What came of a run."""
+
+    accepted: set[tuple[int, int]] = field(default_factory=set)
+    """Groups that environments were told are in the queue."""
+    received: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How often each came."""
+    deaths: int = 0
+    """Of trainers that acknowledge nothing, while they waited for an answer."""
+    left: int = 0
+    """Groups in the queue at the end, of which no batch could be made."""
+    contested: list[list[int]] = field(default_factory=list)
+    """Which environments had groups in each contested batch."""
+    memory: list[int] = field(default_factory=list)
+    """The gateway's bytes, sample by sample."""
+
+    def shares(self) -> list[float]:
+        """What environments of each kind had of contested batches."""
+        had = Counter(index % len(KINDS) for batch in self.contested for index in batch)
+        return [had[kind] / max(1, had.total()) for kind in range(len(KINDS))]
+
+
+def expected_shares(environments: int) -> list[float]:
+    """Minima first; what is left goes by weight."""
+    each = environments // len(KINDS)
+    minima = [each * (kind.minimum or 0.0) for kind in KINDS]
+    weights = [0.0 if kind.minimum else kind.weight for kind in KINDS]
+    left = 1 - sum(minima)
+    return [minimum or left * weight / sum(weights) for minimum, weight in zip(minima, weights, strict=True)]
+
+
+def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
+    """What is wrong, in sentences."""
+    wrong: list[str] = []
+    missing = len(found.accepted - found.received.keys())
+    allowed = found.left + found.deaths * batch_size // GROUP_SIZE
+    if missing > allowed:
+        wrong.append(f"{missing} groups were accepted and did not come; {found.left} wait, {found.deaths} deaths")
+    base, peak = found.memory[0], max(found.memory)
+    if peak > base + MEMORY_BYTES:
+        wrong.append(f"the gateway began with {base:,} bytes and had {peak:,}")
+    if len(found.contested) < FEWEST_CONTESTED:
+        return [*wrong, f"{len(found.contested)} batches were contested: too few to judge shares by"]
+    for kind, share, expected in zip(KINDS, found.shares(), expected_shares(environments), strict=True):
+        if abs(share - expected) > SHARE_TOLERANCE * expected:
+            wrong.append(f"{kind}: expected {expected:.3f} of contested batches, got {share:.3f}")
+    return wrong
+
+
+def received_by(notes: Path, *, leased: bool, found: Found) -> None:
+    """Add what one trainer noted; it died in the middle of an answer where its last line says that it asked."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+    for line in lines:
+        if line != "asking":
+            groups = [(index, serial) for index, serial in line["groups"]]
+            found.received.update(groups)
+            if line["contested"] and groups:
+                found.contested.append([index for index, _ in groups])
+    found.deaths += not leased and lines[-1:] == ["asking"]
+
+
+def accepted_in(folder: Path) -> set[tuple[int, int]]:
+    """What environments noted."""
+    lines = [line for path in folder.glob("accepted-*") for line in path.read_text().splitlines()]
+    return {(index, serial) for index, serial in map(json.loads, lines)}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gateway() -> Iterator[tuple[int, str]]:
+    """A gateway's process id, and where it listens."""
+    options = ["--port", "0", "--capacity", str(CAPACITY), "--silence-s", str(SILENCE_S)]
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "gateway", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:  # noqa: S603 (our own)
+        try:
+            assert running.stdout is not None  # noqa: S101 (it is a pipe)
+            line = running.stdout.readline()
+            if not line.startswith("listening at "):
+                sys.exit(f"expected the gateway to listen, got {line!r}")
+            yield running.pid, line.removeprefix("listening at ").strip()
+        finally:
+            running.terminate()
+
+
+def play(indices: Sequence[int], url: str, folder: Path, *, pace: float, tokens: int) -> None:
+    """Be these environments, for ever."""
+
+    async def together() -> None:
+        environments = [
+            Numbered(config_of(index, url, pace), index=index, tokens=tokens, accepted=folder / f"accepted-{index}")
+            for index in indices
+        ]
+        await asyncio.gather(*(environment.run() for environment in environments))
+
+    asyncio.run(together())
+
+
+@contextmanager
+def environments(count: int, url: str, folder: Path, *, pace: float, tokens: int) -> Iterator[None]:
+    """So many processes, forked off this one while it is nothing but an interpreter with modules."""
+    children: list[int] = []
+    try:
+        for index in range(count):
+            child = os.fork()
+            if child == 0:
+                with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (a descriptor is needed)
+                    os.dup2(nowhere.fileno(), 2)
+                try:
+                    play([index], url, folder, pace=pace, tokens=tokens)
+                finally:
+                    os._exit(1)
+            children.append(child)
+        yield
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
+    """Trainers, one after another, each stopped for a while and then killed; returns how many there were.
+
+    Time is counted from when all environments are registered, which they are when there is a trainer.
+    """
+    draw = random.Random(arguments.seed)  # noqa: S311 (hides nothing)
+    number, until = 0, 0.0
+    while not until or time.monotonic() < until:
+        with _trainer(url, folder, number, arguments.batch_size) as trainer:
+            if not until:
+                while asked(url, "/metrics").count("env_connected{") < arguments.environments:
+                    time.sleep(SAMPLE_S)
+                until = time.monotonic() + 60 * arguments.minutes
+            for lasts_s, blow in ((draw.uniform(4, 8), signal.SIGSTOP), (draw.uniform(1, 4), signal.SIGCONT)):
+                time.sleep(lasts_s)
+                trainer.send_signal(blow)
+            time.sleep(draw.uniform(1, 4))
+            trainer.kill()
+        number += 1
+        time.sleep(draw.uniform(0.2, 2))
+    return number
+
+
+def leased(number: int) -> bool:
+    """Whether trainer `number` acknowledges."""
+    return number % 2 == 1
+
+
+def _trainer(url: str, folder: Path, number: int, batch_size: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.atropos_load", "--trainer", url, "--notes", str(notes(folder, number))]
+    if leased(number):
+        command.append("--leased")
+    return subprocess.Popen([*command, "--batch-size", str(batch_size)])  # noqa: S603 (our own)
+
+
+def notes(folder: Path, number: int) -> Path:
+    """What trainer `number` noted."""
+    return folder / f"trainer-{number}"
+
+
+def asked(url: str, path: str) -> str:
+    """What the gateway answers."""
+    with urllib.request.urlopen(url + path) as answer:  # noqa: S310 (our own)
+        text: str = answer.read().decode()
+        return text
+
+
+@contextmanager
+def watched(pid: int, memory: list[int]) -> Iterator[None]:
+    """Sample a process' memory."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(SAMPLE_S):
+            memory.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> Found:
+    """Everything, from the gateway's start to the empty queue."""
+    found = Found()
+    with gateway() as (pid, url):
+        processes = environments(arguments.environments, url, folder, pace=arguments.pace, tokens=arguments.tokens)
+        with processes, watched(pid, found.memory):
+            trainers = lives(url, folder, arguments)
+        Trainer(url, notes(folder, trainers), leased=True, batch_size=arguments.batch_size, step_s=0).run(
+            lambda quiet_s: quiet_s > 2 * SILENCE_S
+        )
+        found.left = json.loads(asked(url, "/status"))["queue_size"]
+    for number in range(trainers + 1):
+        received_by(notes(folder, number), leased=leased(number) or number == trainers, found=found)
+    found.accepted = accepted_in(folder)
+    return found
+
+
+def _told(found: Found, environments: int) -> dict[str, Any]:
+    grown = [later - earlier for earlier, later in pairwise(found.memory)]
+    return {
+        "accepted": len(found.accepted),
+        "received": len(found.received),
+        "came_twice": sum(count > 1 for count in found.received.values()),
+        "missing": len(found.accepted - found.received.keys()),
+        "left_in_queue": found.left,
+        "deaths_in_an_answer": found.deaths,
+        "memory_mib": [round(value / 2**20, 1) for value in (found.memory[0], max(found.memory), found.memory[-1])],
+        "largest_growth_mib": round(max(grown) / 2**20, 1),
+        "contested_batches": len(found.contested),
+        "shares": [round(share, 3) for share in found.shares()],
+        "expected_shares": [round(share, 3) for share in expected_shares(environments)],
+        "kinds": [kind_of(index)._asdict() for index in range(len(KINDS))],
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--environments", type=int, default=64, help="processes; a multiple of 4")
+    parser.add_argument("--batch-size", type=int, default=256, help="sequences")
+    parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
+    parser.add_argument("--pace", type=float, default=1.0, help="by how much environments' waits are multiplied")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="where to write what came of it")
+    parser.add_argument("--trainer", help=argparse.SUPPRESS)
+    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--leased", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.trainer:
+        Trainer(
+            arguments.trainer, arguments.notes, leased=arguments.leased, batch_size=arguments.batch_size, step_s=STEP_S
+        ).run(lambda _: False)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(arguments, Path(folder))
+    told = _told(found, arguments.environments)
+    wrong = judged(found, environments=arguments.environments, batch_size=arguments.batch_size)
+    print(json.dumps(told | {"wrong": wrong}, indent=2))
+    if arguments.json:
+        write_json(arguments.json, told | {"wrong": wrong})
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Who is at work in `benchmarks.atropos_load`: environments that number what they send, a trainer that notes what came.
+
+Both write what happened into files, line by line, for they may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+from tests.atropos.environment import Config, Environment, Scored, scored_group
+
+__all__ = ["GROUP_SIZE", "KINDS", "Kind", "Numbered", "Trainer", "config_of", "kind_of"]
+
+GROUP_SIZE = 4
+
+CONTESTED_GROUPS = 3
+"""A batch is contested where so many groups of every environment wait: each could have more of it."""
+
+LEASE_S = 3.0
+
+QUEUED = re.compile(r'env_queued_sequences\{env="load-\d+_0",env_id="\d+"\} (\d+)')
+
+
+class Kind(NamedTuple):
+    """What some of the environments ask for."""
+
+    weight: float
+    minimum: float | None
+
+
+KINDS = (Kind(1.0, 1 / 64), Kind(1.0, None), Kind(2.0, None), Kind(4.0, None))
+"""A quarter of the environments each."""
+
+
+def kind_of(index: int) -> Kind:
+    """What environment `index` asks for."""
+    return KINDS[index % len(KINDS)]
+
+
+def config_of(index: int, url: str, pace: float) -> Config:
+    """How environment `index` is configured."""
+    kind = kind_of(index)
+    return Config(
+        rollout_server_url=url,
+        wandb_name=f"load-{index}",
+        group_size=GROUP_SIZE,
+        inference_weight=kind.weight,
+        min_batch_allocation=kind.minimum,
+        pace=pace,
+    )
+
+
+@dataclass(eq=False)
+class Numbered(Environment):
+    """Begins each sequence with its own number and that of the group, and notes what was accepted."""
+
+    index: int = 0
+    tokens: int = 64
+    accepted: Path = field(default_factory=Path)
+    _serial: int = 0
+
+    async def collect_trajectories(self, item: int) -> tuple[Scored | list[Scored] | None, list[int]]:
+        """A group that there is once."""
+        await asyncio.sleep(0)
+        scored, self._serial = scored_group(item, GROUP_SIZE, self.tokens), self._serial + 1
+        for row in scored["tokens"]:
+            row[:2] = [self.index, self._serial]
+        return scored, []
+
+    async def _send_scored_data_to_api(self, scored_data: Scored | list[Scored]) -> None:
+        assert isinstance(scored_data, dict)  # noqa: S101 (it makes no others)
+        refused = self.counts.refused
+        await super()._send_scored_data_to_api(scored_data)
+        if self.counts.refused == refused:
+            note(self.accepted, scored_data["tokens"][0][:2])
+
+    async def run(self) -> None:
+        """Live, whatever happens to the server: it is the trainer that ends a run."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                await self.env_manager()
+            await self._sleep(1.0)
+
+
+class Trainer:
+    """Registers, polls, and notes every group that comes."""
+
+    def __init__(self, url: str, notes: Path, *, leased: bool, batch_size: int, step_s: float) -> None:
+        host = urlsplit(url)
+        self.connection = http.client.HTTPConnection(str(host.hostname), host.port, timeout=60)
+        self._notes = notes
+        self._path = f"/batch?lease_s={LEASE_S}" if leased else "/batch"
+        self._batch_size = batch_size
+        self._step_s = step_s
+
+    def run(self, done: Callable[[float], bool]) -> None:
+        """Train until `done`, which is told for how many seconds there was no batch."""
+        about = {"wandb_group": "load", "wandb_project": "load", "checkpoint_dir": "", "save_checkpoint_interval": -1}
+        numbers = {"batch_size": self._batch_size, "max_token_len": 4096, "starting_step": 0, "num_steps": 2**31 - 1}
+        self._asked("POST", "/register", about | numbers)
+        last = time.monotonic()
+        while not done(time.monotonic() - last):
+            waiting = [int(queued) for queued in QUEUED.findall(self._asked("GET", "/metrics"))]
+            note(self._notes, "asking")
+            answer = json.loads(self._asked("GET", self._path))
+            groups = [group["tokens"][0][:2] for group in answer["batch"] or ()]
+            contested = bool(waiting) and min(waiting) >= CONTESTED_GROUPS * GROUP_SIZE
+            note(self._notes, {"groups": groups, "contested": contested})
+            if "lease" in answer:
+                self._asked("POST", "/acknowledge", {"lease": answer["lease"]})
+            if groups:
+                last = time.monotonic()
+            time.sleep(self._step_s if groups else 0.05)
+
+    def _asked(self, method: str, path: str, body: Any = None) -> str:
+        sent = None if body is None else json.dumps(body).encode()
+        self.connection.request(method, path, sent, {"Content-Type": "application/json"})
+        return self.connection.getresponse().read().decode()
+
+
+def note(path: Path, what: Any) -> None:
+    """Append a line, which is there even if the process is killed the next moment."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(file, json.dumps(what).encode() + b"\n")
+    finally:
+        os.close(file)

@@ -1,0 +1,101 @@
+"""The load test of the gateway, small: coroutines are the environments, and a trainer that dies just hangs up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from benchmarks.atropos_load import Found, accepted_in, asked, expected_shares, judged, received_by
+from benchmarks.atropos_load_actors import GROUP_SIZE, Numbered, Trainer, config_of
+from tests.atropos.gateways import Client, client, process
+
+BATCH_SIZE, ENVIRONMENTS, GROUPS = 64, 8, 6
+
+LEASE_S, SILENCE_S = 0.2, 0.3
+
+
+def taken_by(dying: Client) -> list[dict[str, Any]]:
+    """A batch under a lease."""
+    while (batch := dying.get(f"/batch?lease_s={LEASE_S}")["batch"]) is None:
+        time.sleep(0.01)
+    groups: list[dict[str, Any]] = batch
+    return groups
+
+
+async def test_what_was_accepted_comes_though_a_trainer_dies_with_a_batch_in_its_hands(tmp_path: Path) -> None:
+    found, ended = Found(), threading.Event()
+    held: list[dict[str, Any]] = []
+    with process("--silence-s", str(SILENCE_S)) as (_, url):
+        environments = [
+            Numbered(config_of(index, url, 0.05), GROUPS, index=index, accepted=tmp_path / f"accepted-{index}")
+            for index in range(ENVIRONMENTS)
+        ]
+        survivor = Trainer(url, tmp_path / "notes", leased=False, batch_size=BATCH_SIZE, step_s=0)
+        async with anyio.create_task_group() as trainers:
+            async with anyio.create_task_group() as tasks:
+                with client(url) as dying:
+                    dying.started(batch_size=BATCH_SIZE)
+                    for environment in environments:
+                        tasks.start_soon(environment.env_manager)
+                    held += await anyio.to_thread.run_sync(taken_by, dying)
+                trainers.start_soon(anyio.to_thread.run_sync, survivor.run, lambda _: ended.is_set())
+            ended.set()
+        await anyio.to_thread.run_sync(survivor.run, lambda quiet_s: quiet_s > LEASE_S + SILENCE_S)
+        survivor.connection.close()
+        found.left = json.loads(asked(url, "/status"))["queue_size"]
+    received_by(tmp_path / "notes", leased=False, found=found)
+    found.accepted = accepted_in(tmp_path)
+
+    assert {tuple(group["tokens"][0][:2]) for group in held} <= found.received.keys()
+    assert found.received.total() == len(found.received)
+    assert len(found.accepted) >= ENVIRONMENTS * GROUPS
+    assert len(found.accepted - found.received.keys()) <= found.left < BATCH_SIZE / GROUP_SIZE
+
+
+def fair(*, batches: int = 200) -> Found:
+    """A run in which everybody had its part, and nothing was lost."""
+    lanes = [*[0] * 28, *[1] * 12, *[2] * 24, *[3] * 48]  # parts of 1/4, and of 3/4 by weights of 1, 2 and 4
+    groups = [(index, serial) for serial, index in enumerate(lanes)]
+    found = Found(accepted=set(groups), contested=[lanes] * batches, memory=[100, 120, 110])
+    found.received.update(groups)
+    return found
+
+
+def test_a_fair_run_is_not_complained_of() -> None:
+    assert judged(fair(), environments=64, batch_size=256) == []
+    assert expected_shares(64) == pytest.approx(fair().shares(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"accepted": {(9, number) for number in range(65)}, "deaths": 1}, "65 groups were accepted and did not come"),
+        ({"memory": [100, 2**30, 100]}, "the gateway began with 100 bytes and had 1,073,741,824"),
+        ({"contested": [[0, 1, 2, 3]] * 9}, "9 batches were contested: too few"),
+        ({"contested": [[0, 1, 2, 3]] * 10}, "expected 0.107 of contested batches, got 0.250"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_told(wrong: dict[str, object], message: str) -> None:
+    found = fair()
+    for name, value in wrong.items():
+        setattr(found, name, value)
+
+    assert message in "\n".join(judged(found, environments=64, batch_size=256))
+
+
+def test_a_trainer_that_died_while_it_waited_may_have_cost_a_batch(tmp_path: Path) -> None:
+    notes, found = tmp_path / "notes", Found()
+    lines = [{"groups": [[1, 1], [2, 1]], "contested": True}, "asking"]
+    notes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    received_by(notes, leased=False, found=found)
+    received_by(notes, leased=True, found=found)
+    received_by(tmp_path / "none", leased=False, found=found)
+
+    assert (found.deaths, found.received[1, 1], found.contested[0]) == (1, 2, [1, 2])
