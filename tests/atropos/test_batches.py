@@ -23,8 +23,8 @@ IN_ORDER = Habits(arrival_order=True)
 
 @st.composite
 def environments(draw: st.DrawFn) -> list[Env]:
-    """One to four of them, and in half of all cases some have a minimum."""
-    minima = st.none() | MINIMA if draw(st.booleans()) else st.none()
+    """One to four of them, and in most cases some have a minimum."""
+    minima = st.none() | MINIMA | MINIMA if draw(st.integers(0, 3)) else st.none()
     each = st.builds(
         Env,
         max_token_length=st.sampled_from([10, 20]),
@@ -50,10 +50,11 @@ def in_books(envs: list[Env], batch_size: int, habits: Habits) -> Books[Any]:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["submit"] * 8 + ["batch"] * 2 + ["status", "disconnect"]),
+        st.sampled_from(["submit"] * 12 + ["batch"] * 4 + ["status", "status", "disconnect"]),
         st.integers(0, 4),
         SIZES | st.none(),
     ),
+    min_size=20,
     max_size=60,
 )
 """What is done, by which environment (or which it is), and in which size, if not the environment's."""
@@ -265,10 +266,17 @@ def test_one_that_is_heard_of_again_counts_again() -> None:
 
 
 def test_minima_that_leave_no_exact_sum_yield() -> None:
-    made = books(env(3, minimum=0.1), env(4))
+    made = books(env(3, minimum=0.25), env(4))
     made.submit(0, [group("a", 3, env_id=0), group("b", env_id=1), group("c", env_id=1)])
 
     assert payloads(made.batch(0)) == ["b", "c"]
+
+
+def test_minima_that_are_scaled_to_nothing_are_a_group() -> None:
+    made = books(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4, habits=IN_ORDER)
+    made.submit(0, [group(lane, 1, env_id=lane) for lane in (1, 2, 1, 2, 1, 2, 0)])
+
+    assert payloads(made.batch(0)) == [0, 1, 2, 1]
 
 
 def test_minima_that_are_more_than_a_batch_are_scaled() -> None:

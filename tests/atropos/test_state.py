@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.atropos.builders import admitted, books, env, group, payloads, trainer
 
 from penstock.stages.integrations.atropos.errors import (
+    ImplausibleRegistration,
     NeverPacked,
     NoTrainer,
     QueueFull,
@@ -67,9 +69,24 @@ def test_trainers_are_known_by_different_numbers_of_128_bits() -> None:
     assert max(numbers).bit_length() in range(100, 129)
 
 
-def test_a_batch_size_of_nothing_is_refused() -> None:
-    with pytest.raises(NeverPacked, match="batch_size of at least 1, got 0"):
-        Books[Any]().register_trainer(trainer(batch_size=0))
+@pytest.mark.parametrize("batch_size", [-1, 0, 10**400])
+def test_a_batch_size_that_nobody_has_is_refused(batch_size: int) -> None:
+    with pytest.raises(ImplausibleRegistration, match=f"batch_size from 1 to 1048576, got {batch_size}"):
+        Books[Any]().register_trainer(trainer(batch_size=batch_size))
+
+
+@pytest.mark.parametrize(
+    "said", [{"max_token_length": 10**400}, {"weight": 1e300}, {"weight": math.nan}, {"minimum": 1e300}]
+)
+def test_numbers_that_no_environment_has_are_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(ImplausibleRegistration, match="from -1e\\+12 to 1e\\+12"):
+        books().register_env(0, env(**said))
+
+
+def test_a_minimum_below_nothing_is_none() -> None:
+    made = books(env(minimum=-1), env(minimum=0.25))
+
+    assert made.env_status(0, 0).unallocated_fraction == 0.75
 
 
 def test_environments_wait_until_a_trainer_asked_for_a_batch() -> None:
@@ -119,6 +136,21 @@ def test_a_trainer_that_comes_back_is_the_one_that_runs_and_finds_what_waited() 
     assert made.info().batch_size == 4
     assert payloads(made.batch(0)) == ["a"]
     assert made.status().current_step == 41
+
+
+@pytest.mark.parametrize("habits", [Habits(), Habits(newest_first=True)])
+def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits: Habits) -> None:
+    made = books(env(), env(), habits=habits)
+    made.submit(0, [group(number, env_id=number % 2) for number in range(6)])
+    made.batch(0, lease_s=10)
+    made.register_trainer(trainer(batch_size=4))
+    depth = made.env_status(10, 0)
+    left = [payloads(made.batch(10)) for _ in range(7)]
+
+    assert sorted(each for batch in left if batch for each in batch) == [0, 1, 2, 3, 4, 5]
+    assert [len(batch) for batch in left if batch] == [1] * 6
+    assert left[0 if not habits.newest_first else -2] == [0]
+    assert (depth.queue_size, made.env_status(10, 0).queue_size) == (0 if habits.newest_first else 4, 0)
 
 
 def test_the_first_trainer_stays_where_that_is_asked_for() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from .exact_sums import first_summing_to, fitting
+from .exact_sums import can_sum_to, first_summing_to, fitting
 from .group_queue import NOBODY, GroupQueue, Queued
 
 __all__ = ["exactly", "in_packs", "in_packs_beside_minima"]
@@ -26,7 +26,9 @@ def exactly(
     Where one has to have something and has nothing that waits, there is no batch.
     """
     promised = {lane: wanted for lane, wanted in least.items() if wanted > 0}
-    if queue.sequences < batch_size or not promised.keys() <= queue.lanes.keys():
+    if not promised.keys() <= queue.lanes.keys():
+        return None
+    if queue.sequences < batch_size or not can_sum_to(queue.sizes, batch_size):
         return None
     smallest = {lane: min(queue.lanes[lane].sizes) for lane in promised}
     wanted = _scaled(promised, smallest, batch_size)

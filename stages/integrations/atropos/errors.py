@@ -8,6 +8,7 @@ from typing import ClassVar
 from ....pipeline.errors import PenstockError
 
 __all__ = [
+    "ImplausibleRegistration",
     "NeverPacked",
     "NoTrainer",
     "QueueFull",
@@ -41,6 +42,12 @@ class UnknownLease(RefusedByGateway):
     """A batch is acknowledged that is not out: its lease expired, or it was acknowledged before."""
 
     status = HTTPStatus.NOT_FOUND
+
+
+class ImplausibleRegistration(RefusedByGateway):
+    """A trainer or an environment says a number of itself that none has, and that would be in everybody's way."""
+
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class NeverPacked(RefusedByGateway):

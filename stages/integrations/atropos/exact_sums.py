@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["first_summing_to", "fitting"]
+__all__ = ["can_sum_to", "first_summing_to", "fitting"]
+
+
+def can_sum_to(counts: Mapping[int, int], wanted: int) -> bool:
+    """Whether some groups sum to `wanted`, of which there are so many of a size.
+
+    >>> can_sum_to({3: 2, 4: 1}, 7), can_sum_to({3: 2, 4: 1}, 9)
+    (True, False)
+    """
+    reached, within = 1, (1 << wanted + 1) - 1
+    for size, count in counts.items():
+        left, together = min(count, wanted // size), 1
+        while left:  # 1, 2, 4, … of them at once, and the rest: these have every number of groups as a sum
+            step = min(together, left)
+            reached |= reached << step * size & within
+            left -= step
+            together *= 2
+    return bool(reached >> wanted)
 
 
 def fitting(sizes: Iterable[int], wanted: int) -> list[int]:
@@ -29,6 +46,8 @@ def first_summing_to(sizes: Sequence[int], wanted: int) -> list[int] | None:
     >>> first_summing_to([7, 3, 3, 5], 8)
     [1, 3]
     """
+    if sum(sizes) < wanted:
+        return None
     reached = [1]
     """Bit n of number i says whether some of the last i sizes sum to n."""
     within = (1 << wanted + 1) - 1

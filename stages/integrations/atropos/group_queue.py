@@ -76,9 +76,17 @@ class GroupQueue(Generic[G]):
     def append(self, lane: int, submission: Submission[G]) -> None:
         """A group arrived."""
         self._arrived += 1
-        queued = Queued(self._arrived, lane, submission)
+        self._add(Queued(self._arrived, lane, submission))
+
+    def put_back(self, queued: Queued[G]) -> None:
+        """A group that was removed is the first again."""
+        self._add(queued)
+        self._groups.move_to_end(queued.number, last=False)
+        self.lanes[queued.lane].groups.move_to_end(queued.number, last=False)
+
+    def _add(self, queued: Queued[G]) -> None:
         self._groups[queued.number] = queued
-        own = self.lanes.setdefault(lane, Lane())
+        own = self.lanes.setdefault(queued.lane, Lane())
         own.groups[queued.number] = queued
         own.sizes[queued.size] += 1
         own.sequences += queued.size

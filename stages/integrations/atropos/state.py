@@ -17,7 +17,7 @@ from .batches import exactly, in_packs, in_packs_beside_minima
 from .contract import EnvRegistration, TrainerRegistration
 from .depth import Depth
 from .environments import Environment, Environments
-from .errors import NeverPacked, NoTrainer, QueueFull
+from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
 from .group_queue import NOBODY, GroupQueue, Queued
 from .habits import Habits
 from .leases import Leases
@@ -49,6 +49,12 @@ DEFAULT_SILENCE_S = 60.0
 NOBODYS_WEIGHT = 1.0
 """Of groups that come without the id of an environment, together: what environments have by default."""
 
+MOST_SEQUENCES = 2**20
+"""No batch has more: what sums to a batch is found in so many bits."""
+
+MOST = 1e12
+"""No environment says a larger number of itself: those of all have to have a sum."""
+
 log = get_logger("penstock.atropos.books")
 
 
@@ -60,6 +66,11 @@ class _Formed(Generic[G]):
     """In the order in which they were formed."""
     groups: list[Queued[G]]
     """Its groups."""
+
+    @property
+    def sequences(self) -> int:
+        """Of all its groups."""
+        return sum(queued.size for queued in self.groups)
 
 
 class Books(Generic[G]):
@@ -124,10 +135,12 @@ class Books(Generic[G]):
         """A trainer is there; returns the number it is known by. It is the one that runs, whoever registered before.
 
         Raises:
-            NeverPacked: its batches hold nothing.
+            ImplausibleRegistration: its batches hold nothing, or more than any does.
         """
-        if registration.batch_size < 1:
-            raise NeverPacked(f"expected a batch_size of at least 1, got {registration.batch_size}")
+        if not 1 <= registration.batch_size <= MOST_SEQUENCES:
+            raise ImplausibleRegistration(
+                f"expected a batch_size from 1 to {MOST_SEQUENCES}, got {registration.batch_size}"
+            )
         if self._trainer is None or not self.habits.first_trainer_only:
             self._trainer = registration
             self.step = registration.starting_step
@@ -139,6 +152,7 @@ class Books(Generic[G]):
 
         Raises:
             NeverPacked: groups of its size can never be in a batch.
+            ImplausibleRegistration: it says numbers of itself that cannot be reckoned with.
         """
         self.expire(now)
         trainer = self._trainer
@@ -148,6 +162,11 @@ class Books(Generic[G]):
             raise NeverPacked(
                 f"expected a group_size from 1 to the trainer's batch_size of {trainer.batch_size}, got "
                 f"{registration.group_size}: such groups can never be in a batch"
+            )
+        said = registration.max_token_length, registration.weight, registration.min_batch_allocation or 0.0
+        if not all(-MOST <= number <= MOST for number in said):
+            raise ImplausibleRegistration(
+                f"expected max_token_length, weight and min_batch_allocation from {-MOST:g} to {MOST:g}, got {said}"
             )
         env = self._envs.admit(now, registration)
         self._recount()
@@ -194,7 +213,7 @@ class Books(Generic[G]):
     def _recount(self) -> None:
         """What follows from who counts, and from what they asked for."""
         envs = self._envs.counted()
-        minima = {env.env_id: env.minimum for env in envs if env.minimum is not None}
+        minima = {env.env_id: max(0.0, env.minimum) for env in envs if env.minimum is not None}
         batch_size = 0 if self._trainer is None else self._trainer.batch_size
         self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
         self._allocated = sum(minima.values())
@@ -333,6 +352,9 @@ class Books(Generic[G]):
         trainer = self._running_trainer()
         self._started = True
         formed = self._leases.again() or self._next(trainer.batch_size)
+        while formed is not None and formed.sequences != trainer.batch_size:  # for a trainer before this one
+            self._put_back(formed)
+            formed = self._leases.again() or self._next(trainer.batch_size)
         if formed is None:
             return None
         groups = tuple(queued.submission for queued in formed.groups)
@@ -349,6 +371,17 @@ class Books(Generic[G]):
         """
         self.expire(now)
         self._gone(now, self._leases.end(lease))
+
+    def _put_back(self, formed: _Formed[G]) -> None:
+        """Groups of a batch that is none any more are the first of the queue again."""
+        for queued in reversed(formed.groups):
+            if queued.lane not in self._queue.lanes:
+                self._turns.waits(queued.lane)
+            self._queue.put_back(queued)
+            self._depth.add(queued.lane, queued.size)
+            if (env := self._envs.find(queued.lane)) is not None:
+                env.taken -= queued.size
+        self._fruitless = False
 
     def _gone(self, now: float, formed: _Formed[G]) -> None:
         for queued in formed.groups:
