@@ -139,12 +139,12 @@ async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> 
     groups = [group(instance_id=str(number)) for number in range(3)]
     way_in = WayIn(groups)
     intake: Intake[bytes] = Intake(way_in)
+    waiting, taken = list[int](), list[bytes]()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(intake.run, gateway.endpoints)
         await anyio.wait_all_tasks_blocked()
         waiting = [len(kept) for kept in intake._kept.values()]
-        taken = []
         while (submission := gateway.books.take(0.0)) is not None:
             taken.append(submission.payload)
             gateway.endpoints.room.wake_all()

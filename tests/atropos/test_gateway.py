@@ -96,6 +96,7 @@ async def test_groups_of_an_environment_become_records_and_are_in_the_ledger() -
 async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() -> None:
     source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
 
+    groups: list[TrajectoryGroup] = []
     async with running(source, context) as inbox, talking(source) as talk:
         env = Environment(Config(rollout_server_url=talk.url, pace=0.001), groups=6)
         async with anyio.create_task_group() as tasks:
@@ -111,6 +112,7 @@ async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() 
 async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books() -> None:
     source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
 
+    groups: list[TrajectoryGroup] = []
     async with running(source, context) as inbox, talking(source) as talk:
         env = ShmTransport.attach(Environment(Config(rollout_server_url=talk.url, pace=0.001), groups=3))
         async with anyio.create_task_group() as tasks:
@@ -165,6 +167,8 @@ async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     async with running(source, context) as inbox, talking(source) as talk:
         await talk.post("/scored_data", scored(4))
         await inbox.receive()
+        context.ledger.step = 2
+        assert (await talk.get("/status"))["current_step"] == 2
         context.ledger.step = 3
         with pytest.raises(anyio.EndOfStream):
             await inbox.receive()
@@ -239,11 +243,13 @@ async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> Non
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4})
-        for each in made:
+        for each in made[:2]:
             await outbox.send(each)
-        await queued(talk, 3)
+        await queued(talk, 2)
+        await outbox.send(made[2])  # it waits, for two batches do
         first = await talk.get("/batch")
         leased = await talk.get("/batch?lease_s=60")
+        await queued(talk, 1)
         lost = await talk.get("/batch?lease_s=0.000001")
         before = context.ledger.balance().ended["trained"]
         await talk.post("/acknowledge", {"lease": leased["lease"]})
@@ -283,7 +289,7 @@ async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> N
 
 
 async def test_it_ends_when_the_trainer_has_had_its_steps() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE, capacity=1), Context()
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 2})

@@ -33,6 +33,11 @@ class Desk(Protocol[G]):
         ...
 
     @property
+    def step(self) -> int | None:
+        """The trainer's step, where it is known here; None where the books count it."""
+        ...
+
+    @property
     def downstream(self) -> int:
         """Groups that were taken for a pipeline and wait in its channel."""
         ...
@@ -61,8 +66,8 @@ class Desk(Protocol[G]):
         """These were accepted."""
         ...
 
-    def starved(self) -> None:
-        """A trainer asked for a batch, and there was none."""
+    def asked(self, batch: Batch[G] | None) -> None:
+        """A trainer asked for a batch, and is handed this one; None where there was none."""
         ...
 
     def delivered(self, batch: Batch[G]) -> None:
@@ -75,6 +80,7 @@ class Relay:
 
     refuses: Mapping[str, str] = {}
     takes_groups = True
+    step = None
     downstream = 0
 
     def of_scored(self, scored: ScoredData, env: str) -> bytes:  # noqa: ARG002 (see `Desk`)
@@ -96,7 +102,7 @@ class Relay:
     def arrived(self, submissions: Sequence[Submission[bytes]]) -> None:
         """Trainers ask by themselves."""
 
-    def starved(self) -> None:
+    def asked(self, batch: Batch[bytes] | None) -> None:
         """They ask again."""
 
     def delivered(self, batch: Batch[bytes]) -> None:

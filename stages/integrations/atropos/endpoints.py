@@ -120,7 +120,7 @@ class Endpoints(Generic[G]):
         self.room = Waiters()
         """Wakes whoever waits for room in the books."""
         self.trainer: TrainerRegistration | None = None
-        """Who registered last."""
+        """Who counts as the trainer."""
         self._names: dict[int, str] = {}
         """Of environments, by id."""
         self._out: dict[int, _Out[G]] = {}
@@ -154,6 +154,12 @@ class Endpoints(Generic[G]):
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
+    def _in_step(self) -> Books[G]:
+        """The books, with the step that is now."""
+        if self.desk.step is not None:
+            self.books.step = self.desk.step
+        return self.books
+
     # -- for everybody -------------------------------------------------------------------------------------------------
 
     async def root(self, _: Request) -> Greeting:
@@ -162,7 +168,7 @@ class Endpoints(Generic[G]):
 
     async def status(self, _: Request) -> Status:
         """GET /status."""
-        return self.books.status(downstream=self.desk.downstream)
+        return self._in_step().status(downstream=self.desk.downstream)
 
     async def info(self, _: Request) -> Info:
         """GET /info."""
@@ -182,7 +188,8 @@ class Endpoints(Generic[G]):
     async def metrics(self, _: Request) -> Response:
         """GET /metrics."""
         now = self._now()
-        return PlainTextResponse(exposition(self.books.status(), self.books.statistics(now), self.books.stuck()))
+        books = self._in_step()
+        return PlainTextResponse(exposition(books.status(), books.statistics(now), books.stuck()))
 
     async def shm(self, _: Request) -> WayInAnswer:
         """GET /shm."""
@@ -203,7 +210,7 @@ class Endpoints(Generic[G]):
     async def register_env(self, request: Request) -> EnvRegistered:
         """POST /register-env."""
         registration = await self._decoded(request, EnvRegistration)
-        admitted = self.books.register_env(self._now(), registration)
+        admitted = self._in_step().register_env(self._now(), registration)
         if admitted is None:
             return EnvRegistered(status="wait for trainer to start")
         self._names[admitted.env_id] = admitted.wandb_name
@@ -232,7 +239,7 @@ class Endpoints(Generic[G]):
             env_id = decode_request(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
         else:
             env_id = (await self._decoded(request, EnvReference)).env_id
-        said = self.books.env_status(self._now(), env_id, downstream=self.desk.downstream)
+        said = self._in_step().env_status(self._now(), env_id, downstream=self.desk.downstream)
         waiting = self.intake.waiting(env_id) if self.intake is not None else 0
         return replace(said, queue_size=said.queue_size + waiting, self_queue_size=said.self_queue_size + waiting)
 
@@ -307,8 +314,12 @@ class Endpoints(Generic[G]):
 
     async def register(self, request: Request) -> Registered:
         """POST /register."""
-        self.trainer = await self._decoded(request, TrainerRegistration)
-        return Registered(uuid=self.books.register_trainer(self.trainer))
+        registration = await self._decoded(request, TrainerRegistration)
+        uuid = self.books.register_trainer(registration)
+        if self.trainer is None or not self.books.habits.first_trainer_only:
+            self.trainer = registration
+        self.room.wake_all()
+        return Registered(uuid=uuid)
 
     async def batch(self, request: Request) -> Response | BatchAnswer | dict[str, None]:
         """GET /batch; with `?lease_s=…` the batch has to be acknowledged within that time."""
@@ -321,8 +332,8 @@ class Endpoints(Generic[G]):
         except NoTrainer:
             told = "Trainer not registered. Call /register first."
             return BatchAnswer(status="error", message=told, batch=[])
+        self.desk.asked(batch)
         if batch is None:
-            self.desk.starved()
             return {"batch": None}
         self._hand_out(batch, now + (lease_s or SENDING_S))
         weight = sum(group.nbytes for group in batch.groups)
@@ -332,6 +343,7 @@ class Endpoints(Generic[G]):
     def _hand_out(self, batch: Batch[G], until: float) -> None:
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
         self._out[batch.lease] = _Out(batch, until)
+        self.room.wake_all()
 
     @property
     def outstanding(self) -> int:

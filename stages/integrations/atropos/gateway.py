@@ -149,7 +149,6 @@ class AtroposGateway:
         """Hand on what comes, until the last step is done."""
         ledger = desk.context.ledger
         while self.num_steps is None or ledger.step < self.num_steps:
-            books.step = ledger.step
             taken = books.take(time.monotonic())
             if taken is None:
                 await desk.come(None if self.num_steps is None else STEP_S)
@@ -188,6 +187,11 @@ class _Intake:
     # -- from HTTP to the books ----------------------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        """The ledger's."""
+        return self.context.ledger.step
+
+    @property
     def downstream(self) -> int:
         """See `Desk`; the one that waits for credit is one of them."""
         return self._outbox.statistics().items + self._sending
@@ -224,7 +228,7 @@ class _Intake:
                 ledger.admit(group.id, repetitions)
         self._waiting.wake_all()
 
-    def starved(self) -> None:
+    def asked(self, batch: Batch[TrajectoryGroup] | None) -> None:
         """No trainer asks here; see `Desk`."""
 
     def delivered(self, batch: Batch[TrajectoryGroup]) -> None:

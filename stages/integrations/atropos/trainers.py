@@ -10,21 +10,20 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
 from ....pipeline.channels.channel import ReceiveChannel
 from ....pipeline.context import current, drop
-from ....pipeline.errors import InvalidConfig
 from ....pipeline.telemetry import get_logger
 from ....pipeline.waiting import Waiters
 from ....schemas import TrainBatch, TrajectoryGroup
 from ...sink_trainer import batch_metrics
-from .contract import ScoredData
+from .contract import ScoredData, TrainerRegistration
 from .door import Door
-from .errors import NeverPacked, QueueFull
+from .errors import NeverPacked
 from .gateway import opened
 from .habits import Habits
 from .listening import Listening
@@ -40,8 +39,8 @@ __all__ = ["AtroposTrainers"]
 
 log = get_logger("penstock.atropos")
 
-DEFAULT_CAPACITY = 64
-"""Groups that may wait for a trainer: more of them only age."""
+AHEAD = 2
+"""Batches that may wait for a trainer: one that it takes next, and one that is being made. More of them only age."""
 
 A_PIPELINE = "this gateway serves groups of a pipeline: environments need `penstock gateway`, or AtroposGateway"
 
@@ -52,23 +51,14 @@ class AtroposTrainers:
 
     >>> AtroposTrainers().door.port
     8000
-
-    Raises:
-        InvalidConfig: naming the field.
     """
 
     door: Door = field(default_factory=Door)
     """Where to listen, and for whom."""
-    capacity: int = DEFAULT_CAPACITY
-    """Groups that may wait here, or be out under a lease: at least those of a batch."""
     habits: Habits = field(default_factory=Habits)
     """Which habits of the original are kept."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await trainers.listening.url()` returns where, as soon as it does."""
-
-    def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise InvalidConfig(f"AtroposTrainers.capacity: expected 1 or more, got {self.capacity}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
@@ -78,7 +68,7 @@ class AtroposTrainers:
             MissingExtra: the packages for an HTTP server are not installed.
             OSError: the host is unknown, or the port is taken.
         """
-        books: Books[_Offered] = Books(self.habits, capacity=self.capacity, capacity_bytes=None)
+        books: Books[_Offered] = Books(self.habits, capacity=None, capacity_bytes=None)
         desk = _Outlet()
         async with opened(self.door, books, desk, "AtroposTrainers") as gateway:
             with self.listening.at(gateway.url):
@@ -90,13 +80,16 @@ class AtroposTrainers:
             drop(left.payload.group, "lost", "no trainer took it")
 
 
-class _Offered(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Offered:
     """A group in the books."""
 
     group: TrajectoryGroup
     """What is needed to commit it."""
     json: bytes
     """As a trainer gets it."""
+    handed: bool = False
+    """Whether a trainer was handed it; when that did not acknowledge it, it waits once more."""
 
 
 class _Outlet:
@@ -107,6 +100,7 @@ class _Outlet:
         A_PIPELINE,
     )
     takes_groups = False
+    step = None
     downstream = 0
 
     def __init__(self) -> None:
@@ -117,6 +111,12 @@ class _Outlet:
         """Whether the pipeline sends nothing more."""
         self._starved = False
         """Whether the last who asked got nothing."""
+        self._waiting = 0
+        """Sequences that no trainer was handed."""
+
+    def enough(self, trainer: TrainerRegistration | None) -> bool:
+        """Whether so much waits that more would only age; before a trainer says what it trains, anything does."""
+        return trainer is None or self._waiting >= AHEAD * trainer.batch_size
 
     def done(self, gateway: Endpoints[_Offered]) -> bool:
         """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
@@ -143,13 +143,18 @@ class _Outlet:
         """See `Desk`."""
         return payload.json
 
-    def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:  # noqa: ARG002 (see `Desk`)
-        """There may be a batch again."""
+    def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:
+        """There may be a batch again; see `Desk`."""
         self._starved = False
+        self._waiting += sum(submission.sequences for submission in submissions)
 
-    def starved(self) -> None:
+    def asked(self, batch: Batch[_Offered] | None) -> None:
         """See `Desk`."""
-        self._starved = True
+        self._starved = batch is None
+        for submission in () if batch is None else batch.groups:
+            if not submission.payload.handed:
+                submission.payload.handed = True
+                self._waiting -= submission.sequences
         self.changed.wake_all()
 
     def delivered(self, batch: Batch[_Offered]) -> None:
@@ -162,24 +167,19 @@ async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Of
     async for group in inbox:
         offered = _Offered(_bare(group), await anyio.to_thread.run_sync(from_group, group))
         del group  # its slots are free while a trainer is waited for
-        await _offer(offered, gateway)
+        await _offer(offered, gateway.endpoints, desk)
     desk.ended = True
     desk.changed.wake_all()
 
 
-async def _offer(offered: _Offered, gateway: Hosted[_Offered]) -> None:
-    submission = Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))
-    while True:
-        try:
-            gateway.endpoints.accept([submission])
-        except QueueFull:
-            await gateway.endpoints.room.wait()
-        except NeverPacked as error:
-            log.warning("group_rejected", reason=str(error))
-            drop(offered.group, "rejected", "never packed")
-            return
-        else:
-            return
+async def _offer(offered: _Offered, gateway: Endpoints[_Offered], desk: _Outlet) -> None:
+    while desk.enough(gateway.trainer):
+        await gateway.room.wait()
+    try:
+        gateway.accept([Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))])
+    except NeverPacked as error:
+        log.warning("group_rejected", reason=str(error))
+        drop(offered.group, "rejected", "never packed")
 
 
 async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
