@@ -121,7 +121,7 @@ def test_all_in_turn_is_what_taking_one_after_the_other_gives(
         made.submit(0, [group(env_id, envs[env_id].group_size, env_id=env_id)] * 3)
         for _ in range(taken):
             made.take(0)
-    foreseen = [queued.submission.payload for queued in made._turns.in_turn(made._queue)]
+    foreseen = [queued.submission.payload for queued in made._waiting.turns.in_turn(made._waiting.queue)]
 
     assert [one.payload for one in iter(lambda: made.take(0), None)] == foreseen
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ....pipeline.telemetry import get_logger
-from .batches import exactly, in_packs, in_packs_beside_minima
 from .contract import EnvRegistration, TrainerRegistration
-from .depth import Depth
 from .environments import Environment, Environments
 from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
-from .group_queue import NOBODY, GroupQueue, Queued
+from .group_queue import NOBODY, Queued
 from .habits import Habits
 from .leases import Leases
 from .records import (
@@ -34,8 +32,9 @@ from .records import (
 )
 from .room import Room
 from .stuck import awaited, unpackable
-from .turns import LEAST, Turns, parts
+from .turns import LEAST, parts
 from .undelivered import Undelivered
+from .waiting import Waiting
 
 __all__ = ["Books", "Habits"]
 
@@ -110,9 +109,7 @@ class Books(Generic[G]):
         """A trainer asked for a batch, or a pipeline for a group."""
         self._envs: Environments[G] = Environments(self._silence_s)
         self._room = Room(self._capacity, self._capacity_bytes)
-        self._queue: GroupQueue[G] = GroupQueue()
-        self._turns = Turns()
-        self._depth = Depth()
+        self._waiting: Waiting[G] = Waiting(self.habits)
         self._formed: list[_Formed[G]] = []
         """Batches that wait to be handed out; the newest is the last."""
         self._batches = 0
@@ -125,8 +122,6 @@ class Books(Generic[G]):
         """The sum over environments that count of longest sequence times weight."""
         self._allocated = 0.0
         """The sum of the minima of environments that count."""
-        self._fruitless = False
-        """No batch can be formed, and nothing has changed since that was found out."""
         self._recount()
 
     # -- who there is --------------------------------------------------------------------------------------------------
@@ -218,15 +213,15 @@ class Books(Generic[G]):
         self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
         self._allocated = sum(minima.values())
         self._tokens_by_weight = sum(env.max_token_length * max(0.0, env.weight) for env in envs)
-        self._turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
-        self._depth.promise(self._least)
-        self._fruitless = False
+        self._waiting.turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
+        self._waiting.depth.promise(self._least)
+        self._waiting.reconsider()
 
     # -- what they ask -------------------------------------------------------------------------------------------------
 
     def status(self, *, downstream: int = 0) -> Status:
         """Where the run is; `downstream` as in `env_status`."""
-        return Status(self.step, len(self._queue) + downstream)
+        return Status(self.step, len(self._waiting.queue) + downstream)
 
     def env_status(self, now: float, env_id: int, *, downstream: int = 0) -> EnvStatus:
         """What an environment controls its flow with.
@@ -242,15 +237,16 @@ class Books(Generic[G]):
         self._running_trainer()
         env = self._envs.get(env_id)
         self._hear(now, env)
-        self._depth.passed(downstream)
-        own, size = self._depth.own(env_id), env.buffer.group_size
+        depth = self._waiting.depth
+        depth.passed(downstream)
+        own, size = depth.own(env_id), env.buffer.group_size
         by_weight = env.max_token_length * env.weight / self._tokens_by_weight if self._tokens_by_weight else 0.0
         return EnvStatus(
             current_step=self.step,
-            queue_size=(own + self._depth.others(env_id)) // size,
+            queue_size=(own + depth.others(env_id)) // size,
             unallocated_fraction=1 - min(1.0, self._allocated),
             self_queue_size=own // size,
-            max_group_size=self._depth.largest,
+            max_group_size=depth.largest,
             env_weight=max(LEAST, by_weight),
         )
 
@@ -288,7 +284,8 @@ class Books(Generic[G]):
             if lane in senders:
                 senders[lane].submitted += submission.sequences
         for submission in queued:
-            self._enqueue(submission)
+            self._waiting.append(self._lane(submission), submission)
+            self.latest = submission
         return receipt
 
     def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
@@ -304,12 +301,12 @@ class Books(Generic[G]):
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
         lanes = sorted({self._lane(submission) for submission in submissions})
-        too_few = self._trainer is not None and self._queue.sequences < self._trainer.batch_size
+        too_few = self._trainer is not None and self._waiting.queue.sequences < self._trainer.batch_size
         try:
             for lane in lanes:
                 self._room.check(now, lane, submissions, crowd=not too_few and self._envs.others(lane) > 0)
         except QueueFull:
-            self._fruitless = False
+            self._waiting.reconsider()
             for env in senders:
                 env.refused += 1
                 env.crowded_out = True
@@ -320,15 +317,6 @@ class Books(Generic[G]):
     def _lane(self, submission: Submission[G]) -> int:
         env = self._envs.find(submission.env_id)
         return NOBODY if env is None else env.env_id
-
-    def _enqueue(self, submission: Submission[G]) -> None:
-        lane = self._lane(submission)
-        if lane not in self._queue.lanes:
-            self._turns.waits(lane)
-        self._queue.append(lane, submission)
-        self._depth.add(lane, submission.sequences)
-        self.latest = submission
-        self._fruitless = False
 
     def undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
         """Who submitted the body of `digest` went away before it could be told `receipt`: it will submit it again.
@@ -374,14 +362,9 @@ class Books(Generic[G]):
 
     def _put_back(self, formed: _Formed[G]) -> None:
         """Groups of a batch that is none any more are the first of the queue again."""
-        for queued in reversed(formed.groups):
-            if queued.lane not in self._queue.lanes:
-                self._turns.waits(queued.lane)
-            self._queue.put_back(queued)
-            self._depth.add(queued.lane, queued.size)
-            if (env := self._envs.find(queued.lane)) is not None:
-                env.taken -= queued.size
-        self._fruitless = False
+        self._waiting.put_back(formed.groups)
+        for queued in formed.groups:
+            self._count_taken(queued.lane, -queued.size)
 
     def _gone(self, now: float, formed: _Formed[G]) -> None:
         for queued in formed.groups:
@@ -394,47 +377,26 @@ class Books(Generic[G]):
 
     def _form(self, batch_size: int) -> None:
         """Form a batch, or all there are."""
-        while not self._fruitless:
-            groups = self._packed(batch_size)
-            if groups is None:
-                self._fruitless = True
-                return
+        while (groups := self._waiting.batch(batch_size, self._least_now())) is not None:
             for queued in groups:
-                self._leave(queued)
-                self._depth.remove(queued.lane, queued.size)
+                self._count_taken(queued.lane, queued.size)
             self._batches += 1
             self._formed.append(_Formed(self._batches, groups))
             self.step += 1
             if not self.habits.newest_first:
                 return
 
-    def _packed(self, batch_size: int) -> list[Queued[G]] | None:
-        least = self._least_now()
-        if not self.habits.whole_packs:
-            return exactly(self._queue, self._order, batch_size, least)
-        if least:
-            return in_packs_beside_minima(self._queue, self._order(), batch_size, least)
-        return in_packs(self._queue, self._order(), batch_size)
-
     def _least_now(self) -> dict[int, int]:
         """One that found no room is not waited for: it would be for ever, for room is made by batches alone."""
         return {
             lane: wanted
             for lane, wanted in self._least.items()
-            if lane in self._queue.lanes or not self._envs.get(lane).crowded_out
+            if lane in self._waiting.queue.lanes or not self._envs.get(lane).crowded_out
         }
 
-    def _order(self) -> Iterable[Queued[G]]:
-        """Groups in the order in which they are to leave."""
-        return self._queue if self.habits.arrival_order else self._turns.in_turn(self._queue)
-
-    def _leave(self, queued: Queued[G]) -> None:
-        """A group leaves the queue."""
-        self._queue.remove(queued)
-        self._turns.gave(queued.lane, queued.size, more=queued.lane in self._queue.lanes)
-        env = self._envs.find(queued.lane)
-        if env is not None:
-            env.taken += queued.size
+    def _count_taken(self, lane: int, sequences: int) -> None:
+        if (env := self._envs.find(lane)) is not None:
+            env.taken += sequences
 
     def take(self, now: float) -> Submission[G] | None:
         """The next group for a pipeline, or None while there is none.
@@ -446,14 +408,11 @@ class Books(Generic[G]):
         """
         self.expire(now)
         self._started = True
-        lane = self._turns.next()
-        if lane is None:
+        queued = self._waiting.next()
+        if queued is None:
             return None
-        queued = self._queue.first(lane)
-        self._leave(queued)
-        self._depth.taken(lane, queued.size)
-        self._room.free(now, lane, queued.submission)
-        self._fruitless = False
+        self._count_taken(queued.lane, queued.size)
+        self._room.free(now, queued.lane, queued.submission)
         return queued.submission
 
     # -- what is to be known -------------------------------------------------------------------------------------------
@@ -462,11 +421,11 @@ class Books(Generic[G]):
         """What will not move by itself: one sentence for each reason."""
         batch_size = 0 if self._trainer is None else self._trainer.batch_size
         return [
-            *unpackable(self._queue, self._envs.counted(), batch_size, self._capacity, self.habits),
-            *awaited(self._queue, self._envs.counted(), batch_size, self._least_now()),
+            *unpackable(self._waiting.queue, self._envs.counted(), batch_size, self._capacity, self.habits),
+            *awaited(self._waiting.queue, self._envs.counted(), batch_size, self._least_now()),
         ]
 
     def statistics(self, now: float) -> list[EnvStatistics]:
         """Every environment, by id."""
         self.expire(now)
-        return [env.statistics(now, self._depth.own(env.env_id)) for env in self._envs]
+        return [env.statistics(now, self._waiting.depth.own(env.env_id)) for env in self._envs]

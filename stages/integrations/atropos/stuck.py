@@ -21,11 +21,11 @@ def unpackable(
         if queue.sequences:
             yield f"{len(queue)} groups wait, and no trainer registered"
         return
-    largest = max(sizes)
+    largest, sums = max(sizes), _sums(sizes, batch_size)
     for size in sorted(sizes):
         if habits.whole_packs and largest % size:
             yield f"groups of {size} wait while there is one of {largest}, which they do not divide (whole_packs)"
-        elif size > batch_size or not _sums(sizes, batch_size - size) >> (batch_size - size) & 1:
+        elif size > batch_size or not sums >> batch_size - size & 1:
             yield f"groups of {size} are in no batch of {batch_size}: with groups of {sorted(sizes)} none sums to it"
     if capacity is not None and capacity * largest < batch_size:
         yield f"a capacity of {capacity} groups holds no batch of {batch_size}, with groups of at most {largest}"
