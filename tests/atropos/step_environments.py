@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -161,6 +162,21 @@ class Parallel(Environment):
         return messages
 
 
+class InTurn(Environment):
+    """Asks for one answer after another, at a managed server, and scores them by their length."""
+
+    tokenizer = Letters()
+
+    async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
+        async with self.server.managed_server() as managed:
+            for _ in range(self.config.group_size):
+                await managed.chat_completion(messages=[{"role": "user", "content": "?"}])
+            nodes = managed.get_state()["nodes"]
+        masks = [node.masked_tokens for node in nodes]
+        scores = [float(sum(token != -100 for token in mask)) for mask in masks]
+        return {"tokens": [node.tokens for node in nodes], "masks": masks, "scores": scores}, []
+
+
 class Steps(Environment):
     """Scores every turn by itself, and wants to see an item again."""
 
@@ -238,6 +254,9 @@ class Troubled(Environment):
 
     async def _fail(self) -> Any:
         raise ZeroDivisionError("division")
+
+    async def _exit(self) -> Any:
+        sys.exit(3)
 
     async def _drop(self) -> Any:
         return None, []

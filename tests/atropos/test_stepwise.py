@@ -17,6 +17,7 @@ from tests.atropos.step_environments import (
     Doubling,
     Environment,
     Group,
+    InTurn,
     Managed,
     Parallel,
     Rendered,
@@ -31,7 +32,7 @@ from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.context import Context, entered
 from penstock.schemas import InvalidRecord, StopReason
 from penstock.stages.environments import StepEnvironment
-from penstock.stages.integrations.atropos import episodes
+from penstock.stages.integrations.atropos import episodes, stepwise
 from penstock.stages.integrations.atropos.conversation import Action, ModelCallRefused
 from penstock.stages.integrations.atropos.episodes import EnvironmentTimedOut
 from penstock.stages.integrations.atropos.home import NoMoreItems
@@ -196,6 +197,12 @@ async def test_conversations_side_by_side_are_told_apart_by_what_was_said() -> N
     assert rewards == [3.0, 6.0]
 
 
+async def test_conversations_one_after_another_are_told_apart_even_if_nothing_is_said() -> None:
+    rewards = await together(bare(InTurn, group_size=3), ("",), ("ab",), ("",))
+
+    assert rewards == [0.0, 2.0, 0.0]
+
+
 async def test_a_group_that_the_environment_drops_has_no_rewards() -> None:
     outcomes = await together(AtroposEnvironment(Group, group_size=2), ("1",), ("1",))
 
@@ -244,6 +251,7 @@ async def test_where_every_turn_is_scored_the_last_score_counts_and_items_may_co
         ("hang", EnvironmentTimedOut, "worked for more than 0.05 s"),
         ("hang_in_thread", EnvironmentTimedOut, "worked for more than 0.05 s"),
         ("fail", ZeroDivisionError, "division"),
+        ("exit", RuntimeError, "the environment exited, with 3"),
         ("drop", NotScored, "expected the environment to score this episode, got nothing"),
         ("infinite", NotScored, "expected a finite score, got inf"),
         ("nonsense", TypeError, "expected scored data, a list of them or None, got str"),
@@ -348,6 +356,9 @@ async def test_a_coroutine_that_clings_to_life_is_left_to_itself(monkeypatch: py
             await env.step("!")
         await env.reset()
         assert environment.abandoned == 1
+        monkeypatch.setattr(stepwise, "MOST_ABANDONED", 1)
+        with pytest.raises(EnvironmentTimedOut, match="expected an environment that returns, got 1 times"):
+            await env.reset()
         trouble.release.put(None)
 
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock Atropos environment"]

@@ -114,9 +114,12 @@ def _count(call: dict[str, Any]) -> int:
 
 @dataclass
 class Node:
-    """One conversation in tokens, with the attributes of Atropos' SequenceNode; L tokens."""
+    """One conversation in tokens, with the attributes of Atropos' SequenceNode and one of our own; L tokens."""
 
+    asked: str
+    """What was answered last."""
     full_text: str
+    """With the answer."""
     tokens: list[int]
     masked_tokens: list[int]
     """[L] −100 on what was not sampled, the token elsewhere."""
@@ -163,13 +166,13 @@ class Managed:
 
     def _node_before(self, text: str) -> Node | None:
         """The longest conversation that `text` goes on with."""
-        fits = [node for node in self._nodes if text.startswith(node.full_text)]
+        fits = [node for node in self._nodes if text.startswith(node.full_text) and text != node.asked]
         return max(fits, key=lambda node: len(node.full_text), default=None)
 
     def _grown(self, node: Node | None, text: str, *, begins: bool) -> Node:
         """`node` and what `text` adds to it, none of which was sampled."""
         if node is None:
-            return _unsampled(Node("", [], [], []), text, _encoded(self._tokenizer, text, begins=begins))
+            return _unsampled(Node("", "", [], [], []), text, _encoded(self._tokenizer, text, begins=begins))
         new = text[len(node.full_text) :]
         end_id = getattr(self._tokenizer, "eos_token_id", None)
         if end_id is not None and node.tokens[-1:] == [end_id]:
@@ -185,6 +188,7 @@ class Managed:
             tokens = [int(token) for token in action.tokens]
         known = asked.logprobs is not None and action.logprobs is not None
         node = Node(
+            asked=asked.full_text,
             full_text=asked.full_text + action.text,
             tokens=asked.tokens + tokens,
             masked_tokens=asked.masked_tokens + tokens,
@@ -204,6 +208,7 @@ class Managed:
 
 def _unsampled(node: Node, text: str, tokens: list[int]) -> Node:
     return Node(
+        asked=text,
         full_text=text,
         tokens=node.tokens + tokens,
         masked_tokens=node.masked_tokens + [MASKED] * len(tokens),

@@ -123,7 +123,7 @@ class Exchange(msgspec.Struct, frozen=True):
         if prompt.text is None or self.prompt.text is None:
             return None
         before = self.prompt.text + self.action.text
-        if not prompt.text.startswith(before):
+        if not prompt.text.startswith(before) or prompt.text == self.prompt.text:
             return None
         sampled = end if end is not None and self.action.stop_reason == StopReason.STOP else ""
         return prompt.text[len(before) :].removeprefix(sampled)

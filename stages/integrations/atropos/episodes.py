@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ....pipeline.errors import PenstockError
 from .conversation import Action, Exchange, ModelCallRefused, Prompt, observed
-from .scoring import Speaker, reward_of, scored_by
+from .scoring import reward_of, scored_by
 
 __all__ = ["EnvironmentTimedOut", "Episode", "Place", "Told", "current_episode"]
 
@@ -73,18 +73,20 @@ def current_episode() -> Episode:
         ) from None
 
 
-class Place(Speaker):
-    """The part of one step-wise environment in an episode."""
+class Place:
+    """The part of one step-wise environment in an episode; a `Speaker`."""
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        self.text: str | None = None
+        self.tokens: Sequence[int] | None = None
         self.last: Exchange | None = None
         """What was asked and answered last."""
         self.exact = True
         """Whether `tokens` were sampled, every one that was not the environment's own; false for texts alone."""
         self._answer: asyncio.Future[Action] | None = None
         """Waits for the caller."""
-        self._told: asyncio.Queue[Told | Exception] = asyncio.Queue()
+        self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
         """What the caller has not heard yet."""
 
     @property
@@ -127,11 +129,11 @@ class Place(Speaker):
             Exception: what the environment raised.
         """
         told = await self._told.get()
-        if isinstance(told, Exception):
+        if isinstance(told, BaseException):
             raise told
         return told
 
-    def tell(self, told: Told | Exception) -> None:
+    def tell(self, told: Told | BaseException) -> None:
         """Let the caller hear of the end."""
         self._told.put_nowait(told)
 
@@ -247,14 +249,11 @@ class Episode:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        if self._over or task.cancelled():
-            self._end([EnvironmentTimedOut("the environment was closed in the middle of an episode")] * self.terms.size)
-            return
-        error = task.exception()
-        if error is None:
-            self._end(self._judged(task.result()))
+        if task.cancelled():
+            error: BaseException | None = EnvironmentTimedOut("the environment was closed in the middle of an episode")
         else:
-            self._end([error if isinstance(error, Exception) else RuntimeError(repr(error))] * self.terms.size)
+            error = task.exception()
+        self._end(self._judged(task.result()) if error is None else [error] * self.terms.size)
 
     def _judged(self, result: Any) -> list[Told | Exception]:
         """What every place is told."""
@@ -264,7 +263,7 @@ class Episode:
             return [error] * self.terms.size
         return [_judgement(place, row) for place, row in zip(self._places, rows, strict=True)]
 
-    def _end(self, told: list[Any]) -> None:
+    def _end(self, told: Sequence[Told | BaseException]) -> None:
         if self._over:
             return
         self._over = True

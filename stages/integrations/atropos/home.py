@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -288,7 +288,7 @@ class Home:
         limit = asyncio.timeout(self._recipe.timeout_s)
         try:
             async with limit:
-                item = await env.get_next_item()
+                item = await _never_exiting(env.get_next_item())
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -301,10 +301,11 @@ class Home:
         """What the environment scored."""
         alone = one_by_one(env)
         try:
-            scored, backlog = await (env.collect_trajectory(item) if alone else env.collect_trajectories(item))
+            collecting = env.collect_trajectory(item) if alone else env.collect_trajectories(item)
+            scored, backlog = await _never_exiting(collecting)
             self._backlog += backlog or ()
             if not alone and hasattr(env, "postprocess_histories"):
-                scored = await env.postprocess_histories(scored)
+                scored = await _never_exiting(env.postprocess_histories(scored))
             return scored
         finally:
             if hasattr(env, "cleanup"):
@@ -313,6 +314,14 @@ class Home:
 
 async def _nothing() -> None:
     """Takes no time where the event loop runs."""
+
+
+async def _never_exiting(work: Awaitable[Any]) -> Any:
+    """What `work` comes to; SystemExit, which would end the event loop, is an error like others."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the environment exited, with {error}") from error
 
 
 async def _told(place: Place) -> Told:
@@ -344,7 +353,7 @@ class _InThreads(concurrent.futures.ThreadPoolExecutor):
     async def _answered(self, function: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
         try:
             value = await self._ours.call(function)
-        except Exception as error:  # noqa: BLE001 (handed over)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (handed over)
             if not future.cancelled():
                 future.set_exception(error)
         else:

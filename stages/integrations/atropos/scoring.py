@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ....pipeline.errors import PenstockError
 
@@ -25,12 +25,12 @@ class NotScored(PenstockError):
     """The environment gave an episode no score: environments drop what they cannot learn from."""
 
 
-class Speaker:
+class Speaker(Protocol):
     """What is known of who said something."""
 
-    text: str | None = None
+    text: str | None
     """The last action; None before there was one."""
-    tokens: Sequence[int] | None = None
+    tokens: Sequence[int] | None
     """The whole sequence, where it is known."""
 
 
@@ -81,14 +81,14 @@ def _groups(result: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not isinstance(group["scores"], Sequence):
+    if not hasattr(group["scores"], "__len__"):
         return [dict(group)]
     count = len(group["scores"])
     return [{name: _entry(name, value, index, count) for name, value in group.items()} for index in range(count)]
 
 
 def _entry(name: str, value: Any, index: int, count: int) -> Any:
-    by_sequence = name not in OF_A_GROUP and isinstance(value, Sequence) and len(value) == count
+    by_sequence = name not in OF_A_GROUP and hasattr(value, "__len__") and len(value) == count
     return value[index] if by_sequence else value
 
 
@@ -100,11 +100,11 @@ def _owner(row: Mapping[str, Any], speakers: Sequence[Speaker], tokenizer: Any, 
     if alone:
         return 0
     for index, speaker in enumerate(speakers):
-        if speaker.tokens is not None and list(speaker.tokens) == list(row.get("tokens", ())):
+        if speaker.tokens is not None and list(speaker.tokens) == list(row.get("tokens") or ()):
             return index
     said = _said(row, tokenizer)
     texts = {index: speaker.text.strip() for index, speaker in enumerate(speakers) if speaker.text is not None}
-    fits = [index for index, text in texts.items() if said is not None and said.endswith(text)]
+    fits = [index for index, text in texts.items() if said is not None and (said.endswith(text) if text else not said)]
     return max(fits, key=lambda index: len(texts[index]), default=None)
 
 

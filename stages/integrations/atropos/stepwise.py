@@ -101,11 +101,12 @@ class AtroposEnvironment:
     def home(self) -> Home:
         """The opened environment; another one where it hangs."""
         with self._lock:
+            if self.abandoned >= MOST_ABANDONED:
+                raise EnvironmentTimedOut(
+                    f"expected an environment that returns, got {self.abandoned} times that it hangs: "
+                    f"see what it waits for"
+                )
             if self._home is None or self._home.abandoned:
-                if self.abandoned >= MOST_ABANDONED:
-                    raise EnvironmentTimedOut(
-                        f"expected an environment that returns, got {self.abandoned} that hang: see what it waits for"
-                    )
                 self._home = Home(self._recipe, self._left_to_itself)
             return self._home
 
