@@ -469,6 +469,15 @@ def test_groups_in_the_pipelines_channel_count_as_long_as_they_are_there() -> No
     assert made.status(downstream=3).queue_size == 3
 
 
+def test_what_was_taken_is_not_remembered_for_ever_where_no_environment_asks() -> None:
+    made = books(env(1))
+    for _ in range(4_200):
+        made.submit(0, [group(size=1, env_id=0)])
+        made.take(0)
+
+    assert made.env_status(0, 0, downstream=5_000).self_queue_size == 4_096
+
+
 def test_weights_of_nothing_are_no_division_by_nothing() -> None:
     made = books(env(weight=0), env(weight=0))
 
@@ -493,7 +502,7 @@ def test_statistics_say_what_became_of_what_was_submitted() -> None:
     said = made.statistics(7)[0]
 
     assert (said.env_id, said.name, said.connected, said.silent_s) == (0, "maze_0", False, 2)
-    assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 8, 3)
+    assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 4, 3)
 
 
 def taken(made: Books[Any]) -> list[Any]:

@@ -8,6 +8,10 @@ from collections.abc import Mapping
 __all__ = ["Depth"]
 
 
+MOST_DOWNSTREAM = 4_096
+"""No channel holds more groups that environments would have to know of. They may never ask, and it is not to grow."""
+
+
 class Depth:
     """Sequences that wait in the queue or, taken from it, in a pipeline's channel, by lane."""
 
@@ -51,6 +55,7 @@ class Depth:
     def taken(self, lane: int, size: int) -> None:
         """A group that waits was taken, and waits in the pipeline's channel."""
         self._downstream.append((lane, size))
+        self.passed(MOST_DOWNSTREAM)
 
     def passed(self, downstream: int) -> None:
         """Only so many groups still wait in the channel: the last that were taken."""

@@ -428,4 +428,5 @@ class Books(Generic[G]):
     def statistics(self, now: float) -> list[EnvStatistics]:
         """Every environment, by id."""
         self.expire(now)
-        return [env.statistics(now, self._waiting.depth.own(env.env_id)) for env in self._envs]
+        lanes = self._waiting.queue.lanes
+        return [env.statistics(now, lanes[env.env_id].sequences if env.env_id in lanes else 0) for env in self._envs]
