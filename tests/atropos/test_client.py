@@ -370,7 +370,7 @@ async def test_a_queue_that_is_empty_for_too_long() -> None:
 
     assert error.situation == "empty"
     assert "expected a batch within 0.02 s, got none" in str(error)
-    assert server.polls() > 2
+    assert server.polls() >= 2
 
 
 @pytest.mark.parametrize("info", [{"batch_size": -1, "max_token_len": -1}, {"batch_size": 4, "max_token_len": 64}])
