@@ -40,14 +40,15 @@ from penstock import (
     source,
 )
 
-STEPS, TARGET, LITTLE_SKILL = 250, 0.95, 200
+STEPS, STEPS_WITH_TEACHER, TARGET, LITTLE_SKILL = 250, 100, 0.95, 200
 REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 
 
 async def learn(name: str, model: Transformer, seed: int, teacher: Transformer | None = None) -> None:
     """Train `model` by its teacher, or else by rewards, and print how it gets on."""
-    updates = 4 if teacher else 1  # what a teacher says of an answer stays true; by rewards, four times are too many
-    optimizer = partial(annealed_adamw, steps=STEPS * updates)
+    # What a teacher says of an answer stays true: it is learned from four times. By rewards that would be too often.
+    steps, updates = (STEPS_WITH_TEACHER, 4) if teacher else (STEPS, 1)
+    optimizer = partial(annealed_adamw, steps=steps * updates)
     loss = Distillation() if teacher else PPOClip()
     trainer = TorchTrainer(model, optimizer=optimizer, loss=loss, updates=updates)
     with printed_curve(name, model, TARGET) as metrics:
@@ -62,7 +63,7 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
                 bridge = RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER)
                 judged = source(env(group_size=8)).then(bridge).then(AdvantageNormalizer("grpo"))
             batches = judged.then(Batcher(max_tokens=8192, sequences=512, max_lag=4, drop_zero_variance=True))
-            sink = SinkTrainer(ExaminedTrainer(trainer, model, every=5), publisher, max_steps=STEPS)
+            sink = SinkTrainer(ExaminedTrainer(trainer, model, every=5), publisher, max_steps=steps)
             await batches.sink(sink).run(metrics=metrics)
 
 

@@ -19,7 +19,7 @@ sys.argv, sys.path = ["distillation.py"], [{str(EXAMPLES)!r}, *sys.path]
 from arithmetic.warm_up import warm_up
 warm_up.__defaults__ = (20,)
 source = Path({str(SCRIPT)!r}).read_text()
-for full, little in {{"= 250, 0.95, 200": "= 5, 0.95, 20", "sequences=512": "sequences=32"}}.items():
+for full, little in {{"= 250, 100, 0.95, 200": "= 5, 5, 0.95, 20", "sequences=512": "sequences=32"}}.items():
     assert full in source
     source = source.replace(full, little)
 exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file__": {str(SCRIPT)!r}}})
