@@ -172,3 +172,5 @@ def test_what_an_environment_holds_is_taken_as_it_is() -> None:
     assert group.messages is None
     with pytest.raises(InvalidRecord, match="expected tokens, masks and scores, got no masks and no scores"):
         scored_data({"tokens": tokens})
+    with pytest.raises(InvalidRecord, match="expected lists, with one list for each sequence, got others"):
+        scored_data({"tokens": [5, 6], "masks": [-100, 6], "scores": [1.0, 0.0]})

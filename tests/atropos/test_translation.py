@@ -153,6 +153,7 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
     ("ids", "logprobs", "told"),
     [
         (IDS, [[[], [-0.5], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "distill_logprobs: expected 2 at token 1 of the group"),
+        ([[None, [6, 1], [7]], [[], [2, 8, 9]]], LOGPROBS, "expected a list for each token"),
         ([[[], [6, 6], [7]], [[], [2, 8, 9]]], LOGPROBS, "each candidate of a token once, got 6 more often at token 1"),
         ([[[], [6, -1], [7]], [[], [2, 8, 9]]], LOGPROBS, "distill_token_ids: expected ids of 0 or more, got -1"),
         (IDS, [[[], [-0.5, 1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "expected log-probabilities of 0 or less, got 1"),
@@ -202,7 +203,7 @@ def test_a_group_from_elsewhere_says_what_the_contract_has_a_word_for() -> None:
         behavior_logprobs=[0.0, -0.5, 0.0],
         teacher_ids=[[-1, -1], [2, 4], [-1, -1]],
         teacher_logprobs=[[0.0, 0.0], [-0.5, -np.inf], [0.0, 0.0]],
-        meta={"task": 3, "temperature": 0.7},
+        meta={"task": 3, "temperature": 0.7, "messages": [{"role": "user", "content": "of every sequence"}]},
     )
 
     told = json.loads(from_group(group))
@@ -211,4 +212,5 @@ def test_a_group_from_elsewhere_says_what_the_contract_has_a_word_for() -> None:
     assert told["inference_logprobs"] == [[1.0, -0.5, 1.0]]
     assert told["distill_token_ids"] == [[[], [2], []]]
     assert told["generation_params"] == {"temperature": 0.7}
+    assert told["messages"] is None
     assert told.keys() == {"tokens", "masks", "scores", *ScoredData.optional}

@@ -251,7 +251,10 @@ def scored_data(values: Mapping[str, Any]) -> ScoredData:
     if absent:
         raise InvalidRecord(f"expected tokens, masks and scores, got no {' and no '.join(absent)}")
     given = {name: value for name in ScoredData.optional if not _says_nothing(value := values.get(name))}
-    return _checked(ScoredData(tokens=values["tokens"], masks=values["masks"], scores=values["scores"], **given))
+    try:
+        return _checked(ScoredData(tokens=values["tokens"], masks=values["masks"], scores=values["scores"], **given))
+    except TypeError as error:
+        raise InvalidRecord(f"expected lists, with one list for each sequence, got others ({error})") from None
 
 
 def _of_list(index: int, piece: bytes) -> ScoredData:

@@ -11,7 +11,7 @@ Axes: S sequences, N tokens of all of them, K candidates of a teacher.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -148,8 +148,10 @@ def _place(at: int, offsets: NDArray[np.int64]) -> str:
 
 def _candidates(ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Sequence[Sequence[float]]]) -> Candidates:
     """Those of all sequences, one token's after another's."""
-    counts = np.fromiter(map(len, chain.from_iterable(ids)), np.int64)
-    others = np.fromiter(map(len, chain.from_iterable(logprobs)), np.int64)
+    try:
+        counts, others = (np.fromiter(map(len, chain.from_iterable(rows)), np.int64) for rows in (ids, logprobs))
+    except TypeError as error:
+        raise InvalidRecord(f"distill_token_ids, distill_logprobs: expected a list for each token ({error})") from None
     if not np.array_equal(counts, others):
         at = int((counts != others).argmax())
         raise InvalidRecord(
@@ -230,12 +232,7 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
     repetitions = group.repetition_ids.tolist()
     trained = mask.copy()
     trained[group.offsets[:-1][np.isin(repetitions, meta.get(TRAINS_FIRST, []))]] = True
-    kept: dict[str, Any] = {name: meta[name] for name in META if name in meta}
-    for name in ("messages", "overrides"):
-        if name in kept and len(kept[name]) > max(repetitions):
-            kept[name] = [kept[name][repetition] for repetition in repetitions]
-    if "temperature" in meta:
-        kept.setdefault("generation_params", {"temperature": meta["temperature"]})
+    kept = _kept(meta, repetitions)
     if group.behavior_logprobs is not None:
         kept["inference_logprobs"] = _rows(np.where(mask, group.behavior_logprobs, NO_LOGPROB), group)
     for name in ("advantages", "ref_logprobs"):
@@ -251,6 +248,20 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
         scores=group.rewards.tolist(),
         **kept,
     )
+
+
+def _kept(meta: Mapping[str, Any], repetitions: Sequence[int]) -> dict[str, Any]:
+    """What the contract has a name for; what is of every sequence, of those that there are."""
+    kept: dict[str, Any] = {name: meta[name] for name in META if name in meta}
+    for name, kind in (("messages", list), ("overrides", dict)):
+        said = kept.get(name)
+        if not (isinstance(said, list) and all(isinstance(one, kind) for one in said)):
+            kept.pop(name, None)  # of another meaning
+        elif len(said) > max(repetitions, default=0):
+            kept[name] = [said[repetition] for repetition in repetitions]
+    if "temperature" in meta:
+        kept.setdefault("generation_params", {"temperature": meta["temperature"]})
+    return kept
 
 
 def _rows(column: Array, group: TrajectoryGroup) -> list[list[Any]]:
