@@ -269,7 +269,11 @@ def _server(command: Sequence[str]) -> Iterator[tuple[str, int]]:
         yield url, process.pid
     finally:
         process.terminate()
-        process.wait(GRACE_S)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:  # it may be busy with a batch
+            process.kill()
+            process.wait()
 
 
 def _answers(url: str) -> bool:
@@ -316,10 +320,13 @@ def measure(
                 continue
             with console.status(f"{case.load}: {way}, {repeat + 1} of {repeats}"):
                 try:
-                    outcomes.setdefault(way, []).append(WAYS[way](case))
+                    outcome = WAYS[way](case)
                 except Absent as absent:
-                    del outcomes[way]
                     skipped[way] = f"skipped: {absent}"
+                except Exception as error:  # noqa: BLE001 (one that fails does not spoil the others' run)
+                    skipped[way] = f"failed with {case.load}: {type(error).__name__}: {error}"
+                else:
+                    outcomes.setdefault(way, []).append(outcome)
     return [_row(case.load, way, each, outcomes.get("original")) for way, each in outcomes.items()], skipped
 
 
@@ -334,7 +341,7 @@ def _row(load: Load, way: str, outcomes: list[Outcome], original: list[Outcome] 
         "clients_us": [outcome.clients_us for outcome in outcomes],
     }
     if original is not None:
-        pairs = list(zip(outcomes, original, strict=True))
+        pairs = list(zip(outcomes, original, strict=False))
         row["ratio"] = [ours.trajectories_per_s / theirs.trajectories_per_s for ours, theirs in pairs]
         row["server_share"] = [ours.server_us / theirs.server_us for ours, theirs in pairs]
     return row

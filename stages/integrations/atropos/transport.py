@@ -32,6 +32,7 @@ from ....pipeline.errors import (
 from ....pipeline.telemetry import get_logger
 from ....pipeline.waiting import Waiters
 from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
+from .api_error import shown
 from .contract import scored_data
 from .shm_way_in import PATH, WayInAnswer
 from .translation import to_group
@@ -56,7 +57,6 @@ ATTEMPTS = 2
 
 Scored: TypeAlias = Mapping[str, Any]
 Send: TypeAlias = Callable[[Any], Awaitable[Any]]
-
 
 E = TypeVar("E")
 
@@ -140,7 +140,7 @@ class _Line:
 
     def __repr__(self) -> str:
         state = self._why_http or ("open" if self._sender is not None else "not open")
-        return f"<ShmTransport of {type(self._env).__name__} to {self._url}: {state}>"
+        return f"<ShmTransport of {type(self._env).__name__} to {shown(self._url)}: {state}>"
 
     @property
     def _url(self) -> str:
@@ -202,8 +202,8 @@ class _Line:
             keeper.result()
         elif self._sender is None:
             raise NobodyListens(
-                f"expected the gateway at {self._url} to come back, got nothing for {PATIENCE_S:g} s: is its process "
-                f"running, at the same address?"
+                f"expected the gateway at {shown(self._url)} to come back, got nothing for {PATIENCE_S:g} s: is its "
+                f"process running, at the same address?"
             )
         return self._sender
 
@@ -225,7 +225,7 @@ class _Line:
                 if not self._known and strangers == ATTEMPTS:
                     self._fall_back(f"the gateway is on another host, or lets nobody in: {error}")
             except (OSError, PeerLost, TimeoutError) as error:
-                log.debug("gateway_not_there", url=self._url, reason=str(error))
+                log.debug("gateway_not_there", url=shown(self._url), reason=str(error))
             if self._why_http is not None:
                 return
             await asyncio.sleep(retry_s)
@@ -241,10 +241,10 @@ class _Line:
             self._sender = None
             self._changed.wake_all()
         in_flight = sender.statistics().items
-        log.warning("gateway_gone", url=self._url, reason=str(sender.failure), groups_in_flight=in_flight)
+        log.warning("gateway_gone", url=shown(self._url), reason=str(sender.failure), groups_in_flight=in_flight)
 
     def _fall_back(self, reason: str) -> None:
-        log.warning("sending_over_http", url=self._url, reason=reason)
+        log.warning("sending_over_http", url=shown(self._url), reason=reason)
         self._why_http = reason
 
     async def _way_in(self) -> str:
@@ -255,6 +255,7 @@ class _Line:
             OSError, TimeoutError: it says nothing.
         """
         http, url = self._http, self._url + PATH
+        said = f"expected a gateway of penstock at {shown(self._url)}"
         try:
             async with (
                 http.ClientSession(timeout=http.ClientTimeout(total=ANSWER_S)) as session,
@@ -262,13 +263,13 @@ class _Line:
             ):
                 status, body = response.status, await response.read()
         except http.ClientError as error:
-            raise OSError(f"{url}: {error}") from error
+            raise OSError(f"{said}, got {error}") from error
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise OSError(f"{url}: {status}")
+            raise OSError(f"{said}, got {status}")
         try:
             return msgspec.json.decode(body, type=WayInAnswer).url
         except msgspec.MsgspecError:
-            raise _NoGateway(f"expected a gateway of penstock at {url}, got {status} {body[:80]!r}") from None
+            raise _NoGateway(f"{said}, got {status} {body[:80]!r}") from None
 
 
 def _aiohttp() -> Any:
