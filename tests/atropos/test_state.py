@@ -290,6 +290,24 @@ def test_sizes_that_never_make_up_a_whole_group_are_refused_at_last_and_not_kept
     assert made.submit(0, [group(size=1, env_id=0)]).buffer_size == 60
 
 
+def test_what_is_held_back_is_queued_when_its_environment_is_gone() -> None:
+    made = books(env(4), env(4), silence_s=60)
+    made.submit(0, [group("left", 3, env_id=0), group("silent", 1, env_id=1)])
+    made.disconnect_env(0)
+    made.expire(60)
+    made.submit(60, [group("late", 3, env_id=0)])
+
+    assert [each.payload for each in taken(made)] == ["left", "silent", "late"]
+
+
+def test_it_stays_where_that_is_asked_for() -> None:
+    made = books(env(4), habits=Habits(keeps_the_unpackable=True))
+    made.submit(0, [group(size=3, env_id=0)])
+    made.disconnect_env(0)
+
+    assert taken(made) == []
+
+
 def test_a_submission_for_which_there_is_no_room_is_refused_whole() -> None:
     made = books(env(), capacity=3)
     made.submit(0, [group(1, env_id=0), group(2, env_id=0)])
@@ -497,11 +515,12 @@ def test_statistics_say_what_became_of_what_was_submitted() -> None:
     made = books(env(4, name="maze"), env(2))
     made.submit(5, [group(env_id=0), group(env_id=0), group(size=3, env_id=0)])
     made.take(5)
-    made.disconnect_env(0)
+    made.disconnect_env(1)
 
-    said = made.statistics(7)[0]
+    said, other = made.statistics(7)
 
-    assert (said.env_id, said.name, said.connected, said.silent_s) == (0, "maze_0", False, 2)
+    assert (said.env_id, said.name, said.connected, said.silent_s) == (0, "maze_0", True, 2)
+    assert (other.env_id, other.name, other.connected, other.silent_s) == (1, "env_0", False, 7)
     assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 4, 3)
 
 

@@ -196,7 +196,8 @@ class Environments(Generic[G]):
     ) -> tuple[dict[int, Buffer[G]], list[Submission[G]], Receipt]:
         """What buffers would hold, what would be queued, and what would be said of it. Nothing is changed.
 
-        With `any_size` a group that is larger than its environment's waits for no others: it would wait in vain.
+        With `any_size` a group that is larger than its environment's waits for no others, nor does any of one that
+        left: they would wait in vain.
 
         Raises:
             NeverPacked: a buffer would hold too much; not raised unless `any_size`.
@@ -206,7 +207,7 @@ class Environments(Generic[G]):
         held_back, buffer_size = 0, None
         for submission in submissions:
             env = self.find(submission.env_id)
-            if env is None or env.buffer.is_whole(submission, any_size=any_size):
+            if env is None or env.buffer.is_whole(submission, any_size=any_size) or (any_size and not env.connected):
                 queued.append(submission)
                 continue
             buffer = buffers.setdefault(env.env_id, Buffer(env.buffer.group_size, list(env.buffer.groups)))

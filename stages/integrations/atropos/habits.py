@@ -34,8 +34,8 @@ class Habits:
     keeps_the_unpackable: bool = False
     """Admit environments and groups of sizes that can never be packed: they stay where they are.
 
-    Otherwise a group that is larger than its environment said is queued like any other, and what is larger than a
-    batch, or adds up to nothing, is refused.
+    Otherwise a group that is larger than its environment said is queued like any other, as are those that wait for
+    others of one that is gone; and what is larger than a batch, or adds up to nothing, is refused.
     """
     first_trainer_only: bool = False
     """Ignore a trainer that registers when one has registered already.

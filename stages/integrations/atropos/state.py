@@ -180,7 +180,9 @@ class Books(Generic[G]):
         Raises:
             UnknownEnvironment: there is no such environment.
         """
-        self._envs.disconnect(self._envs.get(env_id))
+        env = self._envs.get(env_id)
+        self._envs.disconnect(env)
+        self._release(env)
         self._recount()
 
     def wandb_info(self) -> WandbInfo:
@@ -199,7 +201,14 @@ class Books(Generic[G]):
         if fallen := self._envs.expire(now):
             for env in fallen:
                 log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
+                self._release(env)
             self._recount()
+
+    def _release(self, env: Environment[G]) -> None:
+        """What is held back of an environment that is gone waits for nothing: it is queued as it is."""
+        if not self.habits.keeps_the_unpackable:
+            self._enqueue(env.buffer.groups)
+            env.buffer.groups = []
 
     def _hear(self, now: float, env: Environment[G]) -> None:
         if self._envs.hear(now, env):
@@ -283,10 +292,13 @@ class Books(Generic[G]):
             self._room.hold(lane, submission)
             if lane in senders:
                 senders[lane].submitted += submission.sequences
-        for submission in queued:
+        self._enqueue(queued)
+        return receipt
+
+    def _enqueue(self, submissions: list[Submission[G]]) -> None:
+        for submission in submissions:
             self._waiting.append(self._lane(submission), submission)
             self.latest = submission
-        return receipt
 
     def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
         most = math.inf
