@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -21,7 +20,7 @@ from anyio.abc import SocketAttribute
 
 import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock import TrajectoryGroup, drop, memory_channel, source
-from penstock.errors import InvalidConfig, MissingExtra
+from penstock.errors import MissingExtra
 from penstock.pipeline.channels.channel import ReceiveChannel
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos.api_error import AtroposAPIError
@@ -383,56 +382,7 @@ async def test_a_registration_that_does_not_count(info: dict[str, Any]) -> None:
     assert "reset_data" in str(error)
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------
-
-NEEDED: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 3}
-
-
-def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "atropos.yaml"
-    path.write_text("api_url: http://a:1\nbatch_size: 2\nmax_token_len: 64\nnum_steps: 3\ntimeout_s: 5\n")
-    values = NEEDED | {"api_url": "http://a:1", "timeout_s": 5}
-
-    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
-    assert AtroposClient.from_yaml(path).timeout_s == 5
-
-    monkeypatch.setenv("ATROPOS_API_URL", "http://b:2")
-    monkeypatch.setenv("ATROPOS_TIMEOUT", "7.5")
-
-    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
-    assert (AtroposClient.from_yaml(path).api_url, AtroposClient.from_yaml(path).timeout_s) == ("http://b:2", 7.5)
-    assert AtroposClient(api_url="http://c:3", **NEEDED).api_url == "http://c:3"
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"batch_size": "2"}, r"atropos\.batch_size: expected int, got str"),
-        ({"batch_size": 0}, r"atropos\.batch_size: expected a number above 0, got 0"),
-        ({"num_steps": 1, "starting_step": 2}, r"atropos\.num_steps: expected at least starting_step, 2, got 1"),
-        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a number of 0 or more, got -1"),
-        ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number, got nan"),
-        ({"api_url": "localhost:8000"}, r"atropos\.api_url: expected http://host:port without a path"),
-        ({"retries": 3}, "expected only the fields batch_size, .* got 'retries'"),
-    ],
-)
-def test_what_cannot_be_meant_is_told_with_its_path(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidConfig, match=told):
-        AtroposClient.from_config(NEEDED | changed)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("ATROPOS_TIMEOUT", "soon"), ("ATROPOS_TIMEOUT", "0"), ("ATROPOS_API_URL", "x")]
-)
-def test_a_variable_that_cannot_be_meant_is_told_by_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-
-    with pytest.raises(InvalidConfig, match=name):
-        AtroposClient.from_config(NEEDED)
+# -- what it needs ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_token_is_brought_and_not_shown() -> None:

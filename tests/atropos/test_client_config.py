@@ -1,0 +1,60 @@
+"""What an AtroposClient is made of: a mapping, a file, two variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import InvalidConfig
+from penstock.stages.integrations.atropos.client import AtroposClient
+
+NEEDED: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 3}
+
+
+def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "atropos.yaml"
+    path.write_text("api_url: http://a:1\nbatch_size: 2\nmax_token_len: 64\nnum_steps: 3\ntimeout_s: 5\n")
+    values = NEEDED | {"api_url": "http://a:1", "timeout_s": 5}
+
+    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
+    assert AtroposClient.from_yaml(path).timeout_s == 5
+
+    monkeypatch.setenv("ATROPOS_API_URL", "http://b:2")
+    monkeypatch.setenv("ATROPOS_TIMEOUT", "7.5")
+
+    assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
+    assert (AtroposClient.from_yaml(path).api_url, AtroposClient.from_yaml(path).timeout_s) == ("http://b:2", 7.5)
+    assert AtroposClient(api_url="http://c:3", **NEEDED).api_url == "http://c:3"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"batch_size": "2"}, r"atropos\.batch_size: expected int, got str"),
+        ({"batch_size": 0}, r"atropos\.batch_size: expected a number above 0, got 0"),
+        ({"num_steps": 1, "starting_step": 2}, r"atropos\.num_steps: expected at least starting_step, 2, got 1"),
+        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a number of 0 or more, got -1"),
+        ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number, got nan"),
+        ({"api_url": "localhost:8000"}, r"atropos\.api_url: expected http://host:port without a path"),
+        ({"retries": 3}, "expected only the fields batch_size, .* got 'retries'"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_its_path(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidConfig, match=told):
+        AtroposClient.from_config(NEEDED | changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ATROPOS_TIMEOUT", "soon"), ("ATROPOS_TIMEOUT", "0"), ("ATROPOS_API_URL", "x")]
+)
+def test_a_variable_that_cannot_be_meant_is_told_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(InvalidConfig, match=name):
+        AtroposClient.from_config(NEEDED)
