@@ -19,7 +19,7 @@ import numpy as np
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, TrainBatch, source
 from penstock.stages.integrations.atropos import AtroposGateway, Door
 
-STEPS = 30
+STEPS = 20
 SEQUENCES = 64
 """Of a batch."""
 LEARNING_RATE = 0.5

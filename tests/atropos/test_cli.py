@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock.cli import main
 from penstock.stages.integrations.atropos.access import Access, listen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from anyio.lowlevel import checkpoint
 from tests.atropos.environment import Config, Environment
 from tests.atropos.gateways import TRAINER, environment, scored
 
-import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock import Ledger, SendChannel, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
@@ -201,14 +199,10 @@ async def test_beyond_loopback_nobody_listens_without_a_token() -> None:
 
 
 async def test_without_a_server_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = builtins.__import__
+    def absent(_: str) -> None:
+        raise ModuleNotFoundError(name="starlette")
 
-    def without(name: str, *others: Any) -> Any:
-        if name == "hosting":
-            raise ModuleNotFoundError(name="starlette")
-        return whole(name, *others)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(gateway, "import_module", absent)
     with pytest.raises(MissingExtra, match=r"AtroposGateway needs starlette.*pip install 'penstock\[gateway\]'"):
         await drive_source(AtroposGateway(batch_size=8, max_token_len=64))
 

@@ -13,9 +13,11 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import Context, current
@@ -64,14 +66,21 @@ async def opened(door: Door, books: Books[G], desk: Desk[G], name: str) -> Async
     Raises:
         MissingExtra: the packages for an HTTP server are not installed.
     """
+    await anyio.to_thread.run_sync(_import_server, name)
+    from .hosting import hosted  # noqa: PLC0415 (only who serves needs a server)
+
+    async with hosted(door, books, desk) as gateway:
+        yield gateway
+
+
+def _import_server(name: str) -> None:
+    """Blocks."""
     try:
-        from .hosting import hosted  # noqa: PLC0415 (only who serves needs a server)
+        import_module(f"{__package__}.hosting")
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"{name} needs {error.name}, which is not installed: pip install 'penstock[gateway]'"
         ) from error
-    async with hosted(door, books, desk) as gateway:
-        yield gateway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
