@@ -681,6 +681,7 @@ class BooksMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everything comes out, but for what waits for others to make up a whole group."""
         self.now += LEASE_S
+        self.made.expire(self.now)
         for _ in range(len(self.out)):
             self.batch(leased=False)
         for _ in range(self.made.status().queue_size):
