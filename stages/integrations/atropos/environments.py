@@ -101,11 +101,6 @@ class Environment(Generic[G]):
     crowded_out: bool = False
     """There was no room for its last one."""
 
-    @property
-    def counts(self) -> bool:
-        """Whether others have to reckon with it."""
-        return self.connected and not self.silent
-
     def statistics(self, now: float, queued: int) -> EnvStatistics:
         """For metrics; `queued` sequences of it wait."""
         return EnvStatistics(
