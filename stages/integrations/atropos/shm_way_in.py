@@ -28,8 +28,8 @@ PATH = "/shm"
 NEVER = 2**62
 """So many environments never come and go."""
 
-CAPACITY = 32
-"""Groups that each environment may have in flight."""
+CAPACITY = 16
+"""Groups that each environment may have in flight: so many may be on their way here when `/status-env` is asked."""
 
 CAPACITY_BYTES = 16 * 2**20
 """Bytes that each environment may have in flight, and holds as shared memory: 8 × 32,768 tokens with three columns."""
