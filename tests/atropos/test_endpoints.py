@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
@@ -107,6 +108,26 @@ async def test_a_batch_that_was_written_to_nobody_goes_to_the_next_who_asks() ->
     assert before == {"batch": None}
     assert after["batch"][0]["scores"][0] == 1.0
     assert gateway.books.status().current_step == 4
+
+
+@pytest.mark.parametrize(("cors", "allowed"), [(True, b"*"), (False, None)])
+async def test_a_web_page_may_ask_where_that_was_wanted(cors: bool, allowed: bytes | None) -> None:  # noqa: FBT001
+    gateway = Gateway()
+    app = application(gateway.endpoints, Access("a token"), cors=cors)
+    headers = [(b"origin", b"http://elsewhere"), (b"access-control-request-method", b"POST")]
+    scope = {"type": "http", "method": "OPTIONS", "path": "/register", "query_string": b"", "headers": headers}
+    sent = list[MutableMapping[str, Any]]()
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+
+    assert dict(sent[0]["headers"]).get(b"access-control-allow-origin") == allowed
+    assert sent[0]["status"] == (200 if cors else 401)
 
 
 async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_again() -> None:

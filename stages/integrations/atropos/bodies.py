@@ -38,7 +38,7 @@ class Limits:
     """How large requests may be."""
 
     request_bytes: int = 64 * 2**20
-    """Of one request as it is sent: a group of 64 × 32,768 tokens without log-probabilities."""
+    """Of one request as it is sent: 64 × 32,768 tokens with log-probabilities, compressed, are half of it."""
     inflated_bytes: int = 128 * 2**20
     """Of one request, inflated: gzip makes JSON a third to a quarter of what it is."""
     held_bytes: int = 512 * 2**20
