@@ -24,7 +24,7 @@ COMPRESSED_FROM_BYTES = 1000
 """As the original does it."""
 
 COMPRESSION_LEVEL = 1
-"""A batch is read once, by a trainer that is near: level 9 makes it a tenth smaller, for five times the work and more."""
+"""A batch is read once, by a trainer that is near: level 9 makes it a tenth smaller, for five times the work."""
 
 LARGE_BYTES = 256 * 1024
 """What takes longer than a millisecond or two is done in a thread, so that `/status-env` is answered meanwhile."""
