@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -435,11 +436,19 @@ def test_many_environments_at_once_lose_nothing(gateway: Client) -> None:
     assert gateway.get("/batch") == {"batch": None}
 
 
+@contextmanager
+def half_of_a_body(url: str) -> Iterator[socket.socket]:
+    """Somebody who sends a part of a group, and no more."""
+    host = urlsplit(url)
+    with socket.create_connection((str(host.hostname), host.port), timeout=10) as sender:
+        sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
+        sender.sendall(b'Content-Length: 1000\r\n\r\n{"tokens": [[1')
+        yield sender
+
+
 def test_who_goes_away_in_the_midst_of_a_body_has_sent_nothing(gateway: Client) -> None:
-    host = urlsplit(gateway.url)
-    with socket.create_connection((str(host.hostname), host.port)) as leaving:
-        leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
-        leaving.sendall(b'Content-Length: 1000\r\n\r\n{"tokens": [[1')
+    with half_of_a_body(gateway.url):
+        pass
 
     assert gateway.get("/status")["queue_size"] == 0
 
@@ -468,8 +477,11 @@ def test_a_gateway_that_was_killed_comes_back_at_the_same_place_and_knows_nothin
         assert after.get("/info")["batch_size"] == -1
         assert after.post("/register-env", environment()) == {"status": "wait for trainer to start"}
 
-        running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=5) == 0
+        with half_of_a_body(again) as waited_for:
+            after.get("/")
+            running.send_signal(signal.SIGINT)
+            assert running.wait(timeout=5) == 0
+            assert b"503" in waited_for.recv(1000).splitlines()[0]
 
 
 def _post(url: str, body: bytes) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 import anyio
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .answers import refused
 
 __all__ = ["serving"]
 
-PARTING_S = 2
+PARTING_S = 1
 """How long answers that are under way may take when the server ends: a run that is interrupted ends within five."""
 
 IDLE_S = 75
 """How long a connection is kept on which nothing is asked: longer than clients poll apart."""
+
+
+COME_AGAIN = {"Retry-After": "1", "Connection": "close"}
 
 
 class _Server(uvicorn.Server):
@@ -37,12 +44,34 @@ class _Server(uvicorn.Server):
         await self.ending.wait()
 
 
+def _parting(application: ASGIApp) -> ASGIApp:
+    """`application`, which tells those whom it waits for when the server ends to come again."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await application(scope, receive, sending)
+        except asyncio.CancelledError:  # by uvicorn, when PARTING_S are over; raised, it would be logged as a failure
+            if not started:
+                await refused(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway ends: come again", COME_AGAIN)(
+                    scope, receive, send
+                )
+
+    return answering
+
+
 @asynccontextmanager
 async def serving(application: ASGIApp, listener: socket.socket) -> AsyncGenerator[None]:
     """Serve `application` at `listener` within the body; then finish what is under way, within `PARTING_S`."""
     server = _Server(
         uvicorn.Config(
-            application,
+            _parting(application),
             loop="none",
             ws="none",
             lifespan="off",
