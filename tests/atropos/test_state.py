@@ -418,6 +418,15 @@ def test_a_batch_that_is_not_acknowledged_in_time_is_handed_out_again_before_any
     assert made.status().current_step == 3
 
 
+def test_a_lease_ends_in_its_own_time_however_long_others_are() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b")])
+    for lease_s in (10, 100):
+        made.batch(0, lease_s=lease_s)
+
+    assert [payloads(made.batch(now)) for now in (9, 10, 99, 100)] == [None, ["a"], None, ["b"]]
+
+
 def test_a_batch_that_is_acknowledged_is_not_handed_out_again() -> None:
     made = books(batch_size=4)
     made.submit(0, [group("a")])
@@ -509,6 +518,13 @@ def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
 
     assert left == 0.25
     assert made.env_status(61, 2).unallocated_fraction == 0.5
+
+
+def test_one_falls_silent_however_often_those_before_it_are_heard() -> None:
+    made = books(env(minimum=0.25), env(minimum=0.5), silence_s=60)
+    made.env_status(50, 0)
+
+    assert made.env_status(60, 0).unallocated_fraction == 0.75
 
 
 def test_statistics_say_what_became_of_what_was_submitted() -> None:
