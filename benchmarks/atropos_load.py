@@ -36,9 +36,6 @@ from .report import write_json
 
 __all__ = ["Found", "accepted_in", "asked", "expected_shares", "judged", "main", "received_by"]
 
-STEP_S = 0.5
-"""What a step of the trainer takes."""
-
 SILENCE_S = 5.0
 """After so long, environments that are gone hold nobody back."""
 
@@ -189,7 +186,7 @@ def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
     draw = random.Random(arguments.seed)  # noqa: S311 (hides nothing)
     number, until = 0, 0.0
     while not until or time.monotonic() < until:
-        with _trainer(url, folder, number, arguments.batch_size) as trainer:
+        with _trainer(url, folder, number, arguments) as trainer:
             if not until:
                 while asked(url, "/metrics").count("env_connected{") < arguments.environments:
                     time.sleep(SAMPLE_S)
@@ -209,11 +206,12 @@ def leased(number: int) -> bool:
     return number % 2 == 1
 
 
-def _trainer(url: str, folder: Path, number: int, batch_size: int) -> subprocess.Popen[bytes]:
+def _trainer(url: str, folder: Path, number: int, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.atropos_load", "--trainer", url, "--notes", str(notes(folder, number))]
+    command += ["--batch-size", str(arguments.batch_size), "--step-s", str(arguments.step_s)]
     if leased(number):
         command.append("--leased")
-    return subprocess.Popen([*command, "--batch-size", str(batch_size)])  # noqa: S603 (our own)
+    return subprocess.Popen(command)  # noqa: S603 (our own)
 
 
 def notes(folder: Path, number: int) -> Path:
@@ -290,6 +288,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--environments", type=int, default=64, help="processes; a multiple of 4")
     parser.add_argument("--batch-size", type=int, default=256, help="sequences")
+    parser.add_argument("--step-s", type=float, default=1.0, help="what a step of the trainer takes")
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--pace", type=float, default=1.0, help="by how much environments' waits are multiplied")
     parser.add_argument("--seed", type=int, default=0)
@@ -300,7 +299,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.trainer:
         Trainer(
-            arguments.trainer, arguments.notes, leased=arguments.leased, batch_size=arguments.batch_size, step_s=STEP_S
+            arguments.trainer,
+            arguments.notes,
+            leased=arguments.leased,
+            batch_size=arguments.batch_size,
+            step_s=arguments.step_s,
         ).run(lambda _: False)
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -25,8 +25,11 @@ __all__ = ["GROUP_SIZE", "KINDS", "Kind", "Numbered", "Trainer", "config_of", "k
 
 GROUP_SIZE = 4
 
-CONTESTED_GROUPS = 3
-"""A batch is contested where so many groups of every environment wait: each could have more of it."""
+CONTESTED_GROUPS = 2
+"""A batch is contested where so many groups of every environment wait: each could have its part of it."""
+
+BATCHES_AHEAD = 10
+"""Environments pause when so many batches wait: with the usual 3, no queue holds two groups of each of 64."""
 
 LEASE_S = 3.0
 
@@ -58,6 +61,7 @@ def config_of(index: int, url: str, pace: float) -> Config:
         group_size=GROUP_SIZE,
         inference_weight=kind.weight,
         min_batch_allocation=kind.minimum,
+        max_batches_offpolicy=BATCHES_AHEAD,
         pace=pace,
     )
 
