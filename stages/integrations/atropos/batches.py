@@ -63,11 +63,11 @@ def in_packs(queue: GroupQueue[G], order: Iterable[Queued[G]], batch_size: int) 
         return None
     unfinished: dict[int, list[Queued[G]]] = {}
     taken: list[Queued[G]] = []
-    missing = batch_size
+    missing, largest = batch_size, queue.largest
     for queued in order:
         pack = unfinished.setdefault(queued.size, [])
         pack.append(queued)
-        if len(pack) * queued.size == queue.largest:
+        if len(pack) * queued.size == largest:
             for member in unfinished.pop(queued.size):
                 taken.append(member)
                 missing -= member.size
@@ -115,11 +115,12 @@ class _Packable:
 
     def of(self, groups: Iterable[Queued[G]]) -> Iterator[Queued[G]]:
         """Those of `groups`, which are all of their lanes, that are in whole packs."""
-        left = {lane: dict(counts) for lane, counts in self.counts.items()}
+        left: dict[int, dict[int, int]] = {}
         for queued in groups:
-            counts = left.get(queued.lane, {})
-            if counts.get(queued.size, 0):
-                counts[queued.size] -= 1
+            if queued.lane not in left:
+                left[queued.lane] = dict(self.counts.get(queued.lane, {}))
+            if left[queued.lane].get(queued.size, 0):
+                left[queued.lane][queued.size] -= 1
                 yield queued
 
 
