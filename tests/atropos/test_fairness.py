@@ -174,6 +174,17 @@ def test_what_was_not_used_is_not_saved_up() -> None:
     assert Counter(one.payload for _ in range(20) if (one := made.take(0))) == Counter({0: 10, 1: 10})
 
 
+def test_what_was_not_used_while_nobody_waited_is_not_saved_up() -> None:
+    made = books(env(1), env(1), capacity=None)
+    for _ in range(100):
+        made.submit(0, [group(0, 1, env_id=0)])
+        made.take(0)
+    for env_id in (1, 0):
+        made.submit(0, [group(env_id, 1, env_id=env_id)] * 20)
+
+    assert Counter(one.payload for _ in range(20) if (one := made.take(0))) == Counter({0: 10, 1: 10})
+
+
 def test_who_never_has_more_than_one_group_waiting_has_no_more_than_its_part() -> None:
     made = books(env(1), env(1, weight=0.25), capacity=None)
     made.submit(0, [group(0, 1, env_id=0)] * 300)
