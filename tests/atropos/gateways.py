@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 COMMAND = [sys.executable, "-W", "error", "-c", "from penstock.cli import main; main()", "gateway"]
 
+ENDING_S = 10
+"""Twice what a gateway is to take to end, for machines that do much besides."""
+
 TRAINER = {
     "wandb_group": "group",
     "wandb_project": "project",
@@ -101,7 +104,7 @@ class Client:
 
 @contextmanager
 def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A gateway, and where it listens. It ends with the body, by SIGTERM, within five seconds and with 0."""
+    """A gateway, and where it listens. It ends with the body, by SIGTERM, in time and with 0."""
     command = [*COMMAND, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables) as running:
         try:
@@ -111,7 +114,7 @@ def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
             yield running, line.removeprefix("listening at ").strip()
             if running.poll() is None:
                 running.terminate()
-                assert running.wait(timeout=5) == 0
+                assert running.wait(timeout=ENDING_S) == 0
         finally:
             running.kill()
 

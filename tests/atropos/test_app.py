@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.atropos.gateways import TRAINER, Client, client, environment, process, scored
+from tests.atropos.gateways import ENDING_S, TRAINER, Client, client, environment, process, scored
 
 TOKEN = "a token of this test"  # noqa: S105 (no secret)
 REQUEST_BYTES = 20_000
@@ -480,7 +480,7 @@ def test_a_gateway_that_was_killed_comes_back_at_the_same_place_and_knows_nothin
         with half_of_a_body(again) as waited_for:
             after.get("/")
             running.send_signal(signal.SIGINT)
-            assert running.wait(timeout=5) == 0
+            assert running.wait(timeout=ENDING_S) == 0
             assert b"503" in waited_for.recv(1000).splitlines()[0]
 
 
