@@ -14,6 +14,7 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["add", "add", "remove", "take", "pass", "promise"]), LANES, st.sampled_from([1, 2, 3, 8])
     ),
+    min_size=10,
     max_size=40,
 )
 
