@@ -3,10 +3,11 @@
     python -m benchmarks.atropos_load --minutes 1
 
 64 processes behave as environments of Atropos do; a quarter each has a minimum of 1/64 of every batch, and weight 1, 2
-and 4. The trainer is stopped for seconds, killed, and comes back, by turns one that acknowledges its batches and one
-that does not. At the end the queue is drained, and every group that an environment was told is accepted has to have
-come, but for a batch a death of a trainer that acknowledges nothing. The gateway's memory must not grow, and of batches
-for which every environment had enough, each has its part. Exits with 1 where something was wrong.
+and 4. The trainer is stopped for ten seconds, goes on, is killed, and comes back, by turns one that acknowledges its
+batches and one that does not. At the end the queue is drained, and every group that an environment was told is accepted
+has to have come, but for a batch a death of a trainer that acknowledges nothing while it waits for an answer. The
+gateway's memory must not grow, and of batches for which every environment had enough, each has its part. Exits with 1
+where something was wrong.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ CAPACITY = 1024
 MEMORY_BYTES = 128 * 2**20
 """What the gateway may need beyond what it began with."""
 
-FEWEST_CONTESTED = 10
+FEWEST_CONTESTED = 5
 """Batches below which shares say nothing."""
 
 SHARE_TOLERANCE = 0.15
+"""Of its part; besides, each environment may be a group ahead or behind."""
 
 SAMPLE_S = 0.25
 
@@ -99,8 +101,9 @@ def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
         wrong.append(f"the gateway began with {base:,} bytes and had {peak:,}")
     if len(found.contested) < FEWEST_CONTESTED:
         return [*wrong, f"{len(found.contested)} batches were contested: too few to judge shares by"]
+    a_group_each = environments / len(KINDS) / sum(map(len, found.contested))
     for kind, share, expected in zip(KINDS, found.shares(), expected_shares(environments), strict=True):
-        if abs(share - expected) > SHARE_TOLERANCE * expected:
+        if abs(share - expected) > SHARE_TOLERANCE * expected + a_group_each:
             wrong.append(f"{kind}: expected {expected:.3f} of contested batches, got {share:.3f}")
     return wrong
 
@@ -191,10 +194,10 @@ def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
                 while asked(url, "/metrics").count("env_connected{") < arguments.environments:
                     time.sleep(SAMPLE_S)
                 until = time.monotonic() + 60 * arguments.minutes
-            for lasts_s, blow in ((draw.uniform(4, 8), signal.SIGSTOP), (draw.uniform(1, 4), signal.SIGCONT)):
+            for lasts_s, blow in ((draw.uniform(1, 4), signal.SIGSTOP), (draw.uniform(8, 12), signal.SIGCONT)):
                 time.sleep(lasts_s)
                 trainer.send_signal(blow)
-            time.sleep(draw.uniform(1, 4))
+            time.sleep(draw.uniform(3, 6))
             trainer.kill()
         number += 1
         time.sleep(draw.uniform(0.2, 2))
@@ -288,7 +291,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--environments", type=int, default=64, help="processes; a multiple of 4")
     parser.add_argument("--batch-size", type=int, default=256, help="sequences")
-    parser.add_argument("--step-s", type=float, default=1.0, help="what a step of the trainer takes")
+    parser.add_argument("--step-s", type=float, default=0.3, help="what a step of the trainer takes")
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--pace", type=float, default=1.0, help="by how much environments' waits are multiplied")
     parser.add_argument("--seed", type=int, default=0)

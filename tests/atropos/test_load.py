@@ -77,8 +77,8 @@ def test_a_fair_run_is_not_complained_of() -> None:
     [
         ({"accepted": {(9, number) for number in range(65)}, "deaths": 1}, "65 groups were accepted and did not come"),
         ({"memory": [100, 2**30, 100]}, "the gateway began with 100 bytes and had 1,073,741,824"),
-        ({"contested": [[0, 1, 2, 3]] * 9}, "9 batches were contested: too few"),
-        ({"contested": [[0, 1, 2, 3]] * 10}, "expected 0.107 of contested batches, got 0.250"),
+        ({"contested": [[0, 1, 2, 3]] * 4}, "4 batches were contested: too few"),
+        ({"contested": [[0, 1, 2, 3] * 16] * 5}, "expected 0.107 of contested batches, got 0.250"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_told(wrong: dict[str, object], message: str) -> None:
