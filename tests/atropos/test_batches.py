@@ -102,6 +102,16 @@ def test_a_batch_size_that_the_largest_does_not_divide_stalls_the_original(size:
     ]
 
 
+def test_once_the_largest_was_taken_those_that_did_not_divide_it_are_packed() -> None:
+    made = books(batch_size=6, habits=WHOLE_PACKS)
+    made.submit(0, [group("a", 4), group("b", 3), group("c", 3)])
+    stalled = made.batch(0)
+    made.take(0)
+
+    assert stalled is None
+    assert payloads(made.batch(0)) == ["b", "c"]
+
+
 def test_a_backlog_comes_out_newest_batch_first_where_that_is_asked_for() -> None:
     made = books(batch_size=4, habits=Habits(newest_first=True))
     made.submit(0, [group(number) for number in range(3)])

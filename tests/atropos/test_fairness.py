@@ -256,7 +256,10 @@ def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
     assert waited == (None, ["batches wait for late_0, which is to have 4 of 8 and has none that waits"])
     assert made.stuck() == []
     assert payloads(made.batch(0)) == [0, 0]
-    assert flood(made, 1) == 2
+    made.submit(0, [group(1, env_id=1)] * 2)
+    made.batch(0)
+    made.submit(0, [group(0, env_id=0)] * 2)
+    assert made.batch(0) is None  # it found room, and is waited for again
 
 
 def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:

@@ -153,6 +153,15 @@ def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits:
     assert (depth.queue_size, made.env_status(10, 0).queue_size) == (0 if habits.newest_first else 4, 0)
 
 
+def test_groups_of_a_batch_that_is_none_any_more_keep_their_order() -> None:
+    made = books(env())
+    made.submit(0, [group(number, env_id=0) for number in range(3)])
+    made.batch(0, lease_s=10)
+    made.register_trainer(trainer(batch_size=4))
+
+    assert [payloads(made.batch(10)) for _ in range(3)] == [[0], [1], [2]]
+
+
 def test_the_first_trainer_stays_where_that_is_asked_for() -> None:
     made = books(habits=Habits(first_trainer_only=True))
     made.register_trainer(trainer(batch_size=4, starting_step=40))
