@@ -24,8 +24,8 @@ LEAST = 0.01
 def parts(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[int, float]:
     """The part of each: by its weight, at least its minimum, and never nothing. They sum to 1.
 
-    >>> parts({0: 1.0, 1: 1.0, 2: 2.0}, {0: 0.4})
-    {0: 0.4, 1: 0.2, 2: 0.4}
+    >>> parts({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.5})
+    {0: 0.5, 1: 0.25, 2: 0.25}
 
     Minima that sum to more than what `LEAST` leaves are scaled down to that.
     """
