@@ -8,11 +8,11 @@ from typing import Annotated
 import anyio
 import typer
 
-from .stages.integrations.atropos.bodies import Limits
-from .stages.integrations.atropos.door import DEFAULT_PORT, Door
-from .stages.integrations.atropos.habits import Habits
-from .stages.integrations.atropos.standalone import stand
-from .stages.integrations.atropos.state import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, DEFAULT_SILENCE_S, Books
+from .stages.integrations.atropos.books.habits import Habits
+from .stages.integrations.atropos.books.state import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, DEFAULT_SILENCE_S, Books
+from .stages.integrations.atropos.server.bodies import Limits
+from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
+from .stages.integrations.atropos.server.standalone import stand
 
 __all__ = ["commands"]
 

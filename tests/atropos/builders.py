@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.stages.integrations.atropos.books.records import Batch, Submission
+from penstock.stages.integrations.atropos.books.state import Books, Habits
 from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
-from penstock.stages.integrations.atropos.records import Batch, Submission
-from penstock.stages.integrations.atropos.state import Books, Habits
 
 __all__ = ["admitted", "books", "env", "group", "payloads", "trainer"]
 

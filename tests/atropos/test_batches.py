@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.atropos.builders import admitted, books, env, group, payloads
 from tests.atropos.original import Env, Group, Original, newest_first, total
 
-from penstock.stages.integrations.atropos.exact_sums import first_summing_to
-from penstock.stages.integrations.atropos.state import Books, Habits
+from penstock.stages.integrations.atropos.books.exact_sums import first_summing_to
+from penstock.stages.integrations.atropos.books.state import Books, Habits
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
 MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])

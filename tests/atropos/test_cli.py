@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.cli import main
-from penstock.stages.integrations.atropos.access import Access, listen
+from penstock.stages.integrations.atropos.server.access import Access, listen
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:

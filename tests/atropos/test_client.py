@@ -18,15 +18,15 @@ import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
 
-import penstock.stages.integrations.atropos.hosting  # noqa: F401 (imported here, for that blocks)
+import penstock.stages.integrations.atropos.server.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock import TrajectoryGroup, drop, memory_channel, source
 from penstock.errors import MissingExtra
 from penstock.pipeline.channels.channel import ReceiveChannel
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos.api_error import AtroposAPIError
 from penstock.stages.integrations.atropos.client import AtroposClient
-from penstock.stages.integrations.atropos.door import Door
-from penstock.stages.integrations.atropos.trainers import AtroposTrainers
+from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server.trainers import AtroposTrainers
 from penstock.testing import Driven, drive_sink, drive_source, group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}

@@ -12,15 +12,15 @@ import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
-from penstock.stages.integrations.atropos.access import Access
-from penstock.stages.integrations.atropos.app import application
-from penstock.stages.integrations.atropos.bodies import Bodies, Limits
-from penstock.stages.integrations.atropos.desk import Relay
-from penstock.stages.integrations.atropos.endpoints import SENDING_S, Endpoints
-from penstock.stages.integrations.atropos.intake import Intake
-from penstock.stages.integrations.atropos.records import Submission
-from penstock.stages.integrations.atropos.shm_way_in import ShmWayIn
-from penstock.stages.integrations.atropos.state import Books
+from penstock.stages.integrations.atropos.books.records import Submission
+from penstock.stages.integrations.atropos.books.state import Books
+from penstock.stages.integrations.atropos.server.access import Access
+from penstock.stages.integrations.atropos.server.app import application
+from penstock.stages.integrations.atropos.server.bodies import Bodies, Limits
+from penstock.stages.integrations.atropos.server.desk import Relay
+from penstock.stages.integrations.atropos.server.endpoints import SENDING_S, Endpoints
+from penstock.stages.integrations.atropos.server.intake import Intake
+from penstock.stages.integrations.atropos.shm.shm_way_in import ShmWayIn
 from penstock.stages.integrations.atropos.translation import from_group
 from penstock.testing import group
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.atropos.builders import books, env, group, payloads
 
+from penstock.stages.integrations.atropos.books.errors import QueueFull
+from penstock.stages.integrations.atropos.books.state import Books, Habits
+from penstock.stages.integrations.atropos.books.turns import LEAST, parts
 from penstock.stages.integrations.atropos.contract import EnvRegistration
-from penstock.stages.integrations.atropos.errors import QueueFull
-from penstock.stages.integrations.atropos.state import Books, Habits
-from penstock.stages.integrations.atropos.turns import LEAST, parts
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
 ENVIRONMENTS = st.lists(

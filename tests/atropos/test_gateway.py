@@ -19,8 +19,9 @@ from penstock import Ledger, SendChannel, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
 from penstock.pipeline.context import Context, entered
-from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers, ShmTransport, gateway
-from penstock.stages.integrations.atropos.door import Door
+from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers, ShmTransport
+from penstock.stages.integrations.atropos.server import gateway
+from penstock.stages.integrations.atropos.server.door import Door
 from penstock.testing import drive_source, group
 
 ANYWHERE = Door(port=0)

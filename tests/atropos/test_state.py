@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.atropos.builders import admitted, books, env, group, payloads, trainer
 
-from penstock.stages.integrations.atropos.errors import (
+from penstock.stages.integrations.atropos.books.errors import (
     ImplausibleRegistration,
     NeverPacked,
     NoTrainer,
@@ -22,7 +22,7 @@ from penstock.stages.integrations.atropos.errors import (
     UnknownEnvironment,
     UnknownLease,
 )
-from penstock.stages.integrations.atropos.records import (
+from penstock.stages.integrations.atropos.books.records import (
     EnvAdmitted,
     EnvStatus,
     Info,
@@ -31,7 +31,7 @@ from penstock.stages.integrations.atropos.records import (
     Submission,
     WandbInfo,
 )
-from penstock.stages.integrations.atropos.state import Books, Habits
+from penstock.stages.integrations.atropos.books.state import Books, Habits
 
 # -- who registers -----------------------------------------------------------------------------------------------------
 

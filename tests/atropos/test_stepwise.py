@@ -32,12 +32,12 @@ from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.context import Context, entered
 from penstock.schemas import InvalidRecord, StopReason
 from penstock.stages.environments import StepEnvironment
-from penstock.stages.integrations.atropos import episodes, stepwise
-from penstock.stages.integrations.atropos.conversation import Action, ModelCallRefused
-from penstock.stages.integrations.atropos.episodes import EnvironmentTimedOut
-from penstock.stages.integrations.atropos.home import NoMoreItems
-from penstock.stages.integrations.atropos.scoring import NotScored
-from penstock.stages.integrations.atropos.stepwise import (
+from penstock.stages.integrations.atropos.shm.home import NoMoreItems
+from penstock.stages.integrations.atropos.steps import episodes, stepwise
+from penstock.stages.integrations.atropos.steps.conversation import Action, ModelCallRefused
+from penstock.stages.integrations.atropos.steps.episodes import EnvironmentTimedOut
+from penstock.stages.integrations.atropos.steps.scoring import NotScored
+from penstock.stages.integrations.atropos.steps.stepwise import (
     AtroposEnvironment,
     AtroposStepEnvironment,
     BlockingStepEnvironment,

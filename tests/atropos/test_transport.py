@@ -14,9 +14,10 @@ from tests.atropos.environment import Config, Environment, Scored, scored_group
 
 from penstock import TrajectoryGroup
 from penstock.errors import NobodyListens
-from penstock.stages.integrations.atropos import ShmTransport, transport
+from penstock.stages.integrations.atropos import ShmTransport
 from penstock.stages.integrations.atropos.contract import scored_data
-from penstock.stages.integrations.atropos.shm_way_in import ShmWayIn, shm_way_in
+from penstock.stages.integrations.atropos.shm import transport
+from penstock.stages.integrations.atropos.shm.shm_way_in import ShmWayIn, shm_way_in
 from penstock.stages.integrations.atropos.translation import to_group
 
 ENV_ID = 3

@@ -19,8 +19,8 @@ from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
 from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
-from penstock.stages.integrations.atropos.door import Door
-from penstock.stages.integrations.atropos.shm_way_in import CAPACITY
+from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.shm.shm_way_in import CAPACITY
 
 BATCH = 16
 TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)

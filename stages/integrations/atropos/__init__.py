@@ -1,15 +1,15 @@
 """Atropos: its environments as sources, its trainers as sinks."""
 
 from .api_error import AtroposAPIError
-from .bodies import Limits
+from .books.habits import Habits
 from .client import AtroposClient
-from .conversation import Action
-from .door import Door
-from .gateway import AtroposGateway
-from .habits import Habits
-from .stepwise import AtroposEnvironment, register_with_gem
-from .trainers import AtroposTrainers
-from .transport import ShmTransport
+from .server.bodies import Limits
+from .server.door import Door
+from .server.gateway import AtroposGateway
+from .server.trainers import AtroposTrainers
+from .shm.transport import ShmTransport
+from .steps.conversation import Action
+from .steps.stepwise import AtroposEnvironment, register_with_gem
 
 __all__ = [
     "Action",

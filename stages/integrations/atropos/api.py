@@ -23,8 +23,8 @@ from ....schemas import InvalidRecord
 from ...engines.backoff import Backoff
 from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient
 from .api_error import AtroposAPIError, Situation, shown
+from .books.records import Info
 from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration, decode_request
-from .records import Info
 
 __all__ = ["Api"]
 

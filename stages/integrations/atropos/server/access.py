@@ -9,7 +9,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from ....pipeline.errors import InvalidConfig
+from .....pipeline.errors import InvalidConfig
 
 __all__ = ["Access", "listen"]
 

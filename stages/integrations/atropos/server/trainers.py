@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from ....pipeline.channels.channel import ReceiveChannel
-from ....pipeline.context import current, drop
-from ....pipeline.telemetry import get_logger
-from ....pipeline.waiting import Waiters
-from ....schemas import TrainBatch, TrajectoryGroup
-from ...sink_trainer import batch_metrics
-from .contract import ScoredData, TrainerRegistration
+from .....pipeline.channels.channel import ReceiveChannel
+from .....pipeline.context import current, drop
+from .....pipeline.telemetry import get_logger
+from .....pipeline.waiting import Waiters
+from .....schemas import TrainBatch, TrajectoryGroup
+from ....sink_trainer import batch_metrics
+from ..books.errors import NeverPacked
+from ..books.habits import Habits
+from ..books.records import Batch, Submission
+from ..books.state import Books
+from ..contract import ScoredData, TrainerRegistration
+from ..translation import from_group
 from .door import Door
-from .errors import NeverPacked
 from .gateway import opened
-from .habits import Habits
 from .listening import Listening
-from .records import Batch, Submission
-from .state import Books
-from .translation import from_group
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from ....pipeline.channels.carriers import serve
-from ....pipeline.channels.remote_receiver import Peer, RemoteReceiver
-from ....pipeline.errors import PeerLost
-from ....pipeline.telemetry import get_logger
-from ....schemas import TrajectoryGroup
+from .....pipeline.channels.carriers import serve
+from .....pipeline.channels.remote_receiver import Peer, RemoteReceiver
+from .....pipeline.errors import PeerLost
+from .....pipeline.telemetry import get_logger
+from .....schemas import TrajectoryGroup
 
 __all__ = ["PATH", "ShmWayIn", "WayInAnswer", "shm_way_in"]
 

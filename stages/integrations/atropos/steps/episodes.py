@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ....pipeline.errors import PenstockError
+from .....pipeline.errors import PenstockError
 from .conversation import Action, Exchange, ModelCallRefused, Prompt, observed
 from .scoring import reward_of, scored_by
 

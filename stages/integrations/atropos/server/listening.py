@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ....pipeline.waiting import Waiters
+from .....pipeline.waiting import Waiters
 
 __all__ = ["Listening"]
 

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.to_thread
 
+from ..books.state import Books
+from ..shm.shm_way_in import shm_way_in
 from .access import Access, listen
 from .app import application
 from .bodies import Bodies
@@ -18,8 +20,6 @@ from .door import Door
 from .endpoints import Endpoints
 from .intake import Intake
 from .serving import serving
-from .shm_way_in import shm_way_in
-from .state import Books
 
 __all__ = ["Hosted", "hosted"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from ....schemas import TrajectoryGroup
-from .contract import ScoredData
-from .records import Batch, Submission
-from .translation import from_group
+from .....schemas import TrajectoryGroup
+from ..books.records import Batch, Submission
+from ..contract import ScoredData
+from ..translation import from_group
 
 __all__ = ["Desk", "Relay"]
 

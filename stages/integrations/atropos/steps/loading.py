@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from ....pipeline.errors import InvalidConfig
+from .....pipeline.errors import InvalidConfig
 
 __all__ = ["Make", "loaded"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .records import EnvStatistics, Status
+from ..books.records import EnvStatistics, Status
 
 __all__ = ["exposition"]
 

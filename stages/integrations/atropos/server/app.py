@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..shm.shm_way_in import PATH
 from .access import Access
 from .answers import REFUSALS, Handler, endpoint, refused
 from .endpoints import Endpoints
-from .shm_way_in import PATH
 
 __all__ = ["application"]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import anyio
 
-from ....pipeline.errors import PenstockError
+from .....pipeline.errors import PenstockError
 
 __all__ = ["Bodies", "BodyRefused", "Limits"]
 

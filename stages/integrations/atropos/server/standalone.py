@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import anyio
 
+from ..books.state import Books
 from .desk import Relay
 from .door import Door
 from .gateway import opened
-from .state import Books
 
 __all__ = ["stand"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....pipeline.errors import PenstockError
-from ....schemas import InvalidRecord, StopReason
+from .....pipeline.errors import PenstockError
+from .....schemas import InvalidRecord, StopReason
 
 __all__ = ["Action", "Answer", "Exchange", "ModelCallRefused", "Prompt", "observed"]
 

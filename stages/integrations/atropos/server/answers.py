@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....schemas import InvalidRecord
+from .....schemas import InvalidRecord
+from ..books.errors import NeverPacked, QueueFull, RefusedByGateway
 from .bodies import GZIP, BodyRefused
-from .errors import NeverPacked, QueueFull, RefusedByGateway
 
 __all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "delivered", "endpoint", "refused"]
 

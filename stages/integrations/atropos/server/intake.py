@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
-from ....pipeline.telemetry import get_logger
-from ....schemas import InvalidRecord, TrajectoryGroup
-from .errors import QueueFull, RefusedByGateway
-from .records import Submission
-from .shm_way_in import ShmWayIn
+from .....pipeline.telemetry import get_logger
+from .....schemas import InvalidRecord, TrajectoryGroup
+from ..books.errors import QueueFull, RefusedByGateway
+from ..books.records import Submission
+from ..shm.shm_way_in import ShmWayIn
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
-from ....pipeline.channels.channel import SendChannel
-from ....pipeline.context import Context, current
-from ....pipeline.errors import InvalidConfig, MissingExtra
-from ....pipeline.repetitions import mask_of
-from ....pipeline.waiting import Waiters
-from ....schemas import TrajectoryGroup
-from .contract import ScoredData, TrainerRegistration
+from .....pipeline.channels.channel import SendChannel
+from .....pipeline.context import Context, current
+from .....pipeline.errors import InvalidConfig, MissingExtra
+from .....pipeline.repetitions import mask_of
+from .....pipeline.waiting import Waiters
+from .....schemas import TrajectoryGroup
+from ..books.habits import Habits
+from ..books.records import Batch, Submission
+from ..books.state import Books
+from ..contract import ScoredData, TrainerRegistration
+from ..translation import from_group, to_group
 from .desk import Desk
 from .door import Door
-from .habits import Habits
 from .listening import Listening
-from .records import Batch, Submission
-from .state import Books
-from .translation import from_group, to_group
 
 if TYPE_CHECKING:
     from .hosting import Hosted

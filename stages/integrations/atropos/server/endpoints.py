@@ -20,11 +20,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from ....pipeline.waiting import Waiters
-from ....schemas import InvalidRecord, TrajectoryGroup
-from .answers import LARGE_BYTES, Delivery, answered, delivered
-from .bodies import Bodies
-from .contract import (
+from .....pipeline.waiting import Waiters
+from .....schemas import InvalidRecord, TrajectoryGroup
+from ..books.errors import NoTrainer, UnknownEnvironment, UnknownLease
+from ..books.records import Batch, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
+from ..books.state import Books
+from ..contract import (
     BatchAnswer,
     Buffered,
     Disconnected,
@@ -39,13 +40,12 @@ from .contract import (
     decode_request,
     decode_scored,
 )
+from ..shm.shm_way_in import WayInAnswer
+from .answers import LARGE_BYTES, Delivery, answered, delivered
+from .bodies import Bodies
 from .desk import Desk
-from .errors import NoTrainer, UnknownEnvironment, UnknownLease
 from .intake import Intake
 from .prometheus import exposition
-from .records import Batch, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
-from .shm_way_in import WayInAnswer
-from .state import Books
 
 __all__ = ["Endpoints"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .contract import EnvRegistration
+from ..contract import EnvRegistration
 from .errors import NeverPacked, UnknownEnvironment
 from .exact_sums import first_summing_to, fitting
 from .records import EnvStatistics, Receipt, Submission

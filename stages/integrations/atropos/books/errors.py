@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import ClassVar
 
-from ....pipeline.errors import PenstockError
+from .....pipeline.errors import PenstockError
 
 __all__ = [
     "ImplausibleRegistration",

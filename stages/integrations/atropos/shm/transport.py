@@ -18,9 +18,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 import anyio
 import msgspec
 
-from ....pipeline.channels.carriers import connect
-from ....pipeline.channels.remote_sender import RemoteSender
-from ....pipeline.errors import (
+from .....pipeline.channels.carriers import connect
+from .....pipeline.channels.remote_sender import RemoteSender
+from .....pipeline.errors import (
     MissingExtra,
     NobodyListens,
     OutOfSharedMemory,
@@ -29,13 +29,13 @@ from ....pipeline.errors import (
     RecordTooLarge,
     TooManySenders,
 )
-from ....pipeline.telemetry import get_logger
-from ....pipeline.waiting import Waiters
-from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
-from .api_error import shown
-from .contract import scored_data
+from .....pipeline.telemetry import get_logger
+from .....pipeline.waiting import Waiters
+from .....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
+from ..api_error import shown
+from ..contract import scored_data
+from ..translation import to_group
 from .shm_way_in import PATH, WayInAnswer
-from .translation import to_group
 
 __all__ = ["ShmTransport"]
 

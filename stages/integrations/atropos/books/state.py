@@ -12,24 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ....pipeline.telemetry import get_logger
-from .contract import EnvRegistration, TrainerRegistration
+from .....pipeline.telemetry import get_logger
+from ..contract import EnvRegistration, TrainerRegistration
 from .environments import Environment, Environments
 from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
 from .group_queue import NOBODY, Queued
 from .habits import Habits
 from .leases import Leases
-from .records import (
-    Batch,
-    EnvAdmitted,
-    EnvStatistics,
-    EnvStatus,
-    Info,
-    Receipt,
-    Status,
-    Submission,
-    WandbInfo,
-)
+from .records import Batch, EnvAdmitted, EnvStatistics, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
 from .room import Room
 from .stuck import awaited, unpackable
 from .turns import LEAST, parts

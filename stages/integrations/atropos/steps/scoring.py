@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ....pipeline.errors import PenstockError
+from .....pipeline.errors import PenstockError
 
 __all__ = ["MASKED", "NotScored", "Speaker", "reward_of", "scored_by"]
 
