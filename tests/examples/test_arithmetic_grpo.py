@@ -166,6 +166,7 @@ def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str
     assert kept(tmp_path)["ended_by"] == "interrupted"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) -> None:
