@@ -1,6 +1,6 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
-#   make test            the suite, two files at a time, with coverage
+#   make test            the suite, three files at a time, with coverage
 #   make test-all        every cell of its long tables too, of which make test runs some
 #   make check           formatter, linter, mypy, pyright, import directions
 #   make bench           the benchmarks; results in runs/bench
@@ -20,12 +20,12 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m coverage run -m pytest -n 3 --dist loadfile
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "long or not long"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "long or not long"
 
 check: $(READY)
 	$(BIN)/ruff format --check

@@ -73,11 +73,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _examples_run_as_for_their_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a test under tests/examples starts are not traced for coverage: that halves the demo's speed."""
-    if "examples" in request.path.parts:
-        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+@pytest.fixture(autouse=True, scope="module")
+def _most_processes_run_as_for_their_users(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that tests start are traced for coverage in tests/processes and tests/atropos alone: it costs them half
+    of their speed, and what the others run is run there too."""
+    with pytest.MonkeyPatch.context() as environment:
+        if not {"processes", "atropos"} & set(request.path.parts):
+            environment.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        yield
 
 
 def _left_beyond(before: set[str]) -> set[str]:

@@ -200,7 +200,7 @@ def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "rises_to"),
     [
-        pytest.param(["-c", shorter(steps=40)], 0.6, id="40 steps"),
+        pytest.param(["-c", shorter(steps=20)], 0.6, id="20 steps"),
         pytest.param([str(SCRIPT)], 0.9, id="all steps", marks=pytest.mark.long),
     ],
 )
