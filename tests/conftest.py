@@ -75,10 +75,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _most_processes_run_as_for_their_users(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Processes that tests start are traced for coverage in tests/processes and tests/atropos alone: it costs them half
-    of their speed, and what the others run is run there too."""
+    """Processes that tests start are traced for coverage in some folders alone: it costs them half of their speed, and
+    what the others run is run there too."""
     with pytest.MonkeyPatch.context() as environment:
-        if not {"processes", "atropos"} & set(request.path.parts):
+        if not {"processes", "ranks", "atropos"} & set(request.path.parts):
             environment.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
         yield
 

@@ -150,7 +150,7 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
 @pytest.mark.parametrize(
     "moment",
     [
-        "warming up",
+        pytest.param("warming up", marks=pytest.mark.long),
         pytest.param("reinforcement from", marks=pytest.mark.long),
         "worker_started",
         pytest.param("step 10:", marks=pytest.mark.long),

@@ -27,10 +27,10 @@ MOMENTS = [
     pytest.param("writing", 1, marks=pytest.mark.long),  # half of the first entry is on disk
     ("writing", 33),
     pytest.param("journaled", 1, marks=pytest.mark.long),  # on disk, and on its way to the trainer
-    ("journaled", 31),
+    pytest.param("journaled", 31, marks=pytest.mark.long),
     pytest.param("stepping", 1, marks=pytest.mark.long),
     pytest.param("stepped", 1, marks=pytest.mark.long),  # the weights have changed, nothing is committed
-    ("stepped", 8),
+    pytest.param("stepped", 8, marks=pytest.mark.long),
     ("saving", 1),  # committed, in no checkpoint
     ("half saved", 3),
     pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that nobody has heard of
