@@ -243,7 +243,7 @@ class Books(Generic[G]):
         return EnvStatus(
             current_step=self.step,
             queue_size=(own + depth.others(env_id)) // size,
-            unallocated_fraction=1 - min(1.0, self._allocated),
+            unallocated_fraction=1.0 - min(1.0, self._allocated),
             self_queue_size=own // size,
             max_group_size=depth.largest,
             env_weight=max(LEAST, by_weight),
