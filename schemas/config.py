@@ -15,13 +15,23 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
 from .errors import InvalidConfig
 
-__all__ = ["MAX_CHARACTERS", "MAX_DEPTH", "Config", "check_finite", "load_config", "parse_config", "parse_yaml"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "MAX_DEPTH",
+    "Config",
+    "check_finite",
+    "check_url",
+    "load_config",
+    "parse_config",
+    "parse_yaml",
+]
 
 MAX_CHARACTERS = 65_536
 """The longest text that is read as YAML: more than anyone writes by hand, and parsed in about a second."""
@@ -85,6 +95,17 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
         raise InvalidConfig(_explain(str(error), schema, values, root)) from None
     except RecursionError:
         raise InvalidConfig(f"{root}: expected at most {MAX_DEPTH} levels, got far more") from None
+
+
+def check_url(url: str, field: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        InvalidConfig: naming the `field` that it is the value of.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+        raise InvalidConfig(f"{field}: expected http://host:port without a path, got {url!r}")
 
 
 def check_finite(**values: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import structlog
 import zmq
 from blockbuster import blockbuster_ctx
+from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
 REAPING_S = 2.0
@@ -98,11 +100,7 @@ def _holdings() -> set[str]:
 
 def _children() -> set[str]:
     """Processes whose parent this is, zombies included."""
-    found: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
-            found |= {f"child process {pid}" for pid in task.joinpath("children").read_text().split()}
-    return found
+    return {f"child process {pid}" for pid in children_of(os.getpid())}
 
 
 def _descriptors() -> set[str]:

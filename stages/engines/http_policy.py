@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from ...pipeline.context import Worker, current
 from ...pipeline.errors import EngineRefused, InvalidConfig, PenstockError, ProtocolMismatch
 from ...pipeline.telemetry import get_logger
+from ...schemas.config import check_url
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
 from .backoff import Backoff, jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import Gate, Reason
 from .inference_servers import SERVERS, Call, Server
 from .policies import Completion, Engine, check_request
-from .server_client import Failed, ServerClient, check_url, client_of
+from .server_client import Failed, ServerClient, client_of
 
 __all__ = ["HttpEngine", "HttpPolicy"]
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -21,7 +20,6 @@ from ...pipeline.errors import (
     EngineFailed,
     EngineRefused,
     EngineTimedOut,
-    InvalidConfig,
     NobodyListens,
     PenstockError,
     ProtocolMismatch,
@@ -29,7 +27,7 @@ from ...pipeline.errors import (
 from ...pipeline.telemetry import get_logger
 from .backoff import Backoff
 
-__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "check_url", "client_of"]
+__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "client_of"]
 
 log = get_logger("penstock.server_client")
 
@@ -50,17 +48,6 @@ class Failed(Exception):
         self.status = status
         self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
         """How long it wants to be left alone."""
-
-
-def check_url(url: str, field: str) -> None:
-    """Refuse what is no address of a server.
-
-    Raises:
-        InvalidConfig: naming the `field` that it is the value of.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
-        raise InvalidConfig(f"{field}: expected http://host:port without a path, got {url!r}")
 
 
 @asynccontextmanager

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from ...pipeline.context import Worker
 from ...pipeline.errors import ProtocolMismatch
+from ...schemas.config import check_url
 from ..engines.backoff import Backoff
-from ..engines.server_client import ServerClient, check_url, client_of
+from ..engines.server_client import ServerClient, client_of
 from ..teacher import TeacherEngine
 from .candidates import Candidates
 

@@ -6,9 +6,19 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import anyio.to_thread
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that the threads of `pid` started, those included that have ended and are not reaped."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+            found += map(int, children.read_text().split())
+    return found
 
 
 @contextmanager

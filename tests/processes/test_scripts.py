@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.processes.children import children_of
 
 SCRIPT = Path(__file__).with_name("script_of_a_user.py")
 
@@ -34,12 +35,6 @@ def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             raise
         finally:
             running.kill()
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that the threads of `pid` started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def workers_of(running: subprocess.Popen[str]) -> list[int]:

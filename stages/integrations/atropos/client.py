@@ -26,7 +26,7 @@ from ....pipeline.context import current
 from ....pipeline.errors import InvalidConfig, MissingExtra
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
-from ....schemas.config import Config, check_finite, load_config, parse_config
+from ....schemas.config import Config, check_finite, check_url, load_config, parse_config
 from ...engines.backoff import Backoff, jitter
 from .api_error import AtroposAPIError, shown
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
@@ -99,10 +99,8 @@ class AtroposClient(Config, frozen=True):
                 raise ValueError(f"{name}: expected a number of 0 or more, got {value}")
         if self.num_steps < self.starting_step:
             raise ValueError(f"num_steps: expected at least starting_step, {self.starting_step}, got {self.num_steps}")
-        parts = urlsplit(self.api_url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
-            raise ValueError(f"api_url: expected http://host:port without a path, got {self.api_url!r}")
-        if self.token is not None and parts.username is not None:
+        check_url(self.api_url, "api_url")
+        if self.token is not None and urlsplit(self.api_url).username is not None:
             raise ValueError("token: expected none beside the one in api_url, got one")
 
     def __repr__(self) -> str:

@@ -17,6 +17,8 @@ from ....schemas.errors import UNREADABLE
 from .lax import decoded, explained, lenient, plain
 
 __all__ = [
+    "NO_LOGPROB",
+    "UNTRAINED",
     "BatchAnswer",
     "Buffered",
     "Disconnected",
@@ -33,6 +35,12 @@ __all__ = [
     "decode_scored",
     "scored_data",
 ]
+
+UNTRAINED = -100
+"""What `masks` hold where nothing trains."""
+
+NO_LOGPROB = 1.0
+"""What `inference_logprobs` hold where nothing trains."""
 
 Rows: TypeAlias = list[list[int]]
 FloatRows: TypeAlias = list[list[float]]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ....schemas import Array, InvalidRecord, TrajectoryGroup
 from ...teachers.candidates import ROUNDING, Candidates
-from .contract import ScoredData
+from .contract import NO_LOGPROB, UNTRAINED, ScoredData
 
 __all__ = ["META", "from_group", "to_group"]
 
@@ -33,12 +33,6 @@ TEMPERATURES = "temperatures"
 
 TRAINS_FIRST = "trains_first"
 """Key of `meta`: repetition ids whose `masks` held the first token too. Nothing predicts it, so it never trains."""
-
-UNTRAINED = -100
-"""What `masks` hold where nothing trains."""
-
-NO_LOGPROB = np.float32(1.0)
-"""What `inference_logprobs` hold where nothing trains."""
 
 
 def to_group(
@@ -234,7 +228,7 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
     trained[group.offsets[:-1][np.isin(repetitions, meta.get(TRAINS_FIRST, []))]] = True
     kept = _kept(meta, repetitions)
     if group.behavior_logprobs is not None:
-        kept["inference_logprobs"] = _rows(np.where(mask, group.behavior_logprobs, NO_LOGPROB), group)
+        kept["inference_logprobs"] = _rows(np.where(mask, group.behavior_logprobs, np.float32(NO_LOGPROB)), group)
     for name in ("advantages", "ref_logprobs"):
         if (column := getattr(group, name)) is not None:
             kept[name] = _rows(column, group)

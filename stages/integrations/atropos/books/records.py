@@ -5,7 +5,7 @@ Names of fields are those of the Atropos contract wherever it has them, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 __all__ = [
@@ -47,6 +47,8 @@ class Receipt:
     """How many of those are of another size than their environment's, and were held back to make up whole groups."""
     buffer_size: int | None
     """Sequences that the environment of the last buffered group has in its buffer now; None if none was buffered."""
+    again: bool = field(default=False, compare=False)
+    """Whether they were accepted before, when nobody could be told so."""
 
 
 @dataclass(frozen=True, slots=True)

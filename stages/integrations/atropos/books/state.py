@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from .....pipeline.telemetry import get_logger
@@ -271,7 +271,7 @@ class Books(Generic[G]):
         for env in senders.values():
             self._hear(now, env)
         if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
-            return receipt
+            return replace(receipt, again=True)
         self._check_sizes(submissions)
         buffers, queued, receipt = self._envs.sorted(submissions, any_size=not self.habits.keeps_the_unpackable)
         self._check_room(now, submissions, list(senders.values()))

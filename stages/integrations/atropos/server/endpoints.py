@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -61,9 +61,6 @@ not be written goes to the next who asks."""
 
 INFLATION = 4
 """How many times larger JSON is than gzip makes it."""
-
-AWAITED = 4096
-"""Bodies that are expected to come again; who has not sent one again after so many others will not."""
 
 NO_EXAMPLE = (
     "tokens",
@@ -125,8 +122,6 @@ class Endpoints(Generic[G]):
         """Of environments, by id."""
         self._out: dict[int, _Out[G]] = {}
         """By lease."""
-        self._awaited: dict[bytes, bool] = {}
-        """Digests of bodies that were accepted and will come again; the desk has what is in them."""
         self._threads = anyio.CapacityLimiter(THREADS)
 
     # -- reading requests ----------------------------------------------------------------------------------------------
@@ -214,15 +209,7 @@ class Endpoints(Generic[G]):
         if admitted is None:
             return EnvRegistered(status="wait for trainer to start")
         self._names[admitted.env_id] = admitted.wandb_name
-        return EnvRegistered(
-            status="success",
-            env_id=admitted.env_id,
-            wandb_name=admitted.wandb_name,
-            checkpoint_dir=admitted.checkpoint_dir,
-            starting_step=admitted.starting_step,
-            checkpoint_interval=admitted.checkpoint_interval,
-            num_steps=admitted.num_steps,
-        )
+        return EnvRegistered(status="success", **asdict(admitted))
 
     async def disconnect_env(self, request: Request) -> Disconnected:
         """POST /disconnect-env."""
@@ -266,15 +253,9 @@ class Endpoints(Generic[G]):
 
         def then(arrived: bool) -> None:  # noqa: FBT001
             if not arrived:
-                self._await(read.digest, receipt)
+                self.books.undelivered(self._now(), read.digest, receipt)
 
         return delivered(answered(request, msgspec.json.encode(told), Delivery), then)
-
-    def _await(self, digest: bytes, receipt: Receipt) -> None:
-        self.books.undelivered(self._now(), digest, receipt)
-        self._awaited[digest] = True
-        if len(self._awaited) > AWAITED:
-            del self._awaited[next(iter(self._awaited))]
 
     async def _read(self, request: Request, *, many: bool) -> _Read[G]:
         async with self._body(request) as (body, compressed):
@@ -306,8 +287,7 @@ class Endpoints(Generic[G]):
     def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Enter groups into the books, all or none; see `Books.submit` for what it raises."""
         receipt = self.books.submit(self._now(), submissions, digest=digest)
-        again = digest is not None and self._awaited.pop(digest, False)
-        self.desk.arrived([] if again else submissions)
+        self.desk.arrived([] if receipt.again else submissions)
         return receipt
 
     # -- for trainers --------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The shared-memory way in: an environment's end, the gateway's end, and what finds one from the other."""
+"""The shared-memory way in: the end of an environment, and the end of the gateway."""

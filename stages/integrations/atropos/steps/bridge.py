@@ -12,14 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..contract import NO_LOGPROB, UNTRAINED
 from .conversation import Action, Answer, ModelCallRefused, Prompt
 from .episodes import Place, current_episode
-from .scoring import MASKED
 
 __all__ = ["Managed", "ModelBridge", "Node"]
-
-NO_LOGPROB = 1.0
-"""What stands in Atropos for the log-probability of a token that was not sampled."""
 
 
 class ModelBridge:
@@ -211,7 +208,7 @@ def _unsampled(node: Node, text: str, tokens: list[int]) -> Node:
         asked=text,
         full_text=text,
         tokens=node.tokens + tokens,
-        masked_tokens=node.masked_tokens + [MASKED] * len(tokens),
+        masked_tokens=node.masked_tokens + [UNTRAINED] * len(tokens),
         logprobs=None if node.logprobs is None else node.logprobs + [NO_LOGPROB] * len(tokens),
     )
 

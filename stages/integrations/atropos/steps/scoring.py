@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .....pipeline.errors import PenstockError
+from ..contract import UNTRAINED
 
-__all__ = ["MASKED", "NotScored", "Speaker", "reward_of", "scored_by"]
-
-MASKED = -100
-"""The mask of a token that does not train."""
+__all__ = ["NotScored", "Speaker", "reward_of", "scored_by"]
 
 OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_id"})
 """Fields that have no entry for each sequence."""
@@ -116,6 +114,6 @@ def _said(row: Mapping[str, Any], tokenizer: Any) -> str | None:
         return str(answers[-1]["content"]).strip() if answers else None
     if tokenizer is None or not row.get("tokens"):
         return None
-    trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != MASKED]
+    trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != UNTRAINED]
     end = getattr(tokenizer, "eos_token", None) or ""
     return str(tokenizer.decode(trained)).strip().removesuffix(end).strip()

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 from .....pipeline.errors import InvalidConfig, MissingExtra
 from .....pipeline.telemetry import get_logger
-from ..shm.home import Home, Recipe
 from .conversation import Action, ModelCallRefused
 from .episodes import EnvironmentTimedOut, Place, Told
+from .home import Home, Recipe
 from .loading import Make
 
 __all__ = ["AtroposEnvironment", "AtroposStepEnvironment", "BlockingStepEnvironment", "register_with_gem"]

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from .....pipeline.errors import InvalidConfig, PenstockError
 from ....threads import Threads
-from ..steps.bridge import ModelBridge
-from ..steps.conversation import Action
-from ..steps.episodes import EnvironmentTimedOut, Episode, Place, Terms, Told
-from ..steps.loading import Make, loaded
+from .bridge import ModelBridge
+from .conversation import Action
+from .episodes import EnvironmentTimedOut, Episode, Place, Terms, Told
+from .loading import Make, loaded
 
 __all__ = ["Home", "NoMoreItems", "Recipe"]
 
