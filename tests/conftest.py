@@ -77,10 +77,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _most_processes_run_as_for_their_users(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Processes that tests start are traced for coverage in some folders alone: it costs them half of their speed, and
+    """Processes that tests start are traced for coverage in some places alone: it costs them half of their speed, and
     what the others run is run there too."""
     with pytest.MonkeyPatch.context() as environment:
-        if not {"processes", "ranks", "atropos"} & set(request.path.parts):
+        if not {"test_workers.py", "ranks", "atropos"} & set(request.path.parts):
             environment.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
         yield
 
