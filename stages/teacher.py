@@ -37,6 +37,10 @@ OnFailure: TypeAlias = Literal["drop", "pass"]
 """What becomes of a group where the teacher failed at a sequence: it is dropped, or sent without candidates there."""
 
 
+FIRST_ANSWERS = 8
+"""Sequences that may fail before the first is answered, at least: one or two may be too long for the teacher."""
+
+
 class TeacherEngine(Protocol):
     """An opened teacher."""
 
@@ -110,6 +114,9 @@ class Teacher:
 
         Raises:
             TokenizersDiffer: the teacher's ids mean something else.
+            EngineFailed: the teacher failed at the first `concurrency` sequences (8, where that is less) and has never
+                answered; `__cause__` is the last failure.
+            Exception: whatever the policy raises as it is opened.
         """
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
@@ -121,7 +128,8 @@ class Teacher:
                         await lessons.begin(group)
                         del group  # it may lie in a producer's slots, and the next one may be long in coming
             except BaseExceptionGroup as error:
-                raise sole_cause(error) from None
+                cause = sole_cause(error)
+                raise cause from cause.__cause__
 
 
 @dataclass(slots=True)
@@ -168,6 +176,8 @@ class _Lessons:
         self._places = anyio.Semaphore(rules.concurrency)
         """One is held for each sequence, until its group could be sent: so a slow reader is heard here."""
         self._random = jitter(current().worker)
+        self._patience: int | None = max(rules.concurrency, FIRST_ANSWERS)
+        """How many more sequences may fail before the first is answered; None once one was."""
 
     async def begin(self, group: TrajectoryGroup) -> None:
         """Ask about every sequence of `group`; returns when all are being asked about."""
@@ -208,9 +218,25 @@ class _Lessons:
                 lesson.failed = True
                 metrics.total("teacher/failed")
                 log.warning("teacher_failed", group=f"{group.env}/{group.instance_id}", reason=str(failure))
+                self._bear(failure)
                 return
             metrics.total("teacher/retries")
             await anyio.sleep(pause_s)
+
+    def _bear(self, failure: Exception) -> None:
+        """Note that a sequence failed for good.
+
+        Raises:
+            EngineFailed: so did all before it: a teacher that never answers would have every group dropped, for ever.
+        """
+        if self._patience is None:
+            return
+        self._patience -= 1
+        if not self._patience:
+            raise EngineFailed(
+                f"expected a teacher that answers, got {max(self._rules.concurrency, FIRST_ANSWERS)} failures and no "
+                f"answer since the start; the last one: {failure}"
+            ) from failure
 
     async def _attempt(self, lesson: _Lesson, span: slice) -> Exception | None:
         """Ask about one sequence; what went wrong, if anything."""
@@ -223,5 +249,6 @@ class _Lessons:
             return EngineTimedOut(f"expected an answer within {self._rules.timeout_s:g} s, got none ({error})")
         except (PenstockError, OSError) as error:
             return error
+        self._patience = None
         current().metrics.mean("teacher/answer_s", time.monotonic() - began)
         return None

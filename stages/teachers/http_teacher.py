@@ -19,6 +19,7 @@ from ...pipeline.context import Worker
 from ...pipeline.errors import ProtocolMismatch
 from ...schemas.config import check_url
 from ..engines.backoff import Backoff
+from ..engines.http_policy import HttpPolicy
 from ..engines.server_client import ServerClient, client_of
 from ..teacher import TeacherEngine
 from .candidates import Candidates
@@ -26,6 +27,12 @@ from .candidates import Candidates
 __all__ = ["HttpTeacher"]
 
 PATH = "/v1/completions"
+
+AT_START = Backoff(attempts=3)
+"""How often a server is asked whether it has the model: one that is started with the pipeline is ready by then."""
+
+AT_START_S = 30.0
+"""How long it may take to say so."""
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -63,8 +70,16 @@ class HttpTeacher:
         check_url(self.url, "HttpTeacher.url")
 
     @asynccontextmanager
-    async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)
-        """Connect."""
+    async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:
+        """Connect, and make sure that the server knows the model.
+
+        Raises:
+            NobodyListens: nothing answers at `url`.
+            EngineRefused: the server has another model.
+        """
+        told = HttpPolicy(url=self.url, model=self.model, api_key=self.api_key, timeout_s=AT_START_S, backoff=AT_START)
+        async with told.open(worker):
+            pass  # it was asked at opening; nothing is sampled from a teacher
         once = Backoff(attempts=1)
         async with client_of(self.url, self.api_key, once, timeout_s=math.inf, random=lambda: 0.0) as client:
             yield _Engine(self.model, client)

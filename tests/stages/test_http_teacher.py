@@ -12,9 +12,10 @@ from aiohttp import web
 from tests.stages.test_teacher import Letters
 
 from penstock import TrajectoryGroup
-from penstock.errors import InvalidConfig
+from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens
 from penstock.stages.engines.backoff import Backoff
 from penstock.stages.teacher import Teacher
+from penstock.stages.teachers import http_teacher
 from penstock.stages.teachers.http_teacher import HttpTeacher
 from penstock.testing import Driven, drive, group
 
@@ -37,12 +38,17 @@ async def serving(*replies: Reply) -> AsyncGenerator[tuple[str, list[dict[str, A
     """A server that gives one reply after another, the last ever after; its URL, and what it was asked."""
     questions: list[dict[str, Any]] = []
 
+    async def models(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        return web.json_response({"object": "list", "data": [{"id": "large"}]})
+
     async def answer(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer secret"
         questions.append(await request.json())
         return replies[min(len(questions), len(replies)) - 1](questions[-1])
 
     app = web.Application()
+    app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -55,11 +61,14 @@ async def serving(*replies: Reply) -> AsyncGenerator[tuple[str, list[dict[str, A
         await runner.cleanup()
 
 
-async def taught(url: str) -> Driven[TrajectoryGroup]:
-    given = group(completion_lengths=[2], prompt_length=1, tokens=[7, 8, 9])
-    teacher = HttpTeacher(url=url, model="large", tokenizer=Letters(), api_key="secret")
+async def taught(url: str, *, model: str = "large", groups: int = 1) -> Driven[TrajectoryGroup]:
+    given = [
+        group(completion_lengths=[2], prompt_length=1, tokens=[7, 8, 9], instance_id=str(number))
+        for number in range(groups)
+    ]
+    teacher = HttpTeacher(url=url, model=model, tokenizer=Letters(), api_key="secret")
     backoff = Backoff(attempts=2, first_s=0.001)
-    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff), [given])
+    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff), given)
 
 
 async def test_what_the_server_says_of_a_prompt_becomes_candidates() -> None:
@@ -98,14 +107,31 @@ async def test_what_it_refuses_or_what_is_no_answer_is_a_failure_at_once(reply: 
     assert len(questions) == 1
 
 
-async def test_a_server_that_is_gone_is_a_failure_once_it_was_tried_in_vain() -> None:
+async def test_a_server_that_is_not_there_is_an_error_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_teacher, "AT_START", Backoff(attempts=3, first_s=0.001))
     async with serving(as_vllm) as (url, questions):
         pass
 
-    out = await taught(url)
+    with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: nobody listens"):
+        await taught(url)
 
-    assert out == []
     assert questions == []
+
+
+async def test_a_server_that_has_another_model_is_an_error_before_anything_is_asked() -> None:
+    async with serving(as_vllm) as (url, questions):
+        with pytest.raises(EngineRefused, match=r"expected 'larger' at http.*, got \['large'\]"):
+            await taught(url, model="larger")
+
+    assert questions == []
+
+
+async def test_a_server_that_has_the_model_and_never_answers_is_an_error_and_not_an_empty_run() -> None:
+    async with serving(lambda _: web.Response(status=503, text="no engine")) as (url, _):
+        with pytest.raises(EngineFailed, match=r"got 32 failures and no answer since the start; .*503: no engine"):
+            await taught(url, groups=32)
 
 
 def test_a_url_that_leads_nowhere_is_refused() -> None:

@@ -245,6 +245,34 @@ def test_failures_and_retries_are_counted() -> None:
     assert emitted["teacher/answer_s"] >= 0
 
 
+@pytest.mark.parametrize("on_failure", ["drop", "pass"])
+@pytest.mark.parametrize(("concurrency", "patience"), [(1, 8), (8, 8), (12, 12)])
+def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(
+    concurrency: int, patience: int, on_failure: str
+) -> None:
+    """Dropped or passed through, its groups would come to nothing for as long as there are any."""
+    failure = EngineRefused("no such model")
+    teacher = Scripted([failure])
+    endless = [group(instance_id=str(number), completion_lengths=[2]) for number in range(100)]
+
+    with pytest.raises(EngineFailed, match=rf"got {patience} failures and no answer .*: no such model") as told:
+        asked(teacher, endless, concurrency=concurrency, on_failure=on_failure)
+
+    assert told.value.__cause__ is failure
+    assert len(teacher.questions) <= patience + concurrency
+
+
+def test_a_teacher_that_answered_once_may_fail_for_as_long_as_it_likes() -> None:
+    teacher = Scripted([*[EngineRefused("too long")] * 7, next_of_each, EngineRefused("too long")])
+
+    out = asked(
+        teacher, [group(instance_id=str(number), completion_lengths=[2]) for number in range(100)], concurrency=1
+    )
+
+    assert [each.instance_id for each in out] == ["7"]
+    assert len(teacher.questions) == 100
+
+
 def test_a_mistake_of_the_teacher_s_code_is_no_failure_but_ends_the_stage() -> None:
     with pytest.raises(ZeroDivisionError):
         asked(Scripted([ZeroDivisionError("a mistake")]), [two()], concurrency=1)
