@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,8 @@ class Import(NamedTuple):
     """Runs when the file is imported."""
 
 
-def imports(source: str, package: str) -> Iterator[Import]:
+@cache
+def imports(source: str, package: str) -> list[Import]:
     """Every module that `source`, a module of `package`, imports; `from a import b` counts as `a.b`."""
     tree = ast.parse(source)
     deferred = {
@@ -59,9 +60,11 @@ def imports(source: str, package: str) -> Iterator[Import]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(outer)
         for node in ast.walk(outer)
     }
-    for node in ast.walk(tree):
-        for module in _modules(node, package):
-            yield Import(module, node.lineno, id(node) not in deferred)  # type: ignore[attr-defined]
+    return [
+        Import(module, node.lineno, id(node) not in deferred)  # type: ignore[attr-defined]
+        for node in ast.walk(tree)
+        for module in _modules(node, package)
+    ]
 
 
 def _modules(node: ast.AST, package: str) -> list[str]:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from benchmarks.soak import Once, Sample, grown
 from tests.faults.zygote import ROOT, environment
-from tests.processes.test_workers import Commit
+from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, SampleForever
 
 from penstock import processes, source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import anyio
 import numpy as np
 import pytest
+import structlog
 import torch
 from safetensors.torch import save_file
 from tests import inference_server
@@ -31,6 +33,11 @@ from penstock import (
     source,
 )
 from penstock.pipeline.context import Worker
+from penstock.pipeline.errors import EngineFailed
+from penstock.pipeline.policy import engine_sync
+from penstock.pipeline.policy.engine_sync import synced
+from penstock.stages.engines import http_policy
+from penstock.stages.engines.backoff import Backoff
 from penstock.stages.engines.policies import Completion, Engine
 from penstock.stages.engines.torch_policy import TorchPolicy
 
@@ -127,6 +134,139 @@ async def test_weights_that_nobody_has_published_yet_are_not_waited_for() -> Non
                 pytest.fail("there are none")
 
 
+class Sleepless:
+    """An engine that does not fall asleep: it fails to at once, or never comes to an end."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        self.failure = failure
+        self.asked = anyio.Event()
+
+    def __repr__(self) -> str:
+        return "<Sleepless>"
+
+    async def update_weights(self, url: str, version: int) -> None:
+        assert (url, version) == (Numbered.url, Numbered.version)
+
+    async def sleep(self) -> None:
+        self.asked.set()
+        if self.failure is not None:
+            raise self.failure
+        await anyio.sleep_forever()
+
+    async def wake_up(self) -> None:
+        pass
+
+
+class Numbered:
+    """Where some version of some weights is."""
+
+    url, version = "somewhere", 3
+
+
+async def test_what_the_body_raises_comes_out_although_the_engine_does_not_fall_asleep() -> None:
+    engine = Sleepless(EngineFailed("no server"))
+
+    with structlog.testing.capture_logs() as said, pytest.raises(ValueError, match="mine") as raised:
+        async with synced(Numbered(), engine):
+            raise ValueError("mine")
+
+    assert raised.value.__notes__ == ["besides: <Sleepless> did not fall asleep: EngineFailed: no server"]
+    assert said == [
+        {
+            "event": "engine_left_awake",
+            "log_level": "warning",
+            "engine": "<Sleepless>",
+            "reason": "EngineFailed: no server",
+        }
+    ]
+
+
+async def test_an_engine_that_does_not_fall_asleep_after_a_body_that_ended_well_is_a_failure() -> None:
+    with pytest.raises(EngineFailed, match="no server"):
+        async with synced(Numbered(), Sleepless(EngineFailed("no server"))):
+            pass
+
+
+async def test_an_engine_that_never_falls_asleep_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_sync, "SLEEP_S", 0.01)
+
+    with pytest.raises(TimeoutError, match=r"expected <Sleepless> to fall asleep within 0\.01 s"):
+        async with synced(Numbered(), Sleepless(None)):
+            pass
+
+
+@pytest.mark.parametrize("failure", [None, EngineFailed("no server")])
+async def test_a_cancelled_body_stays_cancelled_although_the_engine_does_not_fall_asleep(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    engine = Sleepless(failure)
+    seen: list[BaseException] = []
+
+    with structlog.testing.capture_logs() as said, anyio.CancelScope() as scope:
+        try:
+            async with synced(Numbered(), engine):
+                scope.cancel()
+                await anyio.sleep_forever()
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    assert scope.cancelled_caught
+    assert engine.asked.is_set()
+    assert [type(error) for error in seen] == [anyio.get_cancelled_exc_class()]
+    assert [event["event"] for event in said] == ["engine_left_awake"]
+
+
+async def test_a_task_that_asyncio_cancels_is_not_held_up_by_an_engine_that_does_not_fall_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    engine, entered = Sleepless(None), anyio.Event()
+
+    async def use() -> None:
+        async with synced(Numbered(), engine):
+            entered.set()
+            await anyio.sleep_forever()
+
+    task = asyncio.ensure_future(use())
+    await entered.wait()
+    task.cancel()  # as asyncio.run does at the first Ctrl-C
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.asked.is_set()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_who_is_cancelled_while_the_engine_falls_asleep_is_not_held_up(
+    monkeypatch: pytest.MonkeyPatch, *, raises: bool
+) -> None:
+    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    engine, seen = Sleepless(None), list[BaseException]()
+
+    async def use() -> None:
+        with anyio.CancelScope() as scope:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(cancel, scope)
+                    async with synced(Numbered(), engine):
+                        if raises:
+                            raise ValueError("mine")
+            except BaseException as error:
+                seen.append(error)
+
+    async def cancel(scope: anyio.CancelScope) -> None:
+        await engine.asked.wait()
+        scope.cancel()
+
+    await use()
+
+    (error,) = seen
+    assert isinstance(error, ExceptionGroup)
+    assert [type(inner) for inner in error.exceptions] == [ValueError if raises else TimeoutError]
+
+
 # -- a server ------------------------------------------------------------------------------------------------------
 
 
@@ -141,12 +281,19 @@ def counting(by: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def served(folder: Path, kind: str = "sglang") -> Iterator[str]:
     """The URL of a server that counts by one."""
+    with started(folder, kind) as (url, _):
+        yield url
+
+
+@contextmanager
+def started(folder: Path, kind: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The same, and the server's process."""
     save_file(counting(1), folder / "model.safetensors")
     command = [sys.executable, inference_server.__file__, "0", kind, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         assert server.stdout
         try:
-            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}", server
         finally:
             server.kill()
 
@@ -162,6 +309,40 @@ async def test_a_server_loads_the_newest_version_of_a_folder(tmp_path: Path) -> 
             assert completion.tokens.tolist() == [4, 6, 8, 10, 0]
             assert set(completion.policy_versions.tolist()) == {7}
             assert "asleep" in repr(engine)
+
+
+async def test_a_server_that_is_killed_in_the_body_hides_nothing(tmp_path: Path) -> None:
+    with started(tmp_path, "sglang") as (url, server):
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=2, first_s=0.01))
+        async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
+            await folder.publish(counting(2), 7)
+            with pytest.raises(ValueError, match="mine") as raised:
+                async with folder.sync(engine):
+                    server.kill()
+                    await anyio.to_thread.run_sync(server.wait)
+                    raise ValueError("mine")
+
+    (note,) = raised.value.__notes__
+    assert "did not fall asleep: NobodyListens" in note
+
+
+async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.1)
+    monkeypatch.setattr(http_policy, "HURRIED_UNDO_S", 0.1)
+    with started(tmp_path, "sglang") as (url, server):
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=99, first_s=5))
+        async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
+            await folder.publish(counting(2), 7)
+            with anyio.CancelScope() as scope:
+                async with folder.sync(engine):
+                    server.kill()
+                    await anyio.to_thread.run_sync(server.wait)
+                    scope.cancel()
+                    await anyio.sleep_forever()
+
+    assert scope.cancelled_caught
 
 
 class Counts:

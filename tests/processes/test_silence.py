@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from tests.processes.children import child, line
-from tests.processes.test_workers import Commit
+from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, Sample, SampleAndDie
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, processes, serve, source
