@@ -40,6 +40,10 @@ Rest: TypeAlias = Literal["raw", "renormalised", "tail"]
 TOKENS_USED = "distill/tokens_used"
 """The metric: how many tokens of the batch a teacher had something to say of that the loss could use."""
 
+LEAST_RENORMALISED = 3
+"""Candidates that columns have room for where they are renormalised: two, and the token itself. A column of two is what
+a teacher of top_k=1 fills, and of those one is padding wherever the token is what the teacher expected."""
+
 LEAST_TAIL = torch.finfo(torch.float32).eps
 """What a teacher gives to all other tokens at the least: its candidates come in float32, whose sum tells no less."""
 
@@ -85,11 +89,12 @@ class Distillation(Term):
             InvalidRecord: as `Term`, or nothing can be learned from so few candidates.
         """
         ids, _ = scored.teacher()
-        if self.mode == "renormalised" and ids.shape[1] == 1:
+        if self.mode == "renormalised" and ids.shape[1] < LEAST_RENORMALISED:
             raise InvalidRecord(
-                "teacher_ids: expected two candidates a token or more, got one: renormalised it is certain for teacher "
-                'and policy alike, and their divergence 0 whatever they expect. Take mode="tail", SampledDistillation, '
-                "or a teacher with a higher top_k"
+                f"teacher_ids: expected room for {LEAST_RENORMALISED} candidates a token or more, a teacher's top_k of "
+                f"2 and the token itself, got {ids.shape[1]}: a single likeliest token, renormalised, is certain for "
+                f'teacher and policy alike, and their divergence 0 whatever they expect. Take mode="tail", '
+                f"SampledDistillation, or a higher top_k"
             )
         told = _Told.of(scored, least=2 if self.mode == "renormalised" else 1)
         costs = self._divergence(*told.distributions(self.mode))

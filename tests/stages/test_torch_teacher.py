@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arithmetic.tokenizer import TOKENIZER
 from penstock import TrainBatch, TrajectoryGroup
+from penstock.errors import InvalidRecord
 from penstock.pipeline.context import Worker
 from penstock.stages.losses import Distillation
 from penstock.stages.teacher import Teacher
@@ -49,8 +50,21 @@ async def test_candidates_are_those_of_every_sequence_scored_alone(top_k: int, m
         np.testing.assert_allclose(logprobs[ids >= 0], among[ids[ids >= 0]], atol=1e-5)
 
 
-def step(batch: TrainBatch) -> dict[str, float]:
-    return TorchTrainer(TinyModel(), optimizer=torch.optim.AdamW, loss=Distillation()).step(batch)
+def step(batch: TrainBatch, loss: Distillation = Distillation()) -> dict[str, float]:  # noqa: B008 (a frozen value)
+    return TorchTrainer(TinyModel(), optimizer=torch.optim.AdamW, loss=loss).step(batch)
+
+
+async def test_a_teacher_s_one_likeliest_token_renormalised_is_refused_with_the_reason() -> None:
+    """Its columns are two wide, and a token that is not the likeliest has two candidates: the loss would not be 0."""
+    recipe = TorchTeacher(partial(TinyModel, seed=1), TOKENIZER)
+    out = {top_k: await drive(Teacher(recipe, TOKENIZER, top_k=top_k), [made("0", [9, 2, 3])]) for top_k in (1, 2)}
+
+    with pytest.raises(InvalidRecord, match=r"divergence 0 whatever they expect.* or a higher top_k"):
+        await anyio.to_thread.run_sync(step, TrainBatch.pack(out[1]), Distillation(mode="renormalised"))
+
+    for top_k, loss in ((1, Distillation(mode="tail")), (2, Distillation(mode="renormalised"))):
+        metrics = await anyio.to_thread.run_sync(step, TrainBatch.pack(out[top_k]), loss)
+        assert metrics["loss"] > 0
 
 
 async def test_a_teacher_of_the_same_weights_has_nothing_to_teach() -> None:

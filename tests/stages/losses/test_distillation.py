@@ -104,7 +104,7 @@ def test_with_the_whole_vocabulary_as_candidates_every_mode_gives_the_divergence
 @EVERY_DIVERGENCE
 def test_with_fewer_candidates_the_modes_are_three_different_numbers(term: Distillation) -> None:
     policy = torch.tensor([[0.2, 0.4, 0.1, 0.2, 0.1]]).double()
-    given = taught(policy.log(), [[1, 0]], torch.tensor([[0.3, 0.5]]).double().log())
+    given = taught(policy.log(), [[1, 0, -1]], torch.tensor([[0.3, 0.5, 1.0]]).double().log())
 
     found = {mode: costs(replace(term, mode=mode), given)[0] for mode in MODES}
 
@@ -335,8 +335,9 @@ def test_a_log_probability_that_stands_for_impossible_does_not_carry_everything_
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_one_candidate_renormalised_is_refused_with_the_reason() -> None:
-    given = taught(predictions(2), [[0], [1]], torch.full((2, 1), -1.0))
+@pytest.mark.parametrize("ids", [[[0], [1]], [[0, -1], [3, 1]]], ids=["alone", "and the token itself"])
+def test_one_candidate_renormalised_is_refused_with_the_reason(ids: list[list[int]]) -> None:
+    given = taught(predictions(2), ids, torch.full((2, len(ids[0])), -1.0))
 
     with pytest.raises(InvalidRecord, match="divergence 0 whatever they expect"):
         Distillation(mode="renormalised").per_token(given)
@@ -362,7 +363,7 @@ def test_a_batch_of_which_nothing_can_be_used_is_refused_and_not_a_quiet_nothing
 
 
 def test_a_term_that_can_use_nothing_is_not_hidden_by_another_that_can() -> None:
-    given = taught(predictions(1), [[0, -1]], torch.full((1, 2), -1.0).double())
+    given = taught(predictions(1), [[0, -1, -1]], torch.full((1, 3), -1.0).double())
     loss = SampledDistillation() + 0.5 * Distillation(mode="renormalised")
 
     metrics = loss(given).metrics
