@@ -18,6 +18,7 @@ from penstock.stages.losses import (
     ImportanceWeight,
     Loss,
     PPOClip,
+    SampledDistillation,
     Scored,
 )
 
@@ -39,8 +40,17 @@ LOSSES: list[Loss] = [
 ]
 """At least one of every kind."""
 
-HOLDING: list[Loss] = [AdvantageWeighted() * ImportanceWeight(high=1.2), CISPO(highest=1.2)]
-"""Those of them that hold a number that depends on the policy: a finite difference would move it."""
+HOLDING: list[Loss] = [
+    CISPO(highest=1.2),
+    CISPO(lowest=0.8, highest=1.2).aggregated("seq-mean-token-sum"),
+    AdvantageWeighted() * ImportanceWeight(high=1.2),
+    (AdvantageWeighted() * ImportanceWeight(high=1.3, low=0.7, beyond="mask")).aggregated("seq-mean-token-mean"),
+    AdvantageWeighted() * ImportanceWeight(high=3.0, low=0.3, level="sequence", beyond="mask"),
+    SampledDistillation(),
+    SampledDistillation() * ImportanceWeight(high=1.2),
+    AdvantageWeighted() * ImportanceWeight(high=1.2) + 0.5 * SampledDistillation(),
+]
+"""Those that hold a number made of the policy, through which no gradient flows: a finite difference would move it."""
 
 
 def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:

@@ -48,18 +48,42 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(loss
     )
 
 
+def far_from_what_sampled(sign: int) -> Scored:
+    """Advantages of one sign, one a sequence, of rewards and in the eyes of a teacher alike."""
+    given = random(seed=3, lengths=(2, 1, 0, 3))
+    of_sequence = sign * given.spread(torch.tensor([0.3, 1.1, 0.7, 0.2], dtype=torch.float64))
+    of_teacher = given.untempered().gather(-1, given.tokens[:, None]) + of_sequence[:, None]
+    return replace(given, advantages=of_sequence, teacher_ids=given.tokens[:, None].int(), teacher_logprobs=of_teacher)
+
+
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in HOLDING], ids=repr)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_gradients_agree_with_finite_differences_for_each_sign_of_the_advantage(loss: Loss, sign: int) -> None:
-    given = random(seed=3, lengths=(2, 1, 0, 3))
-    of_sequence = given.spread(torch.tensor([0.3, 1.1, 0.7, 0.2], dtype=torch.float64))
-    given = replace(given, advantages=sign * of_sequence)
+    given = far_from_what_sampled(sign)
 
     def value(logits: Tensor, logprobs: Tensor) -> Tensor:
         return loss(replace(given, predicted=torch.log_softmax(logits, dim=-1), logprobs=logprobs)).loss
 
     _, logits, logprobs = leaves(given)
     assert torch.autograd.gradcheck(value, (logits, logprobs))
+
+
+@pytest.mark.parametrize("loss", HOLDING, ids=repr)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_gradients_agree_with_finite_differences_where_what_a_loss_holds_is_held(loss: Loss, sign: int) -> None:
+    """The policy that sampled moves along, so that ratios stay; what a teacher is compared with does not move."""
+    given = far_from_what_sampled(sign)
+
+    def value(logits: Tensor, logprobs: Tensor) -> Tensor:
+        still = given.predicted + (logits - logits.detach())
+        along = given.behavior() + (logprobs.detach() - given.logprobs)
+        return loss(replace(given, predicted=still, logprobs=logprobs, behavior_logprobs=along)).loss
+
+    _, logits, logprobs = leaves(given)
+    assert torch.autograd.gradcheck(value, (logits, logprobs))
+    towards = -sign * slope(value(logits, logprobs), logprobs)
+    assert (towards >= 0).all()
+    assert towards.any()
 
 
 @EVERY_LOSS
