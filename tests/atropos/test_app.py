@@ -7,7 +7,9 @@ import gzip
 import json
 import signal
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -259,6 +261,23 @@ def test_a_lease_is_a_time(gateway: Client, lease_s: str) -> None:
     assert gateway.ask("GET", f"/batch?lease_s={lease_s}").status == 422
 
 
+def test_a_batch_whose_reader_died_on_the_way_comes_to_the_next_who_asks(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8, images="x" * 12_000_000, mark=1.0))
+
+    with socket.socket() as dying:
+        dying.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        dying.connect(address(gateway.url))
+        dying.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert dying.recv(100).startswith(b"HTTP/1.1 200")
+        dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset
+    until = time.monotonic() + ENDING_S
+    while (batch := gateway.get("/batch")["batch"]) is None:
+        assert time.monotonic() < until
+
+    assert batch[0]["scores"][0] == 1.0
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -436,11 +455,15 @@ def test_many_environments_at_once_lose_nothing(gateway: Client) -> None:
     assert gateway.get("/batch") == {"batch": None}
 
 
+def address(url: str) -> tuple[str, int]:
+    host = urlsplit(url)
+    return str(host.hostname), host.port or 0
+
+
 @contextmanager
 def half_of_a_body(url: str) -> Iterator[socket.socket]:
     """Somebody who sends a part of a group, and no more."""
-    host = urlsplit(url)
-    with socket.create_connection((str(host.hostname), host.port), timeout=10) as sender:
+    with socket.create_connection(address(url), timeout=10) as sender:
         sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
         sender.sendall(b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
         assert b"100 Continue" in sender.recv(1000)  # it reads the body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,16 @@ class Gateway:
         self.endpoints = Endpoints(self.books, self.desk, Bodies(self.limits), clock=lambda: self.now)
         self.app = application(self.endpoints, Access())
 
-    async def ask(self, method: str, path: str, body: Any = None, *, leaves_after: int = 100) -> tuple[int | None, Any]:
-        """Status and JSON; who asks leaves after so many messages went either way."""
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        leaves_after: int = 100,
+        meanwhile: Callable[[], Awaitable[None]] | None = None,
+    ) -> tuple[int | None, Any]:
+        """Status and JSON, None where that is cut off; who asks leaves after so many messages went either way."""
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
         passed, sent = 0, list[MutableMapping[str, Any]]()
@@ -66,12 +74,15 @@ class Gateway:
             passed += 1
             if passed <= leaves_after:
                 sent.append(message)
+            if meanwhile is not None and message.get("body") == b"" and message.get("more_body"):
+                await meanwhile()
 
         await self.app(scope, receive, send)
         if not sent:
             return None, None
+        whole = "body" in sent[-1] and not sent[-1].get("more_body", False)
         told = b"".join(message.get("body", b"") for message in sent)
-        return sent[0]["status"], json.loads(told or b"null")
+        return sent[0]["status"], json.loads(told) if whole else None
 
 
 async def test_groups_whose_sender_was_gone_when_it_was_answered_are_accepted_once_though_it_sends_them_again() -> None:
@@ -95,19 +106,38 @@ async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> Non
     assert gateway.books.status().queue_size == 1
 
 
-async def test_a_batch_that_was_written_to_nobody_goes_to_the_next_who_asks() -> None:
+async def test_a_batch_whose_reader_left_before_its_end_goes_to_the_next_who_asks() -> None:
     gateway = Gateway()
     await gateway.ask("POST", "/register", TRAINER)
     await gateway.ask("POST", "/scored_data", scored(8, mark=1.0))
 
-    await gateway.ask("GET", "/batch", leaves_after=3)  # it is looked at once, then come the status and the groups
-    before = (await gateway.ask("GET", "/batch"))[1]
-    gateway.now = SENDING_S
-    after = (await gateway.ask("GET", "/batch"))[1]
+    for messages in (
+        3,
+        4,
+    ):  # it is looked at once, then come the status, the groups, and what waits until they are written
+        status, cut_off = await gateway.ask("GET", "/batch", leaves_after=messages)
+        assert (status, cut_off) == (200, None)
+    batch = (await gateway.ask("GET", "/batch"))[1]["batch"]
 
-    assert before == {"batch": None}
-    assert after["batch"][0]["scores"][0] == 1.0
+    assert batch[0]["scores"][0] == 1.0
+    assert (await gateway.ask("GET", "/batch"))[1] == {"batch": None}
     assert gateway.books.status().current_step == 4
+
+
+async def test_a_batch_that_took_so_long_to_be_read_that_another_has_it_is_cut_off() -> None:
+    gateway = Gateway()
+    await gateway.ask("POST", "/register", TRAINER)
+    await gateway.ask("POST", "/scored_data", scored(8, mark=1.0))
+    others = list[Any]()
+
+    async def meanwhile() -> None:
+        gateway.now += SENDING_S
+        others.append((await gateway.ask("GET", "/batch"))[1])
+
+    slow = (await gateway.ask("GET", "/batch", meanwhile=meanwhile))[1]
+
+    assert others[0]["batch"][0]["scores"][0] == 1.0
+    assert slow is None
 
 
 @pytest.mark.parametrize(("cors", "allowed"), [(True, b"*"), (False, None)])

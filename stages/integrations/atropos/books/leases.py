@@ -63,6 +63,11 @@ class Leases(Generic[T]):
             f"and the batch went out again"
         )
 
+    def give_back(self, lease: int) -> None:
+        """The batch comes back at once, if it is still out."""
+        if lease in self._out:
+            self._back[lease] = self._out.pop(lease)
+
     def expire(self, now: float) -> None:
         """Batches whose time is over come back."""
         if now < self._first_due:

@@ -362,6 +362,10 @@ class Books(Generic[G]):
         self.expire(now)
         self._gone(now, self._leases.end(lease))
 
+    def give_back(self, lease: int) -> None:
+        """The batch of this lease never arrived: it goes to the next who asks."""
+        self._leases.give_back(lease)
+
     def _put_back(self, formed: _Formed[G]) -> None:
         """Groups of a batch that is none any more are the first of the queue again."""
         self._waiting.put_back(formed.groups)

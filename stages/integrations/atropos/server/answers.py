@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from .....schemas import InvalidRecord
 from ..books.errors import NeverPacked, QueueFull, RefusedByGateway
 from .bodies import GZIP, BodyRefused
 
-__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "delivered", "endpoint", "refused"]
+__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
 
 COMPRESSED_FROM_BYTES = 1000
 """As the original does it."""
@@ -29,55 +30,57 @@ COMPRESSION_LEVEL = 1
 LARGE_BYTES = 256 * 1024
 """What takes longer than a millisecond or two is done in a thread, so that `/status-env` is answered meanwhile."""
 
-R = TypeVar("R", bound=Response)
+END_BYTES = 64
+"""So much of an answer is kept back until it is known whether anybody is there: JSON or gzip without it is neither."""
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Any]]
-"""Answers a request with a value that has a JSON form, or with a Response."""
+"""Answers a request with a value that has a JSON form, or with one of the answers below."""
 
 
-def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response | Delivery]]:
     """`handler` as starlette wants it."""
 
-    async def answering(request: Request) -> Response:
+    async def answering(request: Request) -> Response | Delivery:
         answer = await handler(request)
-        return answer if isinstance(answer, Response) else answered(request, msgspec.json.encode(answer))
+        return answer if isinstance(answer, Response | Delivery) else answered(request, msgspec.json.encode(answer))
 
     return answering
 
 
-def answered(request: Request, body: bytes, kind: type[R] = Response) -> R:  # type: ignore[assignment]
+def answered(request: Request, body: bytes) -> Response:
     """`body`, which is JSON, as an answer to `request`. Blocks for a millisecond for every 100 KB."""
     headers = {"Vary": "Accept-Encoding"}
     if len(body) >= COMPRESSED_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
         compressor = zlib.compressobj(COMPRESSION_LEVEL, zlib.DEFLATED, GZIP)
         body = compressor.compress(body) + compressor.flush()
         headers["Content-Encoding"] = "gzip"
-    return kind(body, headers=headers, media_type="application/json")
+    return Response(body, headers=headers, media_type="application/json")
 
 
-class Delivery(Response):
+@dataclass(frozen=True, slots=True)
+class Delivery:
     """An answer of which it matters whether it arrived, as far as that can be known."""
 
-    then: Callable[[bool], None] | None = None
-    """Is told whether it was written to a client that was still there."""
+    answer: Response
+    settle: Callable[[bool], bool]
+    """Is told whether the client was still there when all but the end was written; returns whether it gets the end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; the end is kept back until the rest was written."""
-        arrived = False
+        """Send it. Whoever was not there for the end has an answer that is cut off, and can tell."""
+        body = memoryview(self.answer.body)
+        kept_back = max(0, len(body) - END_BYTES)
+        there = wanted = False
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self.body, "more_body": True})
-            arrived = not await Request(scope, receive).is_disconnected()
-            await send({"type": "http.response.body", "body": b""})
+            await send(
+                {"type": "http.response.start", "status": self.answer.status_code, "headers": self.answer.raw_headers}
+            )
+            await send({"type": "http.response.body", "body": body[:kept_back], "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until that was written
+            there = not await Request(scope, receive).is_disconnected()
         finally:
-            if self.then is not None:
-                self.then(arrived)
-
-
-def delivered(answer: Delivery, then: Callable[[bool], None]) -> Delivery:
-    """`answer`, with `then` to be told whether it arrived."""
-    answer.then = then
-    return answer
+            wanted = self.settle(there)
+        if wanted:
+            await send({"type": "http.response.body", "body": body[kept_back:]})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

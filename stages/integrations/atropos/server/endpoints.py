@@ -41,7 +41,7 @@ from ..contract import (
     decode_scored,
 )
 from ..shm.shm_way_in import WayInAnswer
-from .answers import LARGE_BYTES, Delivery, answered, delivered
+from .answers import LARGE_BYTES, Delivery, answered
 from .bodies import Bodies
 from .desk import Desk
 from .intake import Intake
@@ -56,8 +56,8 @@ THREADS = 2
 """Groups that are read, or batches that are written, at once beside the event loop: each may hold a hundred MB."""
 
 SENDING_S = 60.0
-"""How long a batch may be under way to a trainer that acknowledges nothing. It is one lease to the books: what could
-not be written goes to the next who asks."""
+"""How long a batch may be under way to a trainer that acknowledges nothing; then it goes to the next who asks, and the
+end of it to nobody else."""
 
 INFLATION = 4
 """How many times larger JSON is than gzip makes it."""
@@ -230,14 +230,14 @@ class Endpoints(Generic[G]):
         waiting = self.intake.waiting(env_id) if self.intake is not None else 0
         return replace(said, queue_size=said.queue_size + waiting, self_queue_size=said.self_queue_size + waiting)
 
-    async def scored_data(self, request: Request) -> Response:
+    async def scored_data(self, request: Request) -> Delivery:
         """POST /scored_data."""
         read = await self._read(request, many=False)
         receipt = self.accept(read.submissions, digest=read.digest)
         told = Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
         return self._receipt(request, read, receipt, told)
 
-    async def scored_data_list(self, request: Request) -> Response:
+    async def scored_data_list(self, request: Request) -> Delivery:
         """POST /scored_data_list."""
         read = await self._read(request, many=True)
         receipt = self.accept(read.submissions, digest=read.digest)
@@ -251,11 +251,12 @@ class Endpoints(Generic[G]):
     def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
         """The answer `told`; where nobody is there to read it, the same body will come again."""
 
-        def then(arrived: bool) -> None:  # noqa: FBT001
-            if not arrived:
+        def settle(there: bool) -> bool:  # noqa: FBT001
+            if not there:
                 self.books.undelivered(self._now(), read.digest, receipt)
+            return there
 
-        return delivered(answered(request, msgspec.json.encode(told), Delivery), then)
+        return Delivery(answered(request, msgspec.json.encode(told)), settle)
 
     async def _read(self, request: Request, *, many: bool) -> _Read[G]:
         async with self._body(request) as (body, compressed):
@@ -301,7 +302,7 @@ class Endpoints(Generic[G]):
         self.room.wake_all()
         return Registered(uuid=uuid)
 
-    async def batch(self, request: Request) -> Response | BatchAnswer | dict[str, None]:
+    async def batch(self, request: Request) -> Response | Delivery | BatchAnswer | dict[str, None]:
         """GET /batch; with `?lease_s=…` the batch has to be acknowledged within that time."""
         lease_s = _lease_s(request.query_params.get("lease_s"))
         if await request.is_disconnected():
@@ -318,7 +319,7 @@ class Endpoints(Generic[G]):
         self._hand_out(batch, now + (lease_s or SENDING_S))
         weight = sum(group.nbytes for group in batch.groups)
         answer = await self.heavy(weight, partial(self._batch, request, batch, leased=lease_s is not None))
-        return delivered(answer, partial(self._written, batch)) if lease_s is None else answer
+        return answer if lease_s is not None else Delivery(answer, partial(self._settle, batch))
 
     def _hand_out(self, batch: Batch[G], until: float) -> None:
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
@@ -332,18 +333,22 @@ class Endpoints(Generic[G]):
         self._out = {lease: out for lease, out in self._out.items() if out.until > now}
         return len(self._out)
 
-    def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Delivery:
+    def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Response:
         """The answer that holds `batch`. May block, and run in a thread."""
         groups = [msgspec.Raw(self.desk.json(group.payload)) for group in batch.groups]
         told = BatchAnswer(batch=groups, lease=str(batch.lease) if leased else msgspec.UNSET)
-        return answered(request, msgspec.json.encode(told), Delivery)
+        return answered(request, msgspec.json.encode(told))
 
-    def _written(self, batch: Batch[G], arrived: bool) -> None:  # noqa: FBT001
-        """An answer was written, to a client that acknowledges nothing, and that was still there or was not."""
+    def _settle(self, batch: Batch[G], there: bool) -> bool:  # noqa: FBT001
+        """Whether a client that acknowledges nothing is to have the end of its batch, which is its own then."""
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
-        if arrived:
-            with suppress(UnknownLease):  # it took longer than SENDING_S, and goes to the next who asks
-                self._acknowledge(batch.lease)
+        if not there:
+            self.books.give_back(batch.lease)
+            return False
+        with suppress(UnknownLease):  # it took longer than SENDING_S, and went to the next who asked
+            self._acknowledge(batch.lease)
+            return True
+        return False
 
     async def acknowledge(self, request: Request) -> dict[str, str]:
         """POST /acknowledge."""
