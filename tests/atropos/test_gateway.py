@@ -316,3 +316,48 @@ async def test_a_group_that_no_batch_can_hold_is_rejected() -> None:
         await outbox.aclose()
 
     assert context.ledger.balance().reasons["rejected"] == {"never packed": 4}
+
+
+async def test_groups_that_make_up_no_batch_hold_back_none_that_do() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    made = [admitted(context, number, (2,) * (3 if number < 6 else 5)) for number in range(12)]
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 8, "starting_step": 0, "num_steps": 2})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, outbox, made)
+            batches = [await _next_batch(talk) for _ in range(2)]
+            tasks.cancel_scope.cancel()
+
+    assert [sorted(len(one["scores"]) for one in batch) for batch in batches] == [[3, 5]] * 2
+    assert context.ledger.balance().ended["trained"] == 16
+
+
+async def _send_all(outbox: SendChannel[TrajectoryGroup], groups: list[TrajectoryGroup]) -> None:
+    for each in groups:
+        await outbox.send(each)
+
+
+async def _next_batch(talk: Talk) -> list[Any]:
+    while (batch := (await talk.get("/batch"))["batch"]) is None:
+        await checkpoint()
+    return list(batch)
+
+
+async def test_the_oldest_of_what_is_passed_over_for_long_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    made = [admitted(context, number, (2,) * 3) for number in range(30)]
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 8, "starting_step": 0, "num_steps": 1})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, outbox, [*made, admitted(context, 30, (2,) * 5)])
+            [batch] = [await _next_batch(talk)]
+
+    rejected = context.ledger.balance().reasons["rejected"]["never packed"]
+    assert sorted(len(one["scores"]) for one in batch) == [3, 5]
+    assert 90 - 8 * 8 - 18 < rejected <= 90 - 7 * 8  # the newest eight batches' worth, and what came since, wait
+    assert context.ledger.balance().ended == {"trained": 8, "lost": 95 - 8 - rejected, "rejected": rejected} | (
+        dict.fromkeys(["filtered", "stale", "failed"], 0)
+    )
+    assert caplog.text.count("no batch could be made with it") == rejected // 3

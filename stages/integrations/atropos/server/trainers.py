@@ -42,12 +42,18 @@ log = get_logger("penstock.atropos")
 AHEAD = 2
 """Batches that may wait for a trainer: one that it takes next, and one that is being made. More of them only age."""
 
+LEFT_OVER = 8
+"""Batches' worth that may wait and were in none when one was asked for: they may fit with what comes. The oldest beyond
+are rejected."""
+
 A_PIPELINE = "this gateway serves groups of a pipeline: environments need `penstock gateway`, or AtroposGateway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposTrainers:
     """Serve groups to trainers that poll. The stream may end before they have all; then it waits until they do.
+
+    Groups whose sizes make up no batch are passed over; what was passed over for long is rejected ("never packed").
 
     >>> AtroposTrainers().door.port
     8000
@@ -88,8 +94,9 @@ class _Offered:
     """What is needed to commit it."""
     json: bytes
     """As a trainer gets it."""
-    handed: bool = False
-    """Whether a trainer was handed it; when that did not acknowledge it, it waits once more."""
+    number: int = -1
+    """Its place in the order in which they were offered; -1 when it is not counted among those that wait: before, and
+    when a trainer was handed it, though it wait once more where that did not acknowledge it."""
 
 
 class _Outlet:
@@ -110,13 +117,26 @@ class _Outlet:
         self.ended = False
         """Whether the pipeline sends nothing more."""
         self._starved = False
-        """Whether the last who asked got nothing."""
-        self._waiting = 0
-        """Sequences that no trainer was handed."""
+        """Whether the last who asked got nothing, and nothing came since."""
+        self._offered = 0
+        """Groups, so far."""
+        self._seen = 0
+        """So many of those had been offered when somebody last got nothing: the first of them are in no batch."""
+        self._fresh = 0
+        """Sequences that came since then, and that no trainer was handed."""
+        self._left_over = 0
+        """Sequences that came before, and that no trainer was handed."""
 
     def enough(self, trainer: TrainerRegistration | None) -> bool:
-        """Whether so much waits that more would only age; before a trainer says what it trains, anything does."""
-        return trainer is None or self._waiting >= AHEAD * trainer.batch_size
+        """Whether so much waits that more would only age; before a trainer says what it trains, anything does.
+
+        What makes up no batch is not waited for: more has to come.
+        """
+        return trainer is None or self._fresh >= AHEAD * trainer.batch_size
+
+    def too_much_left(self, trainer: TrainerRegistration | None) -> bool:
+        """Whether so much was passed over that it will not be in a batch any more."""
+        return trainer is not None and self._left_over > LEFT_OVER * trainer.batch_size
 
     def done(self, gateway: Endpoints[_Offered]) -> bool:
         """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
@@ -146,16 +166,30 @@ class _Outlet:
     def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:
         """There may be a batch again; see `Desk`."""
         self._starved = False
-        self._waiting += sum(submission.sequences for submission in submissions)
+        for submission in submissions:
+            submission.payload.number = self._offered
+            self._offered += 1
+            self._fresh += submission.sequences
 
     def asked(self, batch: Batch[_Offered] | None) -> None:
         """See `Desk`."""
         self._starved = batch is None
-        for submission in () if batch is None else batch.groups:
-            if not submission.payload.handed:
-                submission.payload.handed = True
-                self._waiting -= submission.sequences
+        if batch is None:
+            self._seen = self._offered
+            self._left_over += self._fresh
+            self._fresh = 0
+        else:
+            for submission in batch.groups:
+                self.gone(submission)
         self.changed.wake_all()
+
+    def gone(self, submission: Submission[_Offered]) -> None:
+        """It waits no more."""
+        number, submission.payload.number = submission.payload.number, -1
+        if number >= self._seen:
+            self._fresh -= submission.sequences
+        elif number >= 0:
+            self._left_over -= submission.sequences
 
     def delivered(self, batch: Batch[_Offered]) -> None:
         """See `Desk`."""
@@ -175,6 +209,10 @@ async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Of
 async def _offer(offered: _Offered, gateway: Endpoints[_Offered], desk: _Outlet) -> None:
     while desk.enough(gateway.trainer):
         await gateway.room.wait()
+    while desk.too_much_left(gateway.trainer) and (left := gateway.books.take(time.monotonic())) is not None:
+        desk.gone(left)
+        log.warning("group_rejected", reason="no batch could be made with it", sequences=left.sequences)
+        drop(left.payload.group, "rejected", "never packed")
     try:
         gateway.accept([Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))])
     except NeverPacked as error:
@@ -194,6 +232,7 @@ async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
         if desk.done(gateway.endpoints):
             return
         await desk.changed.wait()
+        gateway.endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come
 
 
 def _bare(group: TrajectoryGroup) -> TrajectoryGroup:
