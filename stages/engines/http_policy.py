@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ...pipeline.context import Worker, current
 from ...pipeline.errors import EngineRefused, InvalidConfig, PenstockError, ProtocolMismatch
+from ...pipeline.policy.shielded import shielded
 from ...pipeline.telemetry import get_logger
 from ...schemas.config import check_url
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
@@ -38,6 +39,9 @@ log = get_logger("penstock.http_policy")
 
 UNDO_S = 30.0
 """How long a server may take to sample again, once the pause that it was told of is given up."""
+
+HURRIED_UNDO_S = 2.0
+"""How long it may take where whoever asked for the pause was cancelled: a Ctrl-C is not held up."""
 
 T = TypeVar("T")
 
@@ -278,8 +282,8 @@ class HttpEngine:
         try:
             yield
             await self._tell(self._dialect.resume)
-        except BaseException:
-            await self._undo("updating", self._dialect.resume)
+        except BaseException as error:
+            await self._undo("updating", self._dialect.resume, error)
             raise
         self._gate.open("updating")
 
@@ -322,18 +326,17 @@ class HttpEngine:
         await self._gate.shut(reason)
         try:
             await self._tell(call)
-        except BaseException:
-            await self._undo(reason, undo)
+        except BaseException as error:
+            await self._undo(reason, undo, error)
             raise
 
-    async def _undo(self, reason: Reason, call: Call | None) -> None:
+    async def _undo(self, reason: Reason, call: Call | None, after: BaseException) -> None:
         """After a failure, have the server sample again, if it is still there."""
+        what = f"an answer of {self._policy.url}"
         try:
-            with anyio.fail_after(UNDO_S, shield=True):
-                await self._tell(call)
+            await shielded(lambda: self._tell(call), what, after=after, within_s=UNDO_S, hurried_s=HURRIED_UNDO_S)
         except (PenstockError, TimeoutError) as error:
-            why = str(error) or f"no answer within {UNDO_S:g} s"
-            log.warning("engine_not_resumed", url=self._policy.url, reason=why)
+            log.warning("engine_not_resumed", url=self._policy.url, reason=str(error))
         finally:
             self._gate.open(reason)
 
