@@ -19,7 +19,7 @@ from .....schemas import InvalidRecord
 from ..books.errors import NeverPacked, QueueFull, RefusedByGateway
 from .bodies import GZIP, BodyRefused
 
-__all__ = ["LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
+__all__ = ["END_BYTES", "LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
 
 COMPRESSED_FROM_BYTES = 1000
 """As the original does it."""
@@ -31,7 +31,7 @@ LARGE_BYTES = 256 * 1024
 """What takes longer than a millisecond or two is done in a thread, so that `/status-env` is answered meanwhile."""
 
 END_BYTES = 64
-"""So much of an answer is kept back until it is known whether anybody is there: JSON or gzip without it is neither."""
+"""Of a batch: JSON or gzip that lacks so much is neither."""
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Any]]
 """Answers a request with a value that has a JSON form, or with one of the answers below."""
@@ -64,23 +64,25 @@ class Delivery:
     answer: Response
     settle: Callable[[bool], bool]
     """Is told whether the client was still there when all but the end was written; returns whether it gets the end."""
+    end_bytes: int = 0
+    """Of the body; none where whoever is told late would cancel, and send again what was accepted."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. Whoever was not there for the end has an answer that is cut off, and can tell."""
         body = memoryview(self.answer.body)
-        kept_back = max(0, len(body) - END_BYTES)
+        end = max(0, len(body) - self.end_bytes)
         there = wanted = False
         try:
             await send(
                 {"type": "http.response.start", "status": self.answer.status_code, "headers": self.answer.raw_headers}
             )
-            await send({"type": "http.response.body", "body": body[:kept_back], "more_body": True})
+            await send({"type": "http.response.body", "body": body[:end], "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until that was written
             there = not await Request(scope, receive).is_disconnected()
         finally:
             wanted = self.settle(there)
         if wanted:
-            await send({"type": "http.response.body", "body": body[kept_back:]})
+            await send({"type": "http.response.body", "body": body[end:]})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from ..contract import (
     decode_scored,
 )
 from ..shm.shm_way_in import WayInAnswer
-from .answers import LARGE_BYTES, Delivery, answered
+from .answers import END_BYTES, LARGE_BYTES, Delivery, answered
 from .bodies import Bodies
 from .desk import Desk
 from .intake import Intake
@@ -319,7 +319,7 @@ class Endpoints(Generic[G]):
         self._hand_out(batch, now + (lease_s or SENDING_S))
         weight = sum(group.nbytes for group in batch.groups)
         answer = await self.heavy(weight, partial(self._batch, request, batch, leased=lease_s is not None))
-        return answer if lease_s is not None else Delivery(answer, partial(self._settle, batch))
+        return answer if lease_s is not None else Delivery(answer, partial(self._settle, batch), END_BYTES)
 
     def _hand_out(self, batch: Batch[G], until: float) -> None:
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
