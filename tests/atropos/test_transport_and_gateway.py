@@ -50,10 +50,30 @@ class Trains:
             await self.arrived.wait()
 
 
+@dataclass(eq=False)
+class Keeps:
+    """A sink that keeps what comes."""
+
+    groups: list[TrajectoryGroup] = field(default_factory=list)
+    arrived: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            self.groups.append(group.owned())
+            current().ledger.end(group, "trained")
+            self.arrived.set()
+            self.arrived = anyio.Event()
+
+    async def has(self, groups: int) -> None:
+        while len(self.groups) < groups:
+            await self.arrived.wait()
+
+
 @asynccontextmanager
-async def training(sink: Trains, token: str | None = None) -> AsyncIterator[str]:
+async def training(sink: Trains | Keeps, token: str | None = None, candidates: int | None = None) -> AsyncIterator[str]:
     """A pipeline that environments feed, and where."""
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0, token=token))
+    door = Door(port=0, token=token)
+    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=door, candidates=candidates)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source(gateway).sink(sink).run)
         with anyio.fail_after(50):
@@ -132,3 +152,28 @@ async def test_flow_control_counts_what_came_through_shared_memory() -> None:
 
     assert env.counts.dropped == 0
     assert sink.by_env == {0: 100}
+
+
+@pytest.mark.parametrize("width", [None, 2, 3, 4])
+async def test_a_group_becomes_the_same_by_either_way(width: int | None) -> None:
+    sink = Keeps()
+    scored = scored_group(0, group_size=1, tokens=3) | {
+        "distill_token_ids": [[[], [9, 4], [8, 2, 5]]],
+        "distill_logprobs": [[[], [-0.5, -1.0], [-3.0, -1.0, -2.0]]],
+    }
+    async with training(sink, candidates=width) as url:
+        by_http = Environment(Config(rollout_server_url=url, group_size=1))
+        await by_http.register_env()
+        by_shm = ShmTransport.attach(Environment(Config(rollout_server_url=url), env_id=by_http.env_id, curr_step=500))
+        for sent, env in enumerate((by_http, by_shm), 1):
+            await env._send_scored_data_to_api(dict(scored))
+            await sink.has(sent)
+
+    one, other = sink.groups
+    assert (other.env, other.meta) == (one.env, one.meta)
+    assert other.policy_versions.tolist() == one.policy_versions.tolist() == [0]
+    assert other.columns().keys() == one.columns().keys()
+    for name, column in one.columns().items():
+        assert column.tolist() == other.columns()[name].tolist(), name
+    assert one.teacher_ids is not None
+    assert one.teacher_ids.shape == (3, width or 3)

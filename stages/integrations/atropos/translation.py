@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....schemas import Array, InvalidRecord, TrajectoryGroup
+from ....schemas.columns import freeze
 from ...teachers.candidates import ROUNDING, Candidates
 from .contract import NO_LOGPROB, UNTRAINED, ScoredData
 
-__all__ = ["META", "from_group", "to_group"]
+__all__ = ["META", "as_if_sent", "from_group", "to_group"]
 
 META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")
 """Fields of the contract that are kept in `meta`. Lists over sequences are indexed by repetition id."""
@@ -84,6 +85,31 @@ def to_group(
         meta=_meta(scored, trains_first),
         **columns,
     )
+
+
+def as_if_sent(
+    group: TrajectoryGroup, *, env: str, policy_version: int, candidates: int | None = None
+) -> TrajectoryGroup:
+    """A copy of `group` in private memory, as `to_group` would have made it; for groups that come decoded.
+
+    Args:
+        group: made by `to_group` in another process, or by anybody else.
+        env: name of the environment.
+        policy_version: that is now; those of the group are no later ones.
+        candidates: as in `to_group`.
+
+    Raises:
+        InvalidRecord: its candidates are none.
+    """
+    columns = {name: column.copy() for name, column in group.columns().items()}
+    columns["policy_versions"] = np.minimum(group.policy_versions, policy_version)
+    ids, logprobs = group.teacher_ids, group.teacher_logprobs
+    if candidates is not None and ids is not None and logprobs is not None and ids.shape[1] != candidates:
+        given = ids >= 0
+        told = Candidates(given.sum(axis=1), ids[given], logprobs[given])
+        columns["teacher_ids"], columns["teacher_logprobs"] = _teacher(told, group.tokens, candidates)
+    freeze(columns.values())
+    return msgspec.structs.replace(TrajectoryGroup.assemble(group.header(), columns), env=env)
 
 
 def _meta(scored: ScoredData, trains_first: list[int]) -> dict[str, Any]:
@@ -162,17 +188,27 @@ def _candidates(ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Seque
 def _teacher(
     told: Candidates, tokens: NDArray[np.int32], candidates: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """[N, K] as they came where there is room for all, else as `Candidates` chooses."""
-    most = int(told.counts.max(initial=0))
-    width = most if candidates is None else candidates
-    if most > width:
-        return told.columns(tokens, width)
-    filled = np.arange(width) < told.counts[:, None]
+    """[N, K] in the order in which they came; of too many, the token itself and the likeliest."""
+    width = int(told.counts.max(initial=0)) if candidates is None else candidates
+    wide = told.counts > width
+    kept = _trimmed(told, tokens, wide, width) if wide.any() else told
+    filled = np.arange(width) < kept.counts[:, None]
     ids, logprobs = np.full(filled.shape, -1, np.int32), np.zeros(filled.shape, np.float32)
-    ids[filled], logprobs[filled] = told.ids, told.logprobs
+    ids[filled], logprobs[filled] = kept.ids, kept.logprobs
     _check_candidates(told, ids)
     logprobs[logprobs > 0] = 0  # by rounding
     return ids, logprobs
+
+
+def _trimmed(told: Candidates, tokens: NDArray[np.int32], wide: NDArray[np.bool_], width: int) -> Candidates:
+    """The same without those that are too many, for the tokens that are `wide` [N]; the others cost no sorting."""
+    theirs = np.flatnonzero(wide.repeat(told.counts))
+    owner = np.flatnonzero(wide).repeat(told.counts[wide])
+    order = np.lexsort((-told.logprobs[theirs], told.ids[theirs] != tokens[owner], owner))
+    rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
+    kept = np.ones(len(told.ids), np.bool_)
+    kept[theirs[order[rank >= width]]] = False
+    return Candidates(np.minimum(told.counts, width), told.ids[kept], told.logprobs[kept])
 
 
 def _check_candidates(told: Candidates, ids: NDArray[np.int32]) -> None:

@@ -276,7 +276,8 @@ class Endpoints(Generic[G]):
 
     def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
         """A group that came decoded, as the books take it. May block, and run in a thread."""
-        return self._submission(self.desk.of_group(group, self._name(env_id)), len(group), env_id)
+        env = group.env if env_id is None else self._name(env_id)
+        return self._submission(self.desk.of_group(group, env), len(group), env_id)
 
     def _submission(self, payload: G, sequences: int, env_id: int | None) -> Submission[G]:
         return Submission(payload, sequences=sequences, nbytes=self.desk.nbytes(payload), env_id=env_id)

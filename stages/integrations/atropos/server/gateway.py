@@ -29,7 +29,7 @@ from ..books.habits import Habits
 from ..books.records import Batch, Submission
 from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
-from ..translation import from_group, to_group
+from ..translation import as_if_sent, from_group, to_group
 from .desk import Desk
 from .door import Door
 from .listening import Listening
@@ -215,9 +215,9 @@ class _Intake:
             candidates=self._candidates,
         )
 
-    def of_group(self, group: TrajectoryGroup, env: str) -> TrajectoryGroup:  # noqa: ARG002 (see `Desk`)
-        """A copy, for the slots are needed; see `Desk`."""
-        return group.owned()
+    def of_group(self, group: TrajectoryGroup, env: str) -> TrajectoryGroup:
+        """A copy, for the slots are needed; see `Desk`. What its sender says of versions is not believed beyond now."""
+        return as_if_sent(group, env=env, policy_version=self.context.ledger.step, candidates=self._candidates)
 
     def nbytes(self, payload: TrajectoryGroup) -> int:
         """See `Desk`."""
