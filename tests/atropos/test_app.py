@@ -249,6 +249,17 @@ def test_a_batch_that_is_not_acknowledged_goes_to_the_next_who_asks(gateway: Cli
     assert gateway.get("/status") == {"current_step": 4, "queue_size": 0}
 
 
+def test_a_late_acknowledgement_counts_until_the_batch_went_out_again(gateway: Client) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8))
+
+    late = gateway.get("/batch?lease_s=0.000001")
+    assert gateway.ask("GET", "/metrics").status == 200  # which looks what came back
+
+    assert gateway.post("/acknowledge", {"lease": late["lease"]}) == {"status": "success"}
+    assert gateway.get("/batch") == {"batch": None}
+
+
 def test_who_asks_for_no_lease_gets_none(gateway: Client) -> None:
     gateway.started()
     gateway.post("/scored_data", scored(8))

@@ -464,6 +464,38 @@ def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
         made.acknowledge(13, later.lease)
 
 
+def test_what_was_formed_is_outstanding_until_it_is_somebodys_for_good() -> None:
+    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made.submit(0, [group("a"), group("b"), group("c")])
+    first, second = made.batch(0, lease_s=10), made.batch(0, lease_s=100)
+    assert first is not None
+    assert first.lease is not None
+    assert second is not None
+    assert second.lease is not None
+    outstanding = [made.outstanding]  # two are out, one is ready
+    made.batch(0)
+    outstanding.append(made.outstanding)
+    made.expire(10)
+    outstanding.append(made.outstanding)  # one came back
+    acknowledged = [payloads(made.acknowledge(10, lease)) for lease in (first.lease, second.lease)]
+
+    assert outstanding == [3, 2, 2]
+    assert acknowledged == [["c"], ["b"]]
+    assert made.outstanding == 0
+
+
+def test_a_batch_that_is_given_back_is_handed_out_again_at_once() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b")])
+    lost = made.batch(0, lease_s=10)
+    assert lost is not None
+    assert lost.lease is not None
+    made.give_back(lost.lease)
+    made.give_back(lost.lease)
+
+    assert [payloads(made.batch(0)) for _ in range(3)] == [["a"], ["b"], None]
+
+
 # -- what environments control their flow with -------------------------------------------------------------------------
 
 

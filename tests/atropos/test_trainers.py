@@ -68,6 +68,26 @@ async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> Non
     assert context.ledger.step == 3
 
 
+async def test_a_batch_that_came_back_is_waited_for_at_the_end_and_may_be_acknowledged_late() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    made = [admitted(context, number) for number in range(2)]
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4})
+        for each in made:
+            await outbox.send(each)
+        await queued(talk, 2)
+        long = await talk.get("/batch?lease_s=60")
+        late = await talk.get("/batch?lease_s=0.000001")
+        await outbox.aclose()
+        await talk.post("/acknowledge", {"lease": long["lease"]})
+        await anyio.wait_all_tasks_blocked()
+        await talk.post("/acknowledge", {"lease": late["lease"]})
+
+    assert context.ledger.balance().ended["trained"] == 8
+    assert context.ledger.in_flight == 0
+
+
 async def queued(talk: Talk, groups: int) -> None:
     """Wait until so many groups came through the pipeline."""
     while (await talk.get("/status"))["queue_size"] < groups:

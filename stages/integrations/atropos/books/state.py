@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from .....pipeline.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
 from .environments import Environment, Environments
 from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
-from .group_queue import NOBODY, Queued
+from .group_queue import NOBODY
 from .habits import Habits
-from .leases import Leases
+from .outgoing import Formed, Outgoing
 from .records import Batch, EnvAdmitted, EnvStatistics, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
 from .room import Room
 from .stuck import awaited, unpackable
@@ -45,21 +45,6 @@ MOST = 1e12
 """No environment says a larger number of itself: those of all have to have a sum."""
 
 log = get_logger("penstock.atropos.books")
-
-
-@dataclass(frozen=True, slots=True)
-class _Formed(Generic[G]):
-    """A batch that was formed."""
-
-    number: int
-    """In the order in which they were formed."""
-    groups: list[Queued[G]]
-    """Its groups."""
-
-    @property
-    def sequences(self) -> int:
-        """Of all its groups."""
-        return sum(queued.size for queued in self.groups)
 
 
 class Books(Generic[G]):
@@ -94,17 +79,14 @@ class Books(Generic[G]):
         """The trainer's step: `batch` counts it; whoever takes groups for a pipeline sets it."""
         self.latest: Submission[G] | None = None
         """The group that was queued last."""
-        self._trainer: TrainerRegistration | None = None
+        self.trainer: TrainerRegistration | None = None
+        """Who counts as the trainer."""
         self._started = False
         """A trainer asked for a batch, or a pipeline for a group."""
         self._envs: Environments[G] = Environments(self._silence_s)
         self._room = Room(self._capacity, self._capacity_bytes)
         self._waiting: Waiting[G] = Waiting(self.habits)
-        self._formed: list[_Formed[G]] = []
-        """Batches that wait to be handed out; the newest is the last."""
-        self._batches = 0
-        """How many were ever formed."""
-        self._leases: Leases[_Formed[G]] = Leases()
+        self._outgoing: Outgoing[G] = Outgoing()
         self._undelivered = Undelivered()
         self._least: dict[int, int] = {}
         """Sequences of a batch that environments are to have; those that count and asked for a minimum."""
@@ -126,8 +108,8 @@ class Books(Generic[G]):
             raise ImplausibleRegistration(
                 f"expected a batch_size from 1 to {MOST_SEQUENCES}, got {registration.batch_size}"
             )
-        if self._trainer is None or not self.habits.first_trainer_only:
-            self._trainer = registration
+        if self.trainer is None or not self.habits.first_trainer_only:
+            self.trainer = registration
             self.step = registration.starting_step
             self._recount()
         return uuid.uuid4().int
@@ -140,7 +122,7 @@ class Books(Generic[G]):
             ImplausibleRegistration: it says numbers of itself that cannot be reckoned with.
         """
         self.expire(now)
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer is None or not self._started:
             return None
         if not self.habits.keeps_the_unpackable and not 1 <= registration.group_size <= trainer.batch_size:
@@ -177,17 +159,17 @@ class Books(Generic[G]):
 
     def wandb_info(self) -> WandbInfo:
         """Where environments log."""
-        if self._trainer is None:
+        if self.trainer is None:
             return WandbInfo(None, None)
-        return WandbInfo(self._trainer.wandb_group, self._trainer.wandb_project)
+        return WandbInfo(self.trainer.wandb_group, self.trainer.wandb_project)
 
     def info(self) -> Info:
         """What environments ask before they begin."""
-        return Info(-1, -1) if self._trainer is None else Info(self._trainer.batch_size, self._trainer.max_token_len)
+        return Info(-1, -1) if self.trainer is None else Info(self.trainer.batch_size, self.trainer.max_token_len)
 
     def expire(self, now: float) -> None:
         """What was due until `now` happens: leases end, environments fall silent. All that is told `now` does this."""
-        self._leases.expire(now)
+        self._outgoing.expire(now)
         if fallen := self._envs.expire(now):
             for env in fallen:
                 log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
@@ -208,13 +190,18 @@ class Books(Generic[G]):
         """What follows from who counts, and from what they asked for."""
         envs = self._envs.counted()
         minima = {env.env_id: max(0.0, env.minimum) for env in envs if env.minimum is not None}
-        batch_size = 0 if self._trainer is None else self._trainer.batch_size
+        batch_size = 0 if self.trainer is None else self.trainer.batch_size
         self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
         self._allocated = sum(minima.values())
         self._tokens_by_weight = sum(env.max_token_length * max(0.0, env.weight) for env in envs)
         self._waiting.turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
         self._waiting.depth.promise(self._least)
         self._waiting.reconsider()
+
+    def name(self, env_id: int | None) -> str | None:
+        """What an environment is called, if there is one of this id."""
+        env = self._envs.find(env_id)
+        return None if env is None else env.name
 
     # -- what they ask -------------------------------------------------------------------------------------------------
 
@@ -250,9 +237,9 @@ class Books(Generic[G]):
         )
 
     def _running_trainer(self) -> TrainerRegistration:
-        if self._trainer is None:
+        if self.trainer is None:
             raise NoTrainer("expected a trainer that registered, got none: it is to call /register first")
-        return self._trainer
+        return self.trainer
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
@@ -292,8 +279,8 @@ class Books(Generic[G]):
 
     def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
         most = math.inf
-        if self._trainer is not None and not self.habits.keeps_the_unpackable:
-            most = self._trainer.batch_size
+        if self.trainer is not None and not self.habits.keeps_the_unpackable:
+            most = self.trainer.batch_size
         for submission in submissions:
             if not 1 <= submission.sequences <= most:
                 raise NeverPacked(
@@ -303,7 +290,7 @@ class Books(Generic[G]):
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
         lanes = sorted({self._lane(submission) for submission in submissions})
-        too_few = self._trainer is not None and self._waiting.queue.sequences < self._trainer.batch_size
+        too_few = self.trainer is not None and self._waiting.queue.sequences < self.trainer.batch_size
         try:
             for lane in lanes:
                 self._room.check(now, lane, submissions, crowd=not too_few and self._envs.others(lane) > 0)
@@ -341,53 +328,59 @@ class Books(Generic[G]):
         self.expire(now)
         trainer = self._running_trainer()
         self._started = True
-        formed = self._leases.again() or self._next(trainer.batch_size)
+        formed = self._next(trainer.batch_size)
         while formed is not None and formed.sequences != trainer.batch_size:  # for a trainer before this one
             self._put_back(formed)
-            formed = self._leases.again() or self._next(trainer.batch_size)
+            formed = self._next(trainer.batch_size)
         if formed is None:
             return None
-        groups = tuple(queued.submission for queued in formed.groups)
         if lease_s is not None:
-            return Batch(groups, self._leases.lend(formed, now + lease_s))
+            return formed.batch(self._outgoing.lend(formed, now + lease_s))
         self._gone(now, formed)
-        return Batch(groups, None)
+        return formed.batch(None)
 
-    def acknowledge(self, now: float, lease: int) -> None:
-        """The batch of this lease has arrived.
+    def acknowledge(self, now: float, lease: int) -> Batch[G]:
+        """The batch of this lease has arrived: in time, or before anybody else was handed it.
 
         Raises:
             UnknownLease: it was acknowledged before, or was not in time and was handed out again.
         """
         self.expire(now)
-        self._gone(now, self._leases.end(lease))
+        formed = self._outgoing.end(lease)
+        self._gone(now, formed)
+        return formed.batch(lease)
+
+    @property
+    def outstanding(self) -> int:
+        """Batches that were formed and are nobody's for good: ready, out, or come back."""
+        return len(self._outgoing)
 
     def give_back(self, lease: int) -> None:
         """The batch of this lease never arrived: it goes to the next who asks."""
-        self._leases.give_back(lease)
+        self._outgoing.give_back(lease)
 
-    def _put_back(self, formed: _Formed[G]) -> None:
+    def _put_back(self, formed: Formed[G]) -> None:
         """Groups of a batch that is none any more are the first of the queue again."""
         self._waiting.put_back(formed.groups)
         for queued in formed.groups:
             self._count_taken(queued.lane, -queued.size)
 
-    def _gone(self, now: float, formed: _Formed[G]) -> None:
+    def _gone(self, now: float, formed: Formed[G]) -> None:
         for queued in formed.groups:
             self._room.free(now, queued.lane, queued.submission)
 
-    def _next(self, batch_size: int) -> _Formed[G] | None:
-        if not self._formed:
+    def _next(self, batch_size: int) -> Formed[G] | None:
+        if (formed := self._outgoing.again() or self._outgoing.newest()) is None:
             self._form(batch_size)
-        return self._formed.pop() if self._formed else None
+            formed = self._outgoing.newest()
+        return formed
 
     def _form(self, batch_size: int) -> None:
         """Form a batch, or all there are."""
         while (groups := self._waiting.batch(batch_size, self._least_now())) is not None:
             for queued in groups:
                 self._count_taken(queued.lane, queued.size)
-            self._batches += 1
-            self._formed.append(_Formed(self._batches, groups))
+            self._outgoing.form(groups)
             self.step += 1
             if not self.habits.newest_first:
                 return
@@ -425,7 +418,7 @@ class Books(Generic[G]):
 
     def stuck(self) -> list[str]:
         """What will not move by itself: one sentence for each reason."""
-        batch_size = 0 if self._trainer is None else self._trainer.batch_size
+        batch_size = 0 if self.trainer is None else self.trainer.batch_size
         return [
             *unpackable(self._waiting.queue, self._envs.counted(), batch_size, self._capacity, self.habits),
             *awaited(self._waiting.queue, self._envs.counted(), batch_size, self._least_now()),

@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -82,14 +82,6 @@ class Acknowledgement(msgspec.Struct, frozen=True):
     lease: int
 
 
-@dataclass(slots=True)
-class _Out(Generic[G]):
-    """A batch that a trainer is to acknowledge."""
-
-    batch: Batch[G]
-    until: float
-
-
 class _Read(NamedTuple, Generic[G]):
     """What was in a body."""
 
@@ -116,12 +108,6 @@ class Endpoints(Generic[G]):
         self._now = clock
         self.room = Waiters()
         """Wakes whoever waits for room in the books."""
-        self.trainer: TrainerRegistration | None = None
-        """Who counts as the trainer."""
-        self._names: dict[int, str] = {}
-        """Of environments, by id."""
-        self._out: dict[int, _Out[G]] = {}
-        """By lease."""
         self._threads = anyio.CapacityLimiter(THREADS)
 
     # -- reading requests ----------------------------------------------------------------------------------------------
@@ -194,9 +180,6 @@ class Endpoints(Generic[G]):
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
         self.books.reset()
-        self._names.clear()
-        self._out.clear()
-        self.trainer = None
         self.room.wake_all()
         return PlainTextResponse("Reset successful")
 
@@ -208,7 +191,6 @@ class Endpoints(Generic[G]):
         admitted = self._in_step().register_env(self._now(), registration)
         if admitted is None:
             return EnvRegistered(status="wait for trainer to start")
-        self._names[admitted.env_id] = admitted.wandb_name
         return EnvRegistered(status="success", **asdict(admitted))
 
     async def disconnect_env(self, request: Request) -> Disconnected:
@@ -284,7 +266,7 @@ class Endpoints(Generic[G]):
 
     def _name(self, env_id: int | None) -> str:
         """The name of an environment in the ids of its groups; one for all that did not register."""
-        return "atropos" if env_id is None else self._names.get(env_id, "atropos")
+        return self.books.name(env_id) or "atropos"
 
     def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Enter groups into the books, all or none; see `Books.submit` for what it raises."""
@@ -298,41 +280,26 @@ class Endpoints(Generic[G]):
         """POST /register."""
         registration = await self._decoded(request, TrainerRegistration)
         uuid = self.books.register_trainer(registration)
-        if self.trainer is None or not self.books.habits.first_trainer_only:
-            self.trainer = registration
         self.room.wake_all()
         return Registered(uuid=uuid)
 
-    async def batch(self, request: Request) -> Response | Delivery | BatchAnswer | dict[str, None]:
+    async def batch(self, request: Request) -> Response | Delivery | BatchAnswer:
         """GET /batch; with `?lease_s=…` the batch has to be acknowledged within that time."""
         lease_s = _lease_s(request.query_params.get("lease_s"))
         if await request.is_disconnected():
             raise ClientDisconnect
-        now = self._now()
         try:
-            batch = self.books.batch(now, lease_s=lease_s or SENDING_S)
+            batch = self.books.batch(self._now(), lease_s=lease_s or SENDING_S)
         except NoTrainer:
             told = "Trainer not registered. Call /register first."
             return BatchAnswer(status="error", message=told, batch=[])
         self.desk.asked(batch)
         if batch is None:
-            return {"batch": None}
-        self._hand_out(batch, now + (lease_s or SENDING_S))
+            return BatchAnswer(batch=None)
+        self.room.wake_all()
         weight = sum(group.nbytes for group in batch.groups)
         answer = await self.heavy(weight, partial(self._batch, request, batch, leased=lease_s is not None))
         return answer if lease_s is not None else Delivery(answer, partial(self._settle, batch), END_BYTES)
-
-    def _hand_out(self, batch: Batch[G], until: float) -> None:
-        assert batch.lease is not None  # noqa: S101 (every batch is leased here)
-        self._out[batch.lease] = _Out(batch, until)
-        self.room.wake_all()
-
-    @property
-    def outstanding(self) -> int:
-        """Batches that trainers may have, and nobody knows."""
-        now = self._now()
-        self._out = {lease: out for lease, out in self._out.items() if out.until > now}
-        return len(self._out)
 
     def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Response:
         """The answer that holds `batch`. May block, and run in a thread."""
@@ -358,10 +325,9 @@ class Endpoints(Generic[G]):
         return {"status": "success"}
 
     def _acknowledge(self, lease: int) -> None:
-        self.books.acknowledge(self._now(), lease)
-        out = self._out.pop(lease)
+        batch = self.books.acknowledge(self._now(), lease)
         self.room.wake_all()
-        self.desk.delivered(out.batch)
+        self.desk.delivered(batch)
 
 
 def _lease_s(asked: str | None) -> float | None:

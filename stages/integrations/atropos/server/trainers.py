@@ -138,12 +138,11 @@ class _Outlet:
         """Whether so much was passed over that it will not be in a batch any more."""
         return trainer is not None and self._left_over > LEFT_OVER * trainer.batch_size
 
-    def done(self, gateway: Endpoints[_Offered]) -> bool:
+    def done(self, books: Books[_Offered]) -> bool:
         """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
-        if gateway.outstanding:
+        if books.outstanding:
             return False
-        books, trainer = gateway.books, gateway.trainer
-        if trainer is not None and books.step >= trainer.num_steps:
+        if books.trainer is not None and books.step >= books.trainer.num_steps:
             return True
         return self.ended and (self._starved or not books.status().queue_size)
 
@@ -207,9 +206,9 @@ async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Of
 
 
 async def _offer(offered: _Offered, gateway: Endpoints[_Offered], desk: _Outlet) -> None:
-    while desk.enough(gateway.trainer):
+    while desk.enough(gateway.books.trainer):
         await gateway.room.wait()
-    while desk.too_much_left(gateway.trainer) and (left := gateway.books.take(time.monotonic())) is not None:
+    while desk.too_much_left(gateway.books.trainer) and (left := gateway.books.take(time.monotonic())) is not None:
         desk.gone(left)
         log.warning("group_rejected", reason="no batch could be made with it", sequences=left.sequences)
         drop(left.payload.group, "rejected", "never packed")
@@ -229,7 +228,7 @@ async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
             step = context.ledger.step + 1
             context.ledger.commit(batch, step)
             context.metrics.emit(step, batch_metrics(batch, step - 1))
-        if desk.done(gateway.endpoints):
+        if desk.done(gateway.endpoints.books):
             return
         await desk.changed.wait()
         gateway.endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come
