@@ -130,6 +130,24 @@ class Managed(Environment):
         return row | {"scores": 1.0, "overrides": {"finish": last.choices[0].finish_reason}}, []
 
 
+class Respelled(Environment):
+    """A chat of one turn, whose tokens the environment makes by itself, with log-probabilities that it makes up."""
+
+    tokenizer = Letters()
+    logprob = -9.0
+
+    async def collect_trajectory(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
+        said = await self.server.chat_completion(messages=[{"role": "user", "content": "ab?"}])
+        prompt, answer = ([*map(ord, text)] for text in ("ab?", said.choices[0].message.content))
+        return {
+            "tokens": prompt + answer,
+            "masks": [-100] * len(prompt) + answer,
+            "inference_logprobs": [1.0] * len(prompt) + [self.logprob] * len(answer),
+            "advantages": [0.5] * len(prompt + answer),
+            "scores": 1.0,
+        }, []
+
+
 class Texts(Environment):
     """Text to be continued, twice, and the ids of a third one."""
 

@@ -21,6 +21,7 @@ from tests.atropos.step_environments import (
     Managed,
     Parallel,
     Rendered,
+    Respelled,
     Steps,
     Texts,
     Trouble,
@@ -158,6 +159,38 @@ async def test_tokens_that_were_made_of_text_leave_nobody() -> None:
     assert last["scored"].keys() == {"scores", "overrides"}
     assert without_logprobs["scored"]["tokens"][-1] == 121
     assert without_logprobs["scored"]["inference_logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("action", "left"),
+    [
+        ("ab", set()),
+        (Action(text="ab", tokens=[900], logprobs=[-0.5]), set()),
+        (Action(text="ab", tokens=[97, 98], logprobs=[-0.5, -0.5]), {"tokens", "masks", "advantages"}),
+        (Action(text="ab", tokens=[97, 98]), {"tokens", "masks", "advantages"}),
+        (
+            Action(text="ab", tokens=[97, 98], logprobs=[-9.0, -9.0]),
+            {"tokens", "masks", "advantages", "inference_logprobs"},
+        ),
+    ],
+)
+async def test_of_what_an_environment_makes_by_itself_only_that_is_left_which_was_sampled(
+    action: str | Action, left: set[str]
+) -> None:
+    async with playing(AtroposEnvironment(Respelled)) as env:
+        await env.reset(seed=0)
+        *_, last = await env.step(action)
+
+    assert last["scored"].keys() == {"scores"} | left
+
+
+async def test_ids_of_text_that_train_beside_sampled_ones_are_left_out_with_those() -> None:
+    async with playing(AtroposEnvironment(Managed)) as env:
+        await env.reset(seed=0)
+        await env.step("x")
+        *_, last = await env.step(Action(text="y", tokens=[121], logprobs=[-3.0]))
+
+    assert last["scored"].keys() == {"scores", "overrides"}
 
 
 @pytest.mark.parametrize("columns", [{"logprobs": [0.0]}, {"tokens": [1], "logprobs": [float("nan")]}])

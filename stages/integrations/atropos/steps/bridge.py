@@ -179,7 +179,6 @@ class Managed:
     def _said(self, asked: Node, place: Place, action: Action) -> Node:
         """`asked` with the answer; the place is told the whole sequence."""
         if action.tokens is None:
-            place.exact = False
             tokens = _encoded(self._tokenizer, action.text, begins=False)
         else:
             tokens = [int(token) for token in action.tokens]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .....pipeline.errors import PenstockError
 from .conversation import Action, Exchange, ModelCallRefused, Prompt, observed
-from .scoring import reward_of, scored_by
+from .scoring import reward_of, sampled, scored_by
 
 __all__ = ["EnvironmentTimedOut", "Episode", "Place", "Told", "current_episode"]
 
@@ -82,8 +82,8 @@ class Place:
         self.tokens: Sequence[int] | None = None
         self.last: Exchange | None = None
         """What was asked and answered last."""
-        self.exact = True
-        """Whether `tokens` were sampled, every one that was not the environment's own; false for texts alone."""
+        self.said: list[Action] = []
+        """The actions of the conversation that is being held."""
         self._answer: asyncio.Future[Action] | None = None
         """Waits for the caller."""
         self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
@@ -105,6 +105,8 @@ class Place:
         info = {"sampling": prompt.sampling, "continues": continues}
         known = {"messages": prompt.messages, "input_ids": prompt.input_ids}
         info |= {name: value for name, value in known.items() if value is not None}
+        if not continues:
+            self.said = []
         self._answer = asyncio.get_running_loop().create_future()
         self._told.put_nowait(Told(observation, 0.0, over=False, info=info))
         return self._answer
@@ -114,6 +116,7 @@ class Place:
         self._answer = None
         if action is not None:
             self.last, self.text = Exchange(prompt, action), action.text
+            self.said.append(action)
 
     def answer(self, action: Action) -> None:
         """Hand `action` to whoever asked; where the environment waits no more, it comes too late and is nobody's."""
@@ -138,15 +141,12 @@ class Place:
         self._told.put_nowait(told)
 
     def scored(self, row: dict[str, Any] | None) -> Told:
-        """The end of the episode; token ids that were made of text alone are left out.
+        """The end of the episode, with what is so of the row.
 
         Raises:
             NotScored: see `reward_of`.
         """
-        reward = reward_of(row)
-        unsampled = () if self.exact else ("tokens", "masks", "inference_logprobs")
-        kept = {name: value for name, value in (row or {}).items() if name not in unsampled}
-        return Told("", reward, over=True, info={"scored": kept})
+        return Told("", reward_of(row), over=True, info={"scored": sampled(row or {}, self.said)})
 
 
 class Episode:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .....pipeline.errors import PenstockError
-from ..contract import UNTRAINED
+from ..contract import BY_TOKEN, UNTRAINED
+from .conversation import Action
 
-__all__ = ["NotScored", "Speaker", "reward_of", "scored_by"]
+__all__ = ["NotScored", "Speaker", "reward_of", "sampled", "scored_by"]
 
 OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_id"})
 """Fields that have no entry for each sequence."""
@@ -63,6 +64,53 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
     if not math.isfinite(score):
         raise NotScored(f"expected a finite score, got {score}")
     return score
+
+
+# -- what was sampled --------------------------------------------------------------------------------------------------
+
+
+def sampled(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[str, Any]:
+    """`row` without token ids, and what goes with them, unless just those train that came with `actions`.
+
+    Environments make ids of words, and log-probabilities of nothing: a policy learns nothing from either.
+    """
+    made_up: set[str] = set()
+    if (logprobs := _trained_logprobs(row, actions)) is None:
+        made_up = {"tokens", *BY_TOKEN}
+    elif not _equal(row.get("inference_logprobs"), logprobs):
+        made_up = {"inference_logprobs"}
+    return {name: value for name, value in row.items() if name not in made_up}
+
+
+def _trained_logprobs(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[int, float | None] | None:
+    """Of tokens that train, by place, as far as they are known; None where others train than came with `actions`."""
+    tokens, masks = (row.get(name) for name in ("tokens", "masks"))
+    if tokens is None or masks is None:
+        return None
+    ids = [int(token) for token in tokens]
+    said: dict[int, float | None] = {}
+    end = len(ids)
+    for action in reversed(actions):  # the same ids may stand in a prompt: what was said stands behind it
+        if action.tokens is None or (start := _last(ids, [*map(int, action.tokens)], end)) is None:
+            return None
+        said |= enumerate(action.logprobs or [None] * len(action.tokens), start)
+        end = start
+    trained = [at for at, mask in enumerate(masks) if mask != UNTRAINED]
+    return {at: said[at] for at in trained} if said.keys() >= set(trained) else None
+
+
+def _last(ids: Sequence[int], wanted: Sequence[int], end: int) -> int | None:
+    """Where `wanted` stands for the last time within the first `end` of `ids`."""
+    starts = range(end - len(wanted), -1, -1)
+    return next((start for start in starts if ids[start : start + len(wanted)] == wanted), None)
+
+
+def _equal(told: Any, logprobs: Mapping[int, float | None]) -> bool:
+    """Whether the row has none, or these, as far as float32 has them."""
+    return told is None or all(
+        logprob is not None and at < len(told) and math.isclose(told[at], logprob, rel_tol=1e-6, abs_tol=1e-6)
+        for at, logprob in logprobs.items()
+    )
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
