@@ -332,12 +332,54 @@ def test_an_id_out_of_range_is_nobodys(gateway: Client, env_id: int) -> None:
     assert gateway.ask("GET", "/status-env", {"env_id": env_id}).status == 404
 
 
-def test_a_web_page_can_send_nothing_unasked(gateway: Client) -> None:
-    answer = gateway.ask("POST", "/scored_data", scored(), content_type="text/plain", origin="http://elsewhere")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://elsewhere"},
+        {"origin": "null"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"host": "elsewhere.example:8000"},
+        {"host": ""},
+    ],
+    ids=str,
+)
+def test_a_web_page_can_neither_change_nor_read_anything(gateway: Client, headers: dict[str, str]) -> None:
+    gateway.started()
+    gateway.post("/scored_data", scored(8))
+
+    answers = [
+        gateway.ask("GET", "/batch", **headers),
+        gateway.ask("GET", "/reset_data", **headers),
+        gateway.ask("POST", "/scored_data", scored(8), **headers),
+        gateway.ask("GET", "/latest_example", **headers),
+    ]
+
+    assert [answer.status for answer in answers] == [403] * 4
+    assert "--cors" in answers[0].json["detail"] or "--token" in answers[0].json["detail"]
+    assert "access-control-allow-origin" not in answers[0].headers
+    assert gateway.get("/status") == {"current_step": 3, "queue_size": 1}
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST", "192.168.0.7:1"])
+def test_addresses_and_localhost_are_nobodys_names(gateway: Client, host: str) -> None:
+    assert gateway.get("/status", host=host, sec_fetch_site="none") == {"current_step": 0, "queue_size": 0}
+
+
+def test_a_body_says_that_it_is_json(gateway: Client) -> None:
+    answer = gateway.ask("POST", "/scored_data", scored(), content_type="text/plain")
 
     assert answer.status == 422
     assert "application/json" in answer.json["detail"][0]["msg"]
-    assert "access-control-allow-origin" not in gateway.ask("GET", "/status", origin="http://elsewhere").headers
+
+
+@pytest.mark.parametrize("path", ["/", "/batch", "/reset_data"])
+def test_who_asks_for_headers_alone_changes_nothing(gateway: Client, path: str) -> None:
+    gateway.post("/register", TRAINER)
+
+    assert gateway.ask("HEAD", path).status == 405
+    assert gateway.post("/register-env", environment()) == {"status": "wait for trainer to start"}
+    assert gateway.get("/info")["batch_size"] == 8
 
 
 def test_a_group_that_no_batch_can_hold_is_refused(gateway: Client) -> None:
@@ -423,6 +465,10 @@ def test_without_the_token_nobody_is_let_in(guarded_url: str, authorization: str
     assert answer.headers["www-authenticate"].startswith("Bearer")
 
 
+def test_with_the_token_the_gateway_may_have_any_name(guarded: Client) -> None:
+    assert guarded.get("/status", host="gateway.example:8000") == {"current_step": 0, "queue_size": 0}
+
+
 def test_the_token_may_be_the_password_of_the_url(guarded_url: str) -> None:
     credentials = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
     with client(guarded_url, authorization=f"Basic {credentials}") as known:
@@ -475,7 +521,7 @@ def address(url: str) -> tuple[str, int]:
 def half_of_a_body(url: str) -> Iterator[socket.socket]:
     """Somebody who sends a part of a group, and no more."""
     with socket.create_connection(address(url), timeout=10) as sender:
-        sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
+        sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         sender.sendall(b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
         assert b"100 Continue" in sender.recv(1000)  # it reads the body
         sender.sendall(b'{"tokens": [[1')

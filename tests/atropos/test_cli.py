@@ -52,3 +52,10 @@ def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 def test_with_a_token_it_listens_anywhere() -> None:
     with listen("0.0.0.0", 0, Access("a token")) as listener:  # noqa: S104 (with a token)
         assert listener.getsockname()[1]
+
+
+def test_the_name_at_which_it_listens_is_its_own() -> None:
+    access = Access(host="Training")
+
+    assert access.mistrusts({"host": "training:8000"}) is None
+    assert "let --host be that name" in str(access.mistrusts({"host": "other:8000"}))

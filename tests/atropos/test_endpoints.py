@@ -143,7 +143,7 @@ async def test_a_batch_that_took_so_long_to_be_read_that_another_has_it_is_cut_o
 @pytest.mark.parametrize(("cors", "allowed"), [(True, b"*"), (False, None)])
 async def test_a_web_page_may_ask_where_that_was_wanted(cors: bool, allowed: bytes | None) -> None:  # noqa: FBT001
     gateway = Gateway()
-    app = application(gateway.endpoints, Access("a token"), cors=cors)
+    app = application(gateway.endpoints, Access("a token", cors=cors))
     headers = [(b"origin", b"http://elsewhere"), (b"access-control-request-method", b"POST")]
     scope = {"type": "http", "method": "OPTIONS", "path": "/register", "query_string": b"", "headers": headers}
     sent = list[MutableMapping[str, Any]]()
@@ -157,7 +157,7 @@ async def test_a_web_page_may_ask_where_that_was_wanted(cors: bool, allowed: byt
     await app(scope, receive, send)
 
     assert dict(sent[0]["headers"]).get(b"access-control-allow-origin") == allowed
-    assert sent[0]["status"] == (200 if cors else 401)
+    assert sent[0]["status"] == (200 if cors else 403)
 
 
 async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_again() -> None:

@@ -7,7 +7,9 @@ import binascii
 import hmac
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from .....pipeline.errors import InvalidConfig
 
@@ -17,11 +19,46 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: several hundred environments open one for every call."""
 
 
+OWN_SITES = ("none", "same-origin")
+"""What browsers say in Sec-Fetch-Site of what was typed into them, or comes from a page of the gateway itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a request has to bring."""
+    """What a request has to bring, and where it may come from."""
 
     token: str | None = field(default=None, repr=False)
+    host: str = "127.0.0.1"
+    """Where the gateway listens, as it was told."""
+    cors: bool = False
+    """Whether any web page may ask."""
+
+    def mistrusts(self, headers: Mapping[str, str]) -> str | None:
+        """Why it is not answered, as a web page in somebody's browser may have sent it; None where none has.
+
+        A page may send GET to any server, and reads the answer where a name that is its own leads to this one.
+        """
+        if self.cors:
+            return None
+        site = headers.get("sec-fetch-site", OWN_SITES[0])
+        if (origin := headers.get("origin")) is not None or site not in OWN_SITES:
+            return (
+                f"expected no web page, got one of {origin or site}: to let them ask, give --cors, or Door(cors=True)"
+            )
+        name = headers.get("host")
+        if self.token is None and name is not None and not self._is_own(name):
+            return (
+                f"expected Host to be localhost, an address or {self.host}, got {name!r}: without a token other names "
+                f"are not trusted, for they may be a web page's; give a token (--token), or let --host be that name"
+            )
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        try:
+            host = urlsplit(f"//{name}").hostname or ""
+            return host in ("localhost", self.host.lower()) or bool(ipaddress.ip_address(host))
+        except ValueError:
+            return False
 
     def admits(self, authorization: str | None) -> bool:
         """Whether a request with this header may pass; how long it takes tells nothing about the token.

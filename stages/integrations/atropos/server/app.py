@@ -26,10 +26,10 @@ OPEN = {"/"}
 """What is answered to everybody: that a gateway is there."""
 
 
-def application(endpoints: Endpoints[G], access: Access, *, cors: bool = False) -> Starlette:
-    """Everything that `endpoints` answers, to whom `access` admits; with `cors`, to any web page as well."""
+def application(endpoints: Endpoints[G], access: Access) -> Starlette:
+    """Everything that `endpoints` answers, to whom `access` admits."""
     middleware = [Middleware(_Door, access)]
-    if cors:  # in front of the door: a browser asks without a token whether it may ask
+    if access.cors:  # in front of the door: a browser asks without a token whether it may ask
         every = ["*"]
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=every, allow_methods=every, allow_headers=every))
     return Starlette(routes=_routes(endpoints), middleware=middleware, exception_handlers=REFUSALS)
@@ -56,10 +56,13 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
     if endpoints.intake is not None:
         listed.append(("GET", PATH, endpoints.shm))
     refuses = endpoints.desk.refuses
-    return [
+    routes = [
         Route(path, endpoint(_refusing(refuses[path]) if path in refuses else handler), methods=[method])
         for method, path, handler in listed
     ]
+    for route in routes:
+        route.methods = (route.methods or set()) - {"HEAD"}  # which is to change nothing, and GET /batch does
+    return routes
 
 
 def _refusing(why: str) -> Handler:
@@ -77,12 +80,12 @@ class _Door:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._admits(scope):
+        headers = Headers(scope=scope)
+        if (why := self._access.mistrusts(headers)) is not None:
+            await refused(HTTPStatus.FORBIDDEN, why, {"Connection": "close"})(scope, receive, send)
+        elif scope["path"] in OPEN or self._access.admits(headers.get("authorization")):
             await self._app(scope, receive, send)
-            return
-        told = "expected Authorization: Bearer <token>, or the token in the URL as http://anyone:<token>@host:port"
-        headers = {"WWW-Authenticate": 'Bearer realm="penstock"', "Connection": "close"}
-        await refused(HTTPStatus.UNAUTHORIZED, told, headers)(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        return scope["path"] in OPEN or self._access.admits(Headers(scope=scope).get("authorization"))
+        else:
+            told = "expected Authorization: Bearer <token>, or the token in the URL as http://anyone:<token>@host:port"
+            challenge = {"WWW-Authenticate": 'Bearer realm="penstock"', "Connection": "close"}
+            await refused(HTTPStatus.UNAUTHORIZED, told, challenge)(scope, receive, send)

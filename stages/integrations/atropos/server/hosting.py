@@ -43,7 +43,7 @@ async def hosted(door: Door, books: Books[G], desk: Desk[G]) -> AsyncGenerator[H
         InvalidConfig: the host is beyond loopback, and there is no token.
         OSError: the host is unknown, or the port is taken.
     """
-    access = Access(door.token)
+    access = Access(door.token, door.host, door.cors)
     async with AsyncExitStack() as stack:
         listener = await anyio.to_thread.run_sync(listen, door.host, door.port, access)
         stack.callback(listener.close)
@@ -52,7 +52,7 @@ async def hosted(door: Door, books: Books[G], desk: Desk[G]) -> AsyncGenerator[H
         if desk.takes_groups:
             intake = Intake(await stack.enter_async_context(shm_way_in()))
         endpoints = Endpoints(books, desk, Bodies(door.limits), intake=intake)
-        await stack.enter_async_context(serving(application(endpoints, access, cors=door.cors), listener))
+        await stack.enter_async_context(serving(application(endpoints, access), listener))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         if intake is not None:
