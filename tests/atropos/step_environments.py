@@ -235,6 +235,10 @@ class Troubled(Environment):
         await super().setup()
         if self.trouble.kind == "set up":
             raise LookupError("no data set")
+        if self.trouble.kind == "wait":
+            await asyncio.Event().wait()
+        if self.trouble.kind == "block early":
+            self.trouble.release.get()
         if self.trouble.kind == "call early":
             await self.server.chat_completion(messages=[])
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import sys
 import threading
@@ -46,6 +47,8 @@ from penstock.stages.integrations.atropos.steps.stepwise import (
 )
 from penstock.stages.source_env import SourceEnv
 from penstock.testing import drive_source
+
+FILE = step_environments.__file__
 
 PATIENCE_S = 0.25
 """What environments that hang are given."""
@@ -356,6 +359,49 @@ async def test_an_environment_that_blocks_its_thread_is_left_to_itself_and_anoth
     assert environment.abandoned == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("wait", r"setup took more than 0\.25 s: see what it waits for, or raise opening_s"),
+        ("block early", r"blocked its thread for more than 0\.25 s while it was imported, made and set up"),
+    ],
+)
+def test_a_setup_that_does_not_end_is_told_with_its_bound(kind: str, message: str) -> None:
+    trouble = Trouble(kind)
+    with pytest.raises(EnvironmentTimedOut, match=message):
+        bare(trouble, opening_s=PATIENCE_S)()
+    trouble.release.put(None)
+
+
+async def test_a_module_that_blocks_holds_up_nobody_but_those_who_asked_for_it(tmp_path: Path) -> None:
+    blocks, goes_on = os.pipe()
+    path = tmp_path / "blocking.py"
+    path.write_text(f"import os\nos.read({blocks}, 1)\nclass Class: ...")
+    environment = AtroposEnvironment(f"{path}:Class", opening_s=PATIENCE_S)
+    raised: list[EnvironmentTimedOut] = []
+
+    def ask() -> None:
+        with pytest.raises(EnvironmentTimedOut, match=r"blocked its thread for more than 0\.25 s") as told:
+            environment.blocking()
+        raised.append(told.value)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(anyio.to_thread.run_sync, ask)
+        other = await anyio.to_thread.run_sync(AtroposEnvironment(f"{FILE}:Doubling", bare=True).blocking)
+        await anyio.to_thread.run_sync(other.close)
+    abandoned = environment.abandoned
+    os.write(goes_on, b"!")
+
+    assert (len(raised), abandoned) == (2, 1)
+    for thread in threading.enumerate():
+        if thread.name == "penstock Atropos environment":
+            await anyio.to_thread.run_sync(thread.join)
+    assert environment.abandoned == 0
+    os.close(blocks)
+    os.close(goes_on)
+
+
 async def test_a_caller_that_stops_waiting_ends_what_it_waited_for() -> None:
     trouble = Trouble("hang")
 
@@ -407,15 +453,13 @@ async def test_a_template_that_is_missing_is_told_when_it_is_needed() -> None:
             await env.reset()
 
 
-@pytest.mark.parametrize("options", [{"group_size": 0}, {"timeout_s": 0}])
+@pytest.mark.parametrize("options", [{"group_size": 0}, {"timeout_s": 0}, {"opening_s": 0}])
 def test_a_recipe_that_can_never_work_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidConfig, match="expected group_size of at least 1 and timeout_s above 0"):
+    with pytest.raises(InvalidConfig, match="expected group_size of at least 1, timeout_s and opening_s above 0"):
         AtroposEnvironment(Doubling, **options)
 
 
 # -- where it comes from -----------------------------------------------------------------------------------------------
-
-FILE = step_environments.__file__
 
 
 def test_an_environment_is_made_as_atropos_makes_it() -> None:

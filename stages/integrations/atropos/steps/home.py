@@ -11,7 +11,8 @@ import asyncio
 import atexit
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,9 +25,6 @@ from .episodes import EnvironmentTimedOut, Episode, Place, Terms, Told
 from .loading import Make, loaded
 
 __all__ = ["Home", "NoMoreItems", "Recipe"]
-
-OPENING_S = 600.0
-"""How long an environment may take to be made and set up: it may load a data set."""
 
 CLOSING_S = 1.0
 """How long its thread may take to end."""
@@ -52,10 +50,11 @@ class Recipe:
     config: dict[str, Any]
     group_size: int
     timeout_s: float
+    opening_s: float
     bare: bool
 
     def make(self) -> Make:
-        """The environment's class.
+        """The environment's class. Imports it, which may take long.
 
         Raises:
             InvalidConfig: there is none.
@@ -112,7 +111,6 @@ class Home:
 
     def __init__(self, recipe: Recipe, stuck: Callable[[int], None]) -> None:
         self._recipe = recipe
-        self._make = recipe.make()
         self._stuck = stuck
         """Told of 1 whenever something is left to itself, and of −1 when it ends after all."""
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -181,7 +179,11 @@ class Home:
     @property
     def _limit_s(self) -> float:
         """How long its thread may block."""
-        return self._recipe.timeout_s if self._opened.done() else OPENING_S
+        return self._recipe.timeout_s if self._opened.done() else self._recipe.opening_s
+
+    @property
+    def _while_opening(self) -> str:
+        return "" if self._opened.done() else " while it was imported, made and set up"
 
     def _expect(self, heard: concurrent.futures.Future[None]) -> None:
         """Give the thread up if it did not do in time what takes none."""
@@ -192,8 +194,8 @@ class Home:
             self._stuck(1)
             self._loop.call_soon_threadsafe(self._closing.set)  # should it ever return
         raise EnvironmentTimedOut(
-            f"the environment blocked its thread for more than {self._recipe.timeout_s:g} s; the thread is left to "
-            f"itself, and the next reset makes another environment"
+            f"the environment blocked its thread for more than {self._limit_s:g} s{self._while_opening}; the thread is "
+            f"left to itself, and the next reset makes another environment"
         )
 
     # -- on its own event loop -----------------------------------------------------------------------------------------
@@ -234,26 +236,32 @@ class Home:
         place.episode.fail(EnvironmentTimedOut("another step-wise environment of the group was closed"))
 
     def _run(self) -> None:
+        make: concurrent.futures.Future[Make] = concurrent.futures.Future()
+        try:
+            make.set_result(self._recipe.make())  # before the event loop runs: nothing that is imported is to find one
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (told to whoever waits for the environment)
+            make.set_exception(error)
         with self._runner as runner:
-            runner.run(self._live())
+            runner.run(self._live(make))
             atexit.unregister(self.end)
         if self.abandoned:
             self._stuck(-1)
 
-    async def _live(self) -> None:
+    async def _live(self, make: concurrent.futures.Future[Make]) -> None:
         threads = Threads(THREADS)
         self._loop.set_default_executor(_InThreads(threads))
         try:
-            self._opened.set_result(await self._made())
+            self._opened.set_result(await self._made(make))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (told to whoever waits for it)
             self._opened.set_exception(error)
             self._opened.exception()  # nobody may be waiting
         await self._closing.wait()
         threads.close()
 
-    async def _made(self) -> tuple[Any, Terms]:
-        async with asyncio.timeout(OPENING_S):
-            env = self._recipe.made(self._make)
+    async def _made(self, make: concurrent.futures.Future[Make]) -> tuple[Any, Terms]:
+        limit_s = self._recipe.opening_s
+        async with _at_most(limit_s, f"setup took more than {limit_s:g} s: see what it waits for, or raise opening_s"):
+            env = self._recipe.made(make.result())
             await env.setup()
             return env, self._recipe.terms(env)
 
@@ -285,14 +293,9 @@ class Home:
         return item
 
     async def _next(self, env: Any) -> Any:
-        limit = asyncio.timeout(self._recipe.timeout_s)
-        try:
-            async with limit:
-                item = await _never_exiting(env.get_next_item())
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise EnvironmentTimedOut(f"get_next_item took more than {self._recipe.timeout_s:g} s") from None
+        limit_s = self._recipe.timeout_s
+        async with _at_most(limit_s, f"get_next_item took more than {limit_s:g} s"):
+            item = await _never_exiting(env.get_next_item())
         if item is None:
             raise NoMoreItems("expected a next item, got None: the environment has come to its end")
         return item
@@ -310,6 +313,23 @@ class Home:
         finally:
             if hasattr(env, "cleanup"):
                 await env.cleanup()
+
+
+@asynccontextmanager
+async def _at_most(limit_s: float, words: str) -> AsyncGenerator[None]:
+    """Cancel the body where it takes longer.
+
+    Raises:
+        EnvironmentTimedOut: in these words. A TimeoutError of the body's own is the body's own.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EnvironmentTimedOut(words) from None
 
 
 async def _nothing() -> None:

@@ -22,8 +22,8 @@ __all__ = ["Make", "loaded"]
 Make: TypeAlias = Callable[..., Any]
 """An environment's class, or what is called like it."""
 
-_one_at_a_time = threading.Lock()
-"""A file is executed once, whoever asks for it."""
+_loading: dict[str, threading.Lock] = {}
+"""By name: a file is executed once, whoever asks for it, and one that blocks holds up no other."""
 
 
 def loaded(where: str) -> Make:
@@ -62,7 +62,7 @@ def _from_file(path: Path) -> ModuleType:
         raise InvalidConfig(f"environment: expected a file, got nothing at {path.absolute()}")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"_penstock_environment_{path.stem}_{digest}"
-    with _one_at_a_time:
+    with _loading.setdefault(name, threading.Lock()):
         return sys.modules[name] if name in sys.modules else _executed(name, path)
 
 

@@ -43,6 +43,7 @@ class AtroposEnvironment:
         config: fields of the environment's configuration that differ from those of its `config_init`.
         group_size: how many step-wise environments, reset with one seed, play one call of `collect_trajectories`.
         timeout_s: how long the environment may work without asking anything.
+        opening_s: how long it may take to be imported, made and set up: it may load a data set.
         bare: observations are the words of the messages, without the marks of a chat template.
     """
 
@@ -53,14 +54,15 @@ class AtroposEnvironment:
         config: dict[str, Any] | None = None,
         group_size: int = 1,
         timeout_s: float = 60.0,
+        opening_s: float = 600.0,
         bare: bool = False,
     ) -> None:
-        if group_size < 1 or timeout_s <= 0:
+        if group_size < 1 or timeout_s <= 0 or opening_s <= 0:
             raise InvalidConfig(
-                f"AtroposEnvironment: expected group_size of at least 1 and timeout_s above 0, got {group_size} and "
-                f"{timeout_s}"
+                f"AtroposEnvironment: expected group_size of at least 1, timeout_s and opening_s above 0, got "
+                f"{group_size}, {timeout_s} and {opening_s}"
             )
-        self._recipe = Recipe(where, config or {}, group_size, timeout_s, bare)
+        self._recipe = Recipe(where, config or {}, group_size, timeout_s, opening_s, bare)
         self.__name__ = where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
         self._lock = threading.Lock()
         """Guards the rest: step-wise environments are made and closed in any thread."""
@@ -72,8 +74,8 @@ class AtroposEnvironment:
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what is open."""
         recipe = self._recipe
-        options: dict[str, Any] = {"group_size": recipe.group_size, "timeout_s": recipe.timeout_s, "bare": recipe.bare}
-        return partial(AtroposEnvironment, recipe.where, config=recipe.config, **options), ()
+        options = {name: getattr(recipe, name) for name in ("config", "group_size", "timeout_s", "opening_s", "bare")}
+        return partial(AtroposEnvironment, recipe.where, **options), ()
 
     def __repr__(self) -> str:
         return f"<AtroposEnvironment {self.__name__}: {self._players} players, {self.abandoned} abandoned>"
