@@ -52,7 +52,7 @@ def gateway(
 ) -> None:
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
-    door = Door(host=host, port=port, token=token or None, limits=limits, cors=cors)
+    door = Door(host=host, port=port, token=token, limits=limits, cors=cors)
     books: Books[bytes] = Books(
         _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, silence_s=silence_s
     )

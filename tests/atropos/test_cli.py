@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from penstock.cli import main
+from penstock.errors import InvalidConfig
 from penstock.stages.integrations.atropos.server.access import Access, listen
+from penstock.stages.integrations.atropos.server.door import Door
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
@@ -24,6 +26,16 @@ def test_beyond_loopback_it_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert sentence.startswith("penstock: host: expected a loopback address or a token, got 0.0.0.0 and none")
     assert "PENSTOCK_TOKEN" in sentence
+
+
+@pytest.mark.parametrize("token", ["", " ", " token", "token\n", "t\u00f6ken", "to\0ken"])
+def test_a_token_that_lets_everybody_in_or_nobody_is_refused(token: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"Door\.token: expected printable ASCII"):
+        Door(token=token)
+
+
+def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "got an empty one" in str(told(monkeypatch, "gateway", "--token", ""))
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .....pipeline.errors import InvalidConfig
 from .bodies import Limits
 
 __all__ = ["DEFAULT_PORT", "Door"]
@@ -13,7 +14,11 @@ DEFAULT_PORT = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What is true of every gateway, whatever it is for."""
+    """What is true of every gateway, whatever it is for.
+
+    Raises:
+        InvalidConfig: no header can carry the token, or everybody can.
+    """
 
     host: str = "127.0.0.1"
     """Where to listen; beyond loopback only with a token."""
@@ -25,3 +30,11 @@ class Door:
     """How large requests may be."""
     cors: bool = False
     """Whether any web page may read and write here, as with the original."""
+
+    def __post_init__(self) -> None:
+        token = self.token
+        if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
+            raise InvalidConfig(
+                "Door.token: expected printable ASCII that neither begins nor ends with a space, which is what headers "
+                f"carry, got {'an empty one' if not token else 'another'}; without a token it is None"
+            )
