@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ async def run(folder: Path, fate: Fate) -> None:
         await pipeline.run(folder=folder)
 
 
-def in_child(folder: Path, fate: Fate) -> int:
-    """The exit status of a child that makes the run; −9 where it was killed."""
+def in_child(run: Callable[[Path, Fate], Awaitable[None]], folder: Path, fate: Fate) -> int:
+    """The exit status of a child that makes `run`; −9 where it was killed."""
     pid = os.fork()
     if not pid:
         try:
@@ -159,14 +159,19 @@ def in_child(folder: Path, fate: Fate) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(folder: Path) -> None:
+def import_late_parts() -> None:
+    """What torch imports late, for all children."""
     torch.set_num_threads(1)
-    TorchTrainer(TinyModel(vocabulary=11), optimizer=torch.optim.AdamW)  # what torch imports late, for all children
-    assert in_child(folder / "whole", Fate()) == 0
+    TorchTrainer(TinyModel(vocabulary=11), optimizer=torch.optim.AdamW)
+
+
+def main(folder: Path) -> None:
+    import_late_parts()
+    assert in_child(run, folder / "whole", Fate()) == 0
     for moment, nth in DEATHS:
         kept = folder / f"{moment}-{nth}"
-        assert in_child(kept, Fate(moment, nth)) == -signal.SIGKILL, (moment, nth)
-        assert in_child(kept, Fate()) == 0, (moment, nth)
+        assert in_child(run, kept, Fate(moment, nth)) == -signal.SIGKILL, (moment, nth)
+        assert in_child(run, kept, Fate()) == 0, (moment, nth)
 
 
 if __name__ == "__main__":

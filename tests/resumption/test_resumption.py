@@ -13,17 +13,24 @@ from safetensors.numpy import load_file
 from tests.resumption.script_of_a_run import DEATHS, STEPS
 
 ROOT = Path(__file__).parent.parent.parent
+OBSERVED_BY_WORKERS = ("rollout/", "reward_std")
+"""Arrives when it arrives, and means over what arrived may differ in the last bit."""
+
 BY_THE_CLOCK = ("timing_s/", "wait_s/", "perf/throughput", "perf/time_per_step", "rollout/time_s")
+
+
+def made_by(script: str, folder: Path, timeout_s: float) -> Path:
+    """`folder` with the runs of `script`."""
+    command = [sys.executable, "-m", f"tests.resumption.{script}", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with all runs."""
-    folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "tests.resumption.script_of_a_run", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
-    return folder
+    """The folder with all runs of one process."""
+    return made_by("script_of_a_run", tmp_path_factory.mktemp("runs"), timeout_s=50)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -52,3 +59,20 @@ def test_a_killed_run_that_is_started_again_comes_to_the_same_bit_for_bit(runs: 
 
     assert metrics_of(resumed) == metrics_of(runs / "whole")
     assert weights_of(resumed) == weights_of(runs / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_a_killed_run_whose_workers_sampled_comes_to_the_same_weights_and_trainer_s_metrics(tmp_path: Path) -> None:
+    runs = made_by("script_of_workers", tmp_path, timeout_s=160)
+
+    whole, resumed = ([trained(line) for line in metrics_of(runs / name)] for name in ("whole", "killed"))
+    assert [line["step"] for line in whole] == list(range(1, STEPS + 1))
+    assert len({line["grad_norm"] for line in whole}) == STEPS
+    assert resumed == whole
+    assert weights_of(runs / "killed") == weights_of(runs / "whole")
+
+
+def trained(line: dict[str, Any]) -> dict[str, Any]:
+    """What of a step's metrics the batch and the trainer say."""
+    return {name: value for name, value in line.items() if not name.startswith(OBSERVED_BY_WORKERS)}
