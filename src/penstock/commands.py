@@ -21,6 +21,15 @@ HABITS = [field.name for field in fields(Habits)]
 
 LIMITS = Limits()
 
+PORTS = 2**16
+
+
+def _above_nothing(value: float) -> float:
+    if not value > 0:  # nor NaN
+        raise typer.BadParameter(f"expected a number above 0, got {value}")
+    return value
+
+
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 
@@ -33,17 +42,20 @@ def penstock() -> None:
 def gateway(
     *,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.", min=0, max=PORTS - 1)] = DEFAULT_PORT,
     token: Annotated[
         str | None, typer.Option(envvar="PENSTOCK_TOKEN", help="What clients have to bring; others can see the option.")
     ] = None,
-    capacity: Annotated[int, typer.Option(help="Groups that may wait.")] = DEFAULT_CAPACITY,
-    capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.")] = DEFAULT_CAPACITY_BYTES,
+    capacity: Annotated[int, typer.Option(help="Groups that may wait.", min=1)] = DEFAULT_CAPACITY,
+    capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.", min=1)] = DEFAULT_CAPACITY_BYTES,
     silence_s: Annotated[
-        float, typer.Option(help="An environment that is not heard of for so long holds nobody back.")
+        float,
+        typer.Option(
+            help="An environment that is not heard of for so long holds nobody back.", callback=_above_nothing
+        ),
     ] = DEFAULT_SILENCE_S,
-    request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.")] = LIMITS.request_bytes,
-    inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.")] = LIMITS.inflated_bytes,
+    request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
+    inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
     habit: Annotated[
         list[str] | None,
         typer.Option(help=f"A habit of the original server to keep: {', '.join(HABITS)}, or all."),

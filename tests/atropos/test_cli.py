@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from penstock import commands
 from penstock.cli import main
 from penstock.errors import InvalidConfig
 from penstock.stages.integrations.atropos.server.access import Access, listen
@@ -45,6 +46,28 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         sentence = str(told(monkeypatch, "gateway", "--port", str(port)))
 
     assert f"127.0.0.1:{port}: Address already in use; is another gateway running?" in sentence
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("port", "-1"),
+        ("port", "65536"),
+        ("capacity", "0"),
+        ("capacity-bytes", "-3"),
+        ("silence-s", "0"),
+        ("silence-s", "-1"),
+        ("silence-s", "nan"),
+        ("request-bytes", "0"),
+        ("inflated-bytes", "0"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.setattr(commands, "stand", None)  # nothing is to be served
+    assert told(monkeypatch, "gateway", f"--{option}", value) == 2
+    assert f"--{option}" in capsys.readouterr().err
 
 
 def test_a_habit_that_nobody_has_is_refused(
