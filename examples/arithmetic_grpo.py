@@ -49,7 +49,7 @@ REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 async def reinforce(run: Run) -> None:
     """Train `run.model` until it answers enough held-out problems rightly, or the steps or the time are used up."""
     trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
-    async with WeightPublisher(run.model.state_dict()) as publisher:
+    async with WeightPublisher(run.model) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
         make_env = partial(TrainingProblems, run.seed)
         env = SourceEnv(make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)

@@ -52,7 +52,7 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
     loss = Distillation() if teacher else PPOClip()
     trainer = TorchTrainer(model, optimizer=optimizer, loss=loss, updates=updates)
     with printed_curve(name, model, TARGET) as metrics:
-        async with WeightPublisher(model.state_dict()) as publisher:
+        async with WeightPublisher(model) as publisher:
             policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=seed)
             make_env = partial(TrainingProblems, seed)
             env = partial(SourceEnv, make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)

@@ -41,7 +41,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
 
 
@@ -184,7 +184,7 @@ class Weights(_Message, frozen=True):
     nbytes: int
     """Bytes of the whole segment."""
     manifest_bytes: int
-    """Bytes of the list of tensors, which lies in the segment."""
+    """Bytes of the lists of tensors and tables, which lie in the segment."""
     pause: int
     """Number of the pause that is on; 0 where sampling may go on."""
     device: DeviceHandle | None = None

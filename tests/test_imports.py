@@ -28,6 +28,7 @@ TORCH_AT_MODULE_LEVEL = {
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "pipeline/policy/meta_model.py",
+        "pipeline/policy/weight_tables.py",
         "pipeline/policy/weight_views.py",
         "stages/training/causal_model.py",
         "stages/losses/*.py",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import WeightsMismatch
 
-__all__ = ["complete"]
+__all__ = ["Completion", "complete"]
 
 _CHANGES = {"training"}
 """Attributes that are set after construction."""
@@ -44,21 +44,45 @@ def complete(model: nn.Module, device: torch.device | str) -> None:
     Raises:
         WeightsMismatch: listing every tensor that cannot be made, and why. The model is as it was.
     """
-    made: list[tuple[nn.Module, dict[str, Tensor]]] = []
-    lines: list[str] = []
-    for name, module in model.named_modules():
-        if left := dict(_left(module)):
-            try:
-                made.append((module, _made(module, left, torch.device(device))))
-            except _CannotTell as error:
-                lines += [f"{name or 'model'}.{tensor}: {error}" for tensor in left]
-    if lines:
-        raise WeightsMismatch(
-            f"{len(lines)} tensors on the meta device cannot be computed\n  " + "\n  ".join(lines) + "\n"
-            f"Set them before the weights are attached, or build these modules on {device}"
-        )
-    for module, tensors in made:
-        _set(module, tensors)
+    completion = Completion(model, device)
+    if completion.refusals:
+        raise WeightsMismatch("\n".join(completion.refusals))
+    completion.apply()
+
+
+class Completion:
+    """What `complete` would do to a model: nothing was changed before `apply`."""
+
+    def __init__(self, model: nn.Module, device: torch.device | str) -> None:
+        """Compute what `model` lacks, on `device`."""
+        self._made: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        self.buffers: dict[tuple[nn.Module, str], Tensor | None] = {}
+        """What was computed, by module and name there; none where it cannot be."""
+        self.refusals: list[str] = []
+        """What cannot be computed, and why, in one text; empty where everything can."""
+        lines: list[str] = []
+        for name, module in model.named_modules():
+            if left := dict(_left(module)):
+                try:
+                    self._keep(module, _made(module, left, torch.device(device)))
+                except _CannotTell as error:
+                    lines += [f"{name or 'model'}.{tensor}: {error}" for tensor in left]
+                    self.buffers |= {(module, tensor): None for tensor in left}
+        if lines:
+            self.refusals.append(
+                f"{len(lines)} tensors on the meta device cannot be computed\n  " + "\n  ".join(lines) + "\n"
+                f"Set them before the weights are attached, or build these modules on {device}"
+            )
+
+    def _keep(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self._made.append((module, tensors))
+        self.buffers |= {(module, name): tensor for name, tensor in tensors.items()}
+
+    def apply(self) -> None:
+        """Make the tensors the model's."""
+        for module, tensors in self._made:
+            for name, tensor in tensors.items():
+                setattr(module, name, tensor)
 
 
 class _CannotTell(Exception):
@@ -146,8 +170,3 @@ def _essence(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return getattr(value, "__func__", value)
-
-
-def _set(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        setattr(module, name, tensor)

@@ -8,16 +8,20 @@ write over it. The tensors are touched only when a version was read whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WeightsMismatch
 from .weight_memory import HostMemory, fill
-from .weight_specs import Fused, Tensor, fitted, specs_of
+from .weight_specs import Fused, Inventory, Part, Tensor, differing, fit, specs_of
 from .weights import Publication, WeightReader
 
-__all__ = ["Copies"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Copies", "Targets"]
 
 CHUNK_BYTES = 4 * 2**20
 """What is copied before the next look."""
@@ -27,20 +31,45 @@ ATTEMPTS = 32
 publisher needs for the next two, so the second attempt succeeds unless the machine stalls the reader."""
 
 
+class Targets:
+    """Tensors that are filled, and where each lies among those that are published."""
+
+    def __init__(
+        self, model: nn.Module | Mapping[str, Tensor], published: Inventory, fused: Iterable[Fused], whose: str
+    ) -> None:
+        """Hold a module, or tensors by name, to what is published; a module also to the tables, which are not filled.
+
+        Raises:
+            WeightsMismatch: listing every difference.
+            TypeError: a value is no tensor.
+        """
+        self.tensors = dict(model if isinstance(model, Mapping) else model.state_dict())
+        parts, lines = fit(specs_of(self.tensors), published.tensors, fused)
+        if not isinstance(model, Mapping):
+            from .weight_tables import table_differences  # noqa: PLC0415 (only whoever holds a torch model has torch)
+
+            lines += table_differences(published.tables, model, {})
+        if lines:
+            raise WeightsMismatch(differing(lines, whose))
+        self.parts: tuple[Part, ...] = parts
+
+
 class Copies:
     """Tensors by name, and how they are brought to a version."""
 
     holds = False
     """The publisher may write over what was copied."""
 
-    def __init__(self, reader: WeightReader, tensors: Mapping[str, Tensor], fused: Iterable[Fused], whose: str) -> None:
-        """Hold `tensors` to what is published.
+    def __init__(
+        self, reader: WeightReader, model: nn.Module | Mapping[str, Tensor], fused: Iterable[Fused], whose: str
+    ) -> None:
+        """As `Targets`.
 
         Raises:
             WeightsMismatch: listing every difference; or the versions lie on a device.
             TypeError: a value is no tensor.
         """
-        self._parts = fitted(specs_of(tensors), reader.specs, fused, whose)
+        self._targets = Targets(model, reader.inventory, fused, whose)
         if not isinstance(reader.memory, HostMemory):
             raise WeightsMismatch(
                 f"{whose}: expected versions in memory of the host, found them on {reader.memory.device}: attach the "
@@ -48,7 +77,6 @@ class Copies:
             )
         self._bytes = reader.memory.bytes
         self._reader = reader
-        self._tensors = dict(tensors)
         self._version: NDArray[np.uint8] = np.zeros(reader.buffer_bytes, np.uint8)
         """One version, private."""
 
@@ -76,6 +104,6 @@ class Copies:
         return True
 
     def _fill(self) -> None:
-        for part in self._parts:
+        for part in self._targets.parts:
             start = self._reader.start(0, part) - self._reader.start(0)
-            fill(self._tensors[part.spec.name], self._version[start : start + part.spec.nbytes], part.spec)
+            fill(self._targets.tensors[part.spec.name], self._version[start : start + part.spec.nbytes], part.spec)

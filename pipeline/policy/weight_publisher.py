@@ -4,7 +4,7 @@ The publisher owns a segment of shared memory (`weights`) and a door (`weight_do
 the segment and stays connected: it hears of new versions, is asked to pause, and knows at once when the publisher dies,
 as the publisher knows of it. Nothing on the socket is unpickled.
 
-    async with WeightPublisher(model.state_dict()) as publisher:
+    async with WeightPublisher(model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
 """
 
@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -42,8 +42,11 @@ from ..telemetry import get_logger
 from ..waiting import Waiters
 from .engine_sync import Syncable, synced
 from .weight_door import opened_door
-from .weight_specs import Fused, Tensor, specs_of
+from .weight_specs import Fused, Tensor, inventory_of
 from .weights import NO_VERSION, WeightWriter
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["WeightPublisher"]
 
@@ -93,7 +96,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        model: nn.Module | Mapping[str, Tensor],
         *,
         fused: Iterable[Fused] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
@@ -104,8 +107,10 @@ class WeightPublisher:
         """Prepare for tensors like these; they are not published yet.
 
         Args:
-            tensors: names, dtypes and shapes of all that will be published: a `state_dict`. Tied tensors are published
-                under each of their names, and lie there once.
+            model: the module whose `state_dict` will be published. What no state_dict holds, its non-persistent buffers
+                as they are now, is not published: samplers whose own differ are refused. Or names, dtypes and shapes of
+                all that will be published, a `state_dict`: then nobody compares those buffers. Tied tensors are
+                published under each of their names, and lie there once.
             fused: tensors that the samplers' models have in one piece.
             cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. Nothing else is ever cast.
             device: where the versions lie: "cpu", or "cuda:0" for samplers on that device.
@@ -113,9 +118,10 @@ class WeightPublisher:
             name: who this is, for messages.
 
         Raises:
-            TypeError: a value is no tensor, or has a dtype that does not travel.
+            TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
         """
-        self._make = partial(WeightWriter, specs_of(tensors), fused=tuple(fused), cast=dict(cast), device=device)
+        tensors, tables = inventory_of(model)
+        self._make = partial(WeightWriter, tensors, fused=tuple(fused), cast=dict(cast), device=device, tables=tables)
         self._patience_s = patience_s
         self.name = name or f"publisher in process {os.getpid()}"
         self._url = ""

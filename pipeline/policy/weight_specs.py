@@ -19,16 +19,22 @@ from ..errors import WeightsMismatch
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "ITEM_BYTES",
     "Fused",
+    "Inventory",
     "Part",
+    "TableSpec",
     "Tensor",
     "TensorSpec",
     "cast_specs",
     "check_weights",
+    "differing",
+    "fit",
     "fitted",
+    "inventory_of",
     "packed",
     "specs_of",
 ]
@@ -69,6 +75,41 @@ class TensorSpec(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+class TableSpec(NamedTuple):
+    """What a table is (a tensor that no state_dict holds), as told to another process."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+    """Of its bytes (128 bits, hexadecimal); empty where it has none yet, on the meta device."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {f'of xxh3 {self.xxh3}' if self.xxh3 else 'of the meta device'}"
+
+
+class Inventory(NamedTuple):
+    """What somebody who publishes has."""
+
+    tensors: tuple[TensorSpec, ...]
+    """What travels."""
+    tables: tuple[TableSpec, ...] | None = None
+    """What a sampler must have made alike; none where tensors alone were given, so that nobody knows."""
+
+
+def inventory_of(given: Mapping[str, Tensor] | nn.Module) -> Inventory:
+    """What there is in a module, or in tensors by name.
+
+    Raises:
+        TypeError: a value is no tensor, or has a dtype that does not travel, or is a table of the meta device.
+    """
+    if isinstance(given, Mapping):
+        return Inventory(specs_of(given))
+    from .weight_tables import published_tables  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
+
+    return Inventory(specs_of(given.state_dict()), published_tables(given))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -119,6 +160,11 @@ def check_weights(expected: Iterable[TensorSpec], found: Iterable[TensorSpec], w
     _refuse(_differences(expected, found), whose)
 
 
+def differing(lines: Sequence[str], whose: str) -> str:
+    """What a refusal says of tensors that differ, a line each."""
+    return f"{whose}: {len(lines)} tensors differ\n  " + "\n  ".join(lines)
+
+
 def _differences(expected: Iterable[TensorSpec], found: Iterable[TensorSpec]) -> list[str]:
     wanted, given = ({spec.name: spec for spec in specs} for specs in (expected, found))
     return [
@@ -134,7 +180,7 @@ def _bare(spec: TensorSpec | None) -> tuple[object, ...] | None:
 
 def _refuse(lines: Sequence[str], whose: str) -> None:
     if lines:
-        raise WeightsMismatch(f"{whose}: {len(lines)} tensors differ\n  " + "\n  ".join(lines))
+        raise WeightsMismatch(differing(lines, whose))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +242,20 @@ def fitted(
     Raises:
         WeightsMismatch: listing every tensor that is missing, extra, different, or one here and two there.
     """
+    parts, lines = fit(model, published, fused)
+    _refuse(lines, whose)
+    return parts
+
+
+def fit(
+    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[Fused]
+) -> tuple[tuple[Part, ...], list[str]]:
+    """As `fitted`, with what does not fit as lines; where there are any, the places mean nothing."""
     names, there = _names(model), _names(published)
     split = [(rule, [each for each in rule.instances(names) if each.whole in there]) for rule in fused]
     wholes, parts, lines = _packed(model, [(rule, each) for rule, each in split if each])
     lines += _differences(wholes, published)
-    _refuse(lines or _parted(model, parts, published), whose)
-    return parts
+    return parts, lines or _parted(model, parts, published)
 
 
 def _names(specs: Iterable[TensorSpec]) -> list[str]:

@@ -154,23 +154,26 @@ class WeightSubscriber:
         """Where the published versions lie: a model there, or on the meta device, can be views of them."""
         return self._opened().memory.device
 
-    def attach(self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = ()) -> None:
+    def attach(
+        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = (), copied: bool = False
+    ) -> None:
         """Say what `refresh` brings to the newest version.
 
         Args:
             model: a module, whose parameters and persistent buffers become views of what is published: no second copy,
-                nothing may write to them, no gradient. It may have been built on the meta device. Or tensors by name
-                (a `state_dict`, numpy arrays), which are filled in place.
+                nothing may write to them, no gradient. It may have been built on the meta device. Its non-persistent
+                buffers stay its own. Or tensors by name (a `state_dict`, numpy arrays), which are filled in place.
             fused: published tensors that the model has in several pieces.
+            copied: fill the tensors of a module in place too, on whatever device they are.
 
         Raises:
             WeightsMismatch: what is published differs in a name, dtype or shape, lies on another device, or ties what
-                the model does not; or a model of the meta device cannot be completed. Lists every difference; nothing
-                was changed.
+                the model does not; a non-persistent buffer is not what it is in the module that is published; or a
+                model of the meta device cannot be completed. Lists every difference; nothing was changed.
             TypeError: a value is no tensor.
         """
         reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
-        if isinstance(model, Mapping):
+        if copied or isinstance(model, Mapping):
             self._target = Copies(reader, model, fused, whose)
         else:
             from .weight_views import MountedViews  # noqa: PLC0415 (only whoever holds a torch model pays for torch)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsMismatch
-from .meta_model import complete
-from .weight_specs import Fused, Part, TensorSpec, fitted, specs_of
+from .meta_model import Completion
+from .weight_specs import Fused, Inventory, Part, differing, fit, specs_of
+from .weight_tables import table_differences
 from .weights import Publication, WeightReader
 
 __all__ = ["MountedViews", "Views"]
@@ -37,33 +38,34 @@ class _Slot(NamedTuple):
 class Views:
     """A model, and how its tensors are pointed to memory."""
 
-    def __init__(
-        self, model: nn.Module, published: Sequence[TensorSpec], fused: Iterable[Fused], whose: str, device: str
-    ) -> None:
+    def __init__(self, model: nn.Module, published: Inventory, fused: Iterable[Fused], whose: str, device: str) -> None:
         """Hold `model` to what is published, and make up for what it lacks; its tensors stay where they are so far.
 
         Raises:
-            WeightsMismatch: listing every difference, or tensors on another device than the published ones, or what
+            WeightsMismatch: listing every difference, tensors on another device than the published ones, and what
                 cannot be computed of a model that was built on the meta device. The model is as it was.
         """
         self._slots = dict(_slots(model))
-        self._parts = fitted(
-            specs_of({name: slot.tensor for name, slot in self._slots.items()}), published, fused, whose
-        )
+        tensors = specs_of({name: slot.tensor for name, slot in self._slots.items()})
+        self._parts, lines = fit(tensors, published.tensors, fused)
+        completion = Completion(model, device)
+        lines += table_differences(published.tables, model, completion.buffers)
+        refusals = [differing(lines, whose)] if lines else []
+        refusals += [*self._elsewhere(device, whose), *completion.refusals]
+        if refusals:
+            raise WeightsMismatch("\n".join(refusals))
+        completion.apply()
+        model.requires_grad_(requires_grad=False)
+
+    def _elsewhere(self, device: str, whose: str) -> Iterator[str]:
         wanted = {str(torch.device(device)), "meta"}
-        elsewhere = [
-            f"{name}: {slot.tensor.device}"
-            for name, slot in self._slots.items()
-            if str(slot.tensor.device) not in wanted
-        ]
-        if elsewhere:
-            raise WeightsMismatch(
+        found = [(name, str(slot.tensor.device)) for name, slot in self._slots.items()]
+        if elsewhere := [f"{name}: {where}" for name, where in found if where not in wanted]:
+            yield (
                 f"{whose}: expected a model on {device} or meta, where its tensors can be views, found\n  "
                 + "\n  ".join(elsewhere)
-                + "\nGive its state_dict() to have the weights copied"
+                + "\nAttach it with copied=True to have the weights copied"
             )
-        complete(model, device)
-        model.requires_grad_(requires_grad=False)
 
     def views(self, memory: Callable[[Part], Tensor]) -> list[Tensor]:
         """Tensors like the model's, in its order, of the bytes that `memory` gives for each."""
@@ -90,7 +92,7 @@ class MountedViews:
     def __init__(self, reader: WeightReader, model: nn.Module, fused: Iterable[Fused], whose: str) -> None:
         """As `Views`."""
         self._reader = reader
-        self._model = Views(model, reader.specs, fused, whose, reader.memory.device)
+        self._model = Views(model, reader.inventory, fused, whose, reader.memory.device)
         self._buffers: dict[int, list[Tensor]] = {}
         """Views of each of the two buffers."""
 

@@ -4,8 +4,8 @@ The publisher writes one buffer while the other is read. Whoever copies, copies 
 began to write over it; if so, it copies anew. Whoever samples from the buffer itself looks before each token. No lock,
 so there is nothing that a killed process could hold.
 
-Layout: one page of signed 64-bit words, the list of tensors as msgpack, the two buffers; each begins on a page. The
-buffers may lie on a device instead, behind a page of their own.
+Layout: one page of signed 64-bit words, the lists of tensors and tables as msgpack, the two buffers; each begins on a
+page. The buffers may lie on a device instead, behind a page of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ from ..channels.shared_memory import allocate, may_shrink
 from ..errors import OutOfSharedMemory, StaleHandle
 from .device_memory import DeviceMemory
 from .weight_memory import HostMemory, VersionMemory
-from .weight_specs import ITEM_BYTES, Fused, Part, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
+from .weight_specs import (
+    ITEM_BYTES,
+    Fused,
+    Inventory,
+    Part,
+    TableSpec,
+    Tensor,
+    TensorSpec,
+    cast_specs,
+    fitted,
+    packed,
+    specs_of,
+)
 
 __all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 
@@ -103,8 +115,9 @@ class WeightWriter:
         fused: Iterable[Fused] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
         device: str = "cpu",
+        tables: tuple[TableSpec, ...] | None = None,
     ) -> None:
-        """Allocate both buffers.
+        """Allocate both buffers; `tables` are those of the model whose tensors `specs` are, where they are known.
 
         Raises:
             OutOfSharedMemory: the machine has no room for them.
@@ -116,7 +129,7 @@ class WeightWriter:
         self.specs, self._parts = packed(cast_specs(specs, cast), fused, "weights to publish")
         """What is published."""
         self.generation = secrets.randbits(63)
-        manifest = msgspec.msgpack.encode(self.specs)
+        manifest = msgspec.msgpack.encode(Inventory(self.specs, tables))
         self.manifest_bytes = len(manifest)
         first = _end_of_manifest(len(manifest))
         self.nbytes = _Plan(self.specs, first).nbytes if device == "cpu" else first
@@ -222,9 +235,9 @@ class WeightReader:
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
         self._words = memory[: mmap.PAGESIZE].cast("q")
         _check_generation(self._words[GENERATION], generation)
-        self.specs = _decode_specs(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
+        self.inventory = _decoded(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
         """What is published, in the publisher's order."""
-        self._plan = _Plan(self.specs, first if handle is None else mmap.PAGESIZE)
+        self._plan = _Plan(self.inventory.tensors, first if handle is None else mmap.PAGESIZE)
         have = nbytes if handle is None else handle.nbytes
         self.memory = HostMemory(memory) if handle is None else _opened(handle, generation)
         """Where the versions lie."""
@@ -279,19 +292,19 @@ def _check_generation(found: int, expected: int) -> None:
         raise StaleHandle(f"expected weights of publisher {expected:x}, got those of {found:x}: subscribe anew")
 
 
-_spec_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+_inventory_decoder = msgspec.msgpack.Decoder(Inventory)
 
 
-def _decode_specs(encoded: memoryview) -> tuple[TensorSpec, ...]:
+def _decoded(encoded: memoryview) -> Inventory:
     try:
-        specs: tuple[TensorSpec, ...] = _spec_decoder.decode(encoded)
+        inventory: Inventory = _inventory_decoder.decode(encoded)
     except UNREADABLE as error:
-        raise ProtocolMismatch(f"expected a list of (name, dtype, shape, tied), got {error}") from None
+        raise ProtocolMismatch(f"expected lists of tensors and of tables, got {error}") from None
     known: dict[str, TensorSpec] = {}
-    for spec in specs:
+    for spec in inventory.tensors:
         if spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:
             raise ProtocolMismatch(f"{spec.name}: expected a dtype among {sorted(ITEM_BYTES)}, got {spec}")
         if spec.tied and str(known.get(spec.tied)) != str(spec):
             raise ProtocolMismatch(f"{spec.name}: expected to be one with a tensor like it before it, got {spec.tied}")
         known[spec.name] = spec
-    return specs
+    return inventory

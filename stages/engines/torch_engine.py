@@ -309,10 +309,10 @@ class TorchEngine:
         """As views where the model can see the versions and follows them; else copies, which nobody writes over."""
         model = self._model
         devices = {str(parameter.device) for parameter in model.parameters()}
-        if self._follows and isinstance(model, torch.nn.Module) and devices <= {weights.device, "meta"}:
-            weights.attach(model)
-        else:
+        if not isinstance(model, torch.nn.Module):
             weights.attach(model.state_dict())
+        else:
+            weights.attach(model, copied=not (self._follows and devices <= {weights.device, "meta"}))
 
     async def pause(self) -> None:
         """Sample nothing more until `resume`; returns when the batch that runs is done."""
@@ -344,7 +344,7 @@ class TorchEngine:
             if self._let_go and self._weights is not None:
                 for storage, nbytes in self._let_go.items():
                     storage.resize_(nbytes)
-                self._weights.attach(self._model.state_dict())
+                self._weights.attach(self._model.state_dict())  # its tables were compared when it was new
                 await self._weights.newer()
                 await self._refresh(self._weights, least=0)
                 self._let_go = {}

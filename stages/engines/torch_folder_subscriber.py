@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...pipeline.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsDamaged
+from ...pipeline.policy.weight_copies import Targets
 from ...pipeline.policy.weight_memory import fill
-from ...pipeline.policy.weight_specs import Fused, Part, Tensor, TensorSpec, fitted, specs_of
+from ...pipeline.policy.weight_specs import Fused, Part, Tensor
 from ...pipeline.policy.weight_subscriber import WeightSubscriber
 from ...pipeline.policy.weight_views import Views
 from ...pipeline.policy.weights import NO_VERSION
@@ -92,7 +93,9 @@ class FolderSubscriber:
         """The version that the attached tensors hold; −1 before the first `refresh`."""
         return self._version
 
-    def attach(self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = ()) -> None:
+    def attach(
+        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = (), copied: bool = False
+    ) -> None:
         """As `WeightSubscriber.attach`: a module's tensors become views of this process' one copy.
 
         Raises:
@@ -100,10 +103,10 @@ class FolderSubscriber:
             TypeError: a value is no tensor.
         """
         owner, whose = self._opened(), f"weights of {self._opened().name} do not fit the model"
-        if isinstance(model, Mapping):
-            self._target = _Copies(model, owner.tensors, fused, whose)
+        if copied or isinstance(model, Mapping):
+            self._target = _Copies(Targets(model, owner.inventory, fused, whose))
         else:
-            self._target = _Views(model, owner.tensors, fused, whose)
+            self._target = _Views(Views(model, owner.inventory, fused, whose, "cpu"))
         self._version = NO_VERSION
 
     def detach(self) -> None:
@@ -199,8 +202,8 @@ class _Content(NamedTuple):
 class _Views:
     """A model whose tensors are views of the version that was read last."""
 
-    def __init__(self, model: nn.Module, published: tuple[TensorSpec, ...], fused: Iterable[Fused], whose: str) -> None:
-        self._model = Views(model, published, fused, whose, "cpu")
+    def __init__(self, model: Views) -> None:
+        self._model = model
 
     def bring(self, content: _Content) -> None:
         self._model.point_to(self._model.views(lambda part: torch.from_numpy(content.elements(part))))
@@ -209,15 +212,12 @@ class _Views:
 class _Copies:
     """Tensors by name, that are filled."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], published: tuple[TensorSpec, ...], fused: Iterable[Fused], whose: str
-    ) -> None:
-        self._tensors = dict(tensors)
-        self._parts = fitted(specs_of(tensors), published, fused, whose)
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
 
     def bring(self, content: _Content) -> None:
-        for part in self._parts:
-            fill(self._tensors[part.spec.name], content.elements(part), part.spec)
+        for part in self._targets.parts:
+            fill(self._targets.tensors[part.spec.name], content.elements(part), part.spec)
 
 
 def _read(folder: Path, owner: Owner) -> _Content:

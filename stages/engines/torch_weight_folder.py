@@ -5,7 +5,7 @@ which tensors are in it, and what the file's hash is. The publisher holds a lock
 finds out by it whether the publisher is still there. A version is read into memory, hashed on the way, and a model's
 tensors are views of that memory: one copy in each process.
 
-    async with WeightFolder("/shared/weights", model.state_dict()) as publisher:
+    async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
 """
 
@@ -29,10 +29,22 @@ import msgspec
 import torch
 import xxhash
 from safetensors.torch import save_file
+from torch import nn
 
 from ...pipeline.errors import WeightsInUse
 from ...pipeline.policy.engine_sync import Syncable, synced
-from ...pipeline.policy.weight_specs import Fused, Tensor, TensorSpec, cast_specs, fitted, packed, specs_of
+from ...pipeline.policy.weight_specs import (
+    Fused,
+    Inventory,
+    TableSpec,
+    Tensor,
+    TensorSpec,
+    cast_specs,
+    fitted,
+    inventory_of,
+    packed,
+    specs_of,
+)
 from ...pipeline.policy.weights import NO_VERSION
 from ...pipeline.telemetry import get_logger
 from ..training.checkpoint import FOLDER_SCHEME, write_checkpoint
@@ -65,8 +77,15 @@ class Owner(msgspec.Struct, frozen=True):
     generation: int
     """Drawn when the folder was taken: versions that say another are another publisher's."""
     tensors: tuple[TensorSpec, ...]
+    tables: tuple[TableSpec, ...] | None
+    """What samplers must have made alike; none where the publisher was not given the module."""
     closed: bool = False
     """Whether it said that there will be nothing newer."""
+
+    @property
+    def inventory(self) -> Inventory:
+        """What it has."""
+        return Inventory(self.tensors, self.tables)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -86,7 +105,7 @@ class WeightFolder:
     def __init__(
         self,
         folder: str | Path,
-        tensors: Mapping[str, Tensor],
+        model: nn.Module | Mapping[str, Tensor],
         *,
         fused: Iterable[Fused] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
@@ -95,15 +114,15 @@ class WeightFolder:
         """Prepare for tensors like these; they are not published yet. The arguments are those of `WeightPublisher`.
 
         Raises:
-            TypeError: a value is no tensor, or has a dtype that does not travel.
+            TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
             WeightsMismatch: `fused` does not fit the tensors.
             ValueError: `cast` names a dtype that does not travel.
         """
         self.folder = Path(folder).absolute()
         self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
-        self._given = specs_of(tensors)
+        self._given, tables = inventory_of(model)
         specs, self._parts = packed(cast_specs(self._given, cast), fused, "weights to publish")
-        self._owner = Owner(self.name, secrets.randbits(63), specs)
+        self._owner = Owner(self.name, secrets.randbits(63), specs, tables)
         self._lock = -1
         self._version = NO_VERSION
         self._publishing = anyio.Lock()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import WeightsMismatch
 from penstock.pipeline.policy.weight_publisher import WeightPublisher
 from penstock.pipeline.policy.weight_specs import Fused
 from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
@@ -83,9 +84,8 @@ def built(config: Any, device: str) -> nn.Module:
 @asynccontextmanager
 async def attached(original: nn.Module, model: nn.Module) -> AsyncIterator[None]:
     """`model` on the weights of `original`, which are published as inference servers have them."""
-    state = original.state_dict()
-    async with WeightPublisher(state, fused=FUSED) as publisher, WeightSubscriber(publisher.url) as subscriber:
-        await publisher.publish(state, 1)
+    async with WeightPublisher(original, fused=FUSED) as publisher, WeightSubscriber(publisher.url) as subscriber:
+        await publisher.publish(original.state_dict(), 1)
         subscriber.attach(model, fused=FUSED)
         subscriber.refresh()
         yield
@@ -113,3 +113,16 @@ async def test_an_attached_model_that_was_built_on_the_meta_device_says_what_the
     assert not [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     embed, head = (model.get_parameter(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
     assert (embed is head) is (kind == "qwen 2.5")
+
+
+@pytest.mark.parametrize(("kind", "other"), [("llama 3", "linear"), ("linear", "dynamic"), ("yarn", "qwen 2.5")])
+async def test_a_model_of_another_rotary_configuration_is_refused(kind: str, other: str) -> None:
+    original, model = built(config_of(kind, "rope_theta"), "cpu"), built(config_of(other, "rope_theta"), "meta")
+
+    with pytest.raises(
+        WeightsMismatch, match=r"rotary_emb\.inv_freq: expected float32 \[4\] of xxh3 .*, found float32"
+    ):
+        async with attached(original, model):
+            pytest.fail("it would compute other positions")
+
+    assert model.get_buffer("model.rotary_emb.inv_freq").is_meta

@@ -20,7 +20,7 @@ from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, We
 from penstock.pipeline.policy import weights as module
 from penstock.pipeline.policy.weight_copies import Copies
 from penstock.pipeline.policy.weight_memory import HostMemory
-from penstock.pipeline.policy.weight_specs import Tensor, TensorSpec, check_weights, specs_of
+from penstock.pipeline.policy.weight_specs import Inventory, Tensor, TensorSpec, check_weights, specs_of
 from penstock.pipeline.policy.weights import NO_VERSION, WeightReader, WeightWriter
 
 
@@ -116,7 +116,7 @@ def test_tied_tensors_are_published_under_each_of_their_names() -> None:
         writer.write(source.state_dict(), 1)
         read(reader, target.state_dict())
 
-    assert [spec.name for spec in reader.specs] == ["0.weight", "1.weight"]
+    assert [spec.name for spec in reader.inventory.tensors] == ["0.weight", "1.weight"]
     assert torch.equal(source.get_parameter("1.weight"), target.get_parameter("1.weight"))
     assert target.get_parameter("1.weight") is target.get_parameter("0.weight")
 
@@ -342,7 +342,7 @@ def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
     [
         (4096, 5, "expected 4096 bytes of weights"),
         (None, 10**9, "expected a list of tensors within"),
-        (None, 3, r"expected a list of \(name, dtype, shape, tied\)"),
+        (None, 3, "expected lists of tensors and of tables"),
     ],
 )
 def test_a_declaration_that_does_not_fit_the_segment_is_refused(
@@ -366,10 +366,10 @@ def test_a_segment_of_another_publisher_is_stale() -> None:
     ],
 )
 def test_a_list_with_tensors_that_cannot_be_is_refused(spec: TensorSpec) -> None:
-    encoded = msgspec.msgpack.encode([spec])
+    encoded = msgspec.msgpack.encode(Inventory((spec,)))
 
     with pytest.raises(ProtocolMismatch, match=r"x: expected (a dtype among|to be one with a tensor like it)"):
-        module._decode_specs(memoryview(encoded))
+        module._decoded(memoryview(encoded))
 
 
 def test_a_machine_without_room_says_how_much_was_wanted() -> None:

@@ -25,6 +25,7 @@ from penstock.pipeline.policy import weight_publisher as module
 from penstock.pipeline.policy.weight_publisher import WeightPublisher
 from penstock.pipeline.policy.weight_specs import Tensor
 from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
+from penstock.schemas.control import PROTOCOL_VERSION
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:
@@ -437,11 +438,11 @@ async def test_another_scheme_is_refused() -> None:
 
 async def test_another_version_of_the_protocol_is_refused_by_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     original = module._refusal
-    aged = lambda said, **rest: original(msgspec.structs.replace(said, version=2), **rest)  # noqa: E731
+    aged = lambda said, **rest: original(msgspec.structs.replace(said, version=99), **rest)  # noqa: E731
     monkeypatch.setattr(module, "_refusal", aged)
 
     async with WeightPublisher(tensors()) as publisher:
-        with pytest.raises(ProtocolMismatch, match="expected protocol version 1, got 2"):
+        with pytest.raises(ProtocolMismatch, match=f"expected protocol version {PROTOCOL_VERSION}, got 99"):
             async with WeightSubscriber(publisher.url):
                 pass
 
