@@ -110,6 +110,14 @@ def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_grou
             assert given_[env_id] >= part * given_.total() - allowed
 
 
+def test_a_pipeline_too_has_groups_in_order_of_arrival_where_that_is_asked_for() -> None:
+    made = books(env(), env(), habits=Habits(arrival_order=True))
+    for env_id in (0, 0, 1, 0, 1):
+        made.submit(0, [group(env_id, env_id=env_id)])
+
+    assert [one.payload for one in iter(lambda: made.take(0), None)] == [0, 0, 1, 0, 1]
+
+
 @settings(max_examples=25, deadline=None)
 @given(ENVIRONMENTS, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
 def test_all_in_turn_is_what_taking_one_after_the_other_gives(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -17,7 +18,7 @@ from penstock import Ledger, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
 from penstock.pipeline.context import Context, entered
-from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
+from penstock.stages.integrations.atropos import AtroposGateway, Habits, ShmTransport
 from penstock.stages.integrations.atropos.server import gateway
 from penstock.stages.integrations.atropos.server.door import Door
 from penstock.testing import drive_source
@@ -153,6 +154,30 @@ async def test_metrics_tell_what_each_environment_gave() -> None:
 def test_a_gateway_that_can_never_train_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"AtroposGateway\.batch_size: expected 1 or more, got 0"):
         AtroposGateway(batch_size=0, max_token_len=64)
+
+
+@pytest.mark.parametrize("silence_s", [0.0, -1.0, math.nan])
+def test_a_silence_is_a_time(silence_s: float) -> None:
+    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.silence_s: expected seconds above 0"):
+        AtroposGateway(batch_size=8, max_token_len=64, silence_s=silence_s)
+
+
+def test_habits_that_would_do_nothing_in_a_pipeline_are_refused_by_name() -> None:
+    with pytest.raises(
+        InvalidConfig, match="got newest_first, whole_packs, first_trainer_only: a pipeline takes groups"
+    ):
+        AtroposGateway(batch_size=8, max_token_len=64, habits=Habits.original())
+
+
+async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
+    source = AtroposGateway(batch_size=8, max_token_len=64, silence_s=1e-6, door=ANYWHERE)
+
+    async with running(source, Context()), talking(source) as talk:
+        for minimum in (0.5, 0.25):
+            await talk.post("/register-env", environment(min_batch_allocation=minimum))
+        status = await talk.get("/status-env?env_id=1")
+
+    assert status["unallocated_fraction"] == 0.75  # the other is silent
 
 
 async def test_beyond_loopback_nobody_listens_without_a_token() -> None:

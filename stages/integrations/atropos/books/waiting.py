@@ -79,9 +79,9 @@ class Waiting(Generic[G]):
         lane = self.turns.next()
         if lane is None:
             return None
-        queued = self.queue.first(lane)
+        queued = next(iter(self.queue)) if self._habits.arrival_order else self.queue.first(lane)
         self._leaves(queued)
-        self.depth.taken(lane, queued.size)
+        self.depth.taken(queued.lane, queued.size)
         self._fruitless = False
         return queued
 

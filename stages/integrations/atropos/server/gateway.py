@@ -27,7 +27,7 @@ from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
 from ..books.habits import Habits
 from ..books.records import Batch, Submission
-from ..books.state import Books
+from ..books.state import DEFAULT_SILENCE_S, Books
 from ..contract import ScoredData, TrainerRegistration
 from ..translation import as_if_sent, from_group, to_group
 from .desk import Desk
@@ -53,6 +53,9 @@ STEP_S = 0.5
 """How often it is looked whether the last step is done, while no group comes: nobody tells a source."""
 
 NO_CHECKPOINTS = -1
+
+OF_BATCHES = ("newest_first", "whole_packs", "first_trainer_only")
+"""Habits with batches, and with trainers."""
 
 A_PIPELINE = (
     "this gateway feeds a pipeline, which trains: a trainer that polls needs `penstock gateway`, or AtroposTrainers"
@@ -117,7 +120,9 @@ class AtroposGateway:
     checkpoint_interval: int = NO_CHECKPOINTS
     """Told to environments: steps between checkpoints of their own; −1 for none."""
     habits: Habits = field(default_factory=Habits)
-    """Which habits of the original are kept."""
+    """Which habits of the original are kept; those of batches and trainers have no meaning where there are none."""
+    silence_s: float = DEFAULT_SILENCE_S
+    """An environment that is not heard of for so long holds nobody back."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await gateway.listening.url()` returns where, as soon as it does."""
 
@@ -125,6 +130,13 @@ class AtroposGateway:
         for name in ("batch_size", "max_token_len", "capacity", "capacity_bytes"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"AtroposGateway.{name}: expected 1 or more, got {value}")
+        if not self.silence_s > 0:  # nor NaN
+            raise InvalidConfig(f"AtroposGateway.silence_s: expected seconds above 0, got {self.silence_s}")
+        if kept := [name for name in OF_BATCHES if getattr(self.habits, name)]:
+            raise InvalidConfig(
+                f"AtroposGateway.habits: expected none of {', '.join(OF_BATCHES)}, got {', '.join(kept)}: a pipeline "
+                f"takes groups one by one, so they would do nothing"
+            )
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Source`.
@@ -135,7 +147,9 @@ class AtroposGateway:
             OSError: the host is unknown, or the port is taken.
         """
         context = current()
-        books: Books[TrajectoryGroup] = Books(self.habits, capacity=self.capacity, capacity_bytes=self.capacity_bytes)
+        books: Books[TrajectoryGroup] = Books(
+            self.habits, capacity=self.capacity, capacity_bytes=self.capacity_bytes, silence_s=self.silence_s
+        )
         books.register_trainer(self._registration(context.ledger.step))
         desk = _Intake(context, books, outbox, self.candidates)
         async with opened(self.door, books, desk, "AtroposGateway") as gateway:
