@@ -104,8 +104,19 @@ def test_a_first_token_never_trains_though_masks_may_hold_it() -> None:
         ({"tokens": [[5, 6, None], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
         ({"tokens": [[-5, 6, 7], [5, 8]]}, "tokens: expected ids of 0 or more, got -5"),
         ({"scores": ["1", 0.0]}, "scores: expected numbers that float32 can hold, got others"),
-        ({"scores": [1e39, 0.0]}, "rewards: expected finite values, got inf"),
-        ({"scores": [float("nan"), 0.0]}, "rewards: expected finite values, got nan"),
+        ({"scores": [1e39, 0.0]}, "scores: expected finite numbers that float32 can hold, got inf"),
+        ({"scores": [float("nan"), 0.0]}, "scores: expected finite numbers that float32 can hold, got nan"),
+        (
+            {"inference_logprobs": [[float("nan"), -1.0, -1.0], [1.0, -1.0]]},
+            "inference_logprobs: expected finite numbers that float32 can hold, got nan",
+        ),
+        (
+            {
+                "distill_token_ids": [[[], [1], [2]], [[], [3]]],
+                "distill_logprobs": [[[], [-1.0], [float("-inf")]], [[], [-1.0]]],
+            },
+            "distill_logprobs: expected finite numbers that float32 can hold, got -inf",
+        ),
         ({"generation_params": {"temperature": "hot"}}, "temperature of sequence 0: expected a number of 0 or more"),
         ({"overrides": [{}, {"temperature": -1}]}, "temperature of sequence 1: expected a number of 0 or more, got -1"),
     ],

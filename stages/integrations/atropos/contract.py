@@ -7,6 +7,7 @@ over tokens have one length, and every number is finite. Knows nothing of groups
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -223,6 +224,17 @@ class _Sent(msgspec.Struct, forbid_unknown_fields=True):
     distill_logprobs: list[FloatRows] | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class _Words(msgspec.Struct):
+    """What a group holds that is no list over sequences and tokens."""
+
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+
+
 _decode_sent = msgspec.json.Decoder(_Sent).decode
 _decode_known = msgspec.json.Decoder(ScoredData).decode
 _decode_pieces = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -250,11 +262,29 @@ def decode_scored(body: bytes) -> list[ScoredData]:
 
 
 def scored_data(values: Mapping[str, Any]) -> ScoredData:
-    """A group as an environment holds it before it is sent, taken as it is; fields of other names are left out.
+    """A group as an environment holds it before it is sent; fields of other names are left out.
+
+    Lists over tokens are taken as they are, all else as it would come as JSON.
 
     Raises:
         InvalidRecord: as `decode_scored`, but that what its lists hold is looked at when they are made columns.
     """
+    return _assembled({**values, **_worded(values)})
+
+
+def _worded(values: Mapping[str, Any]) -> dict[str, Any]:
+    fields = _Words.__struct_fields__
+    said = {name: value for name in fields if not _says_nothing(value := values.get(name))}
+    if not said:
+        return {}
+    try:
+        body = json.dumps(said, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"{', '.join(said)}: expected what JSON can say, got other: {error}") from None
+    return msgspec.structs.asdict(decode_request(body, _Words))
+
+
+def _assembled(values: Mapping[str, Any]) -> ScoredData:
     absent = [name for name in ("tokens", "masks", "scores") if name not in values]
     if absent:
         raise InvalidRecord(f"expected tokens, masks and scores, got no {' and no '.join(absent)}")
@@ -276,7 +306,7 @@ def _decoded(body: bytes) -> ScoredData:
     try:
         sent = _decode_sent(body)
     except msgspec.ValidationError:
-        return scored_data(msgspec.structs.asdict(_patiently(body)))
+        return _assembled(msgspec.structs.asdict(_patiently(body)))
     except UNREADABLE as error:
         raise InvalidRecord(explained(body, error)) from None
     unsent: list[str] = []

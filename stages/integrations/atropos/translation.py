@@ -234,7 +234,11 @@ def _ints(name: str, rows: Iterable[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def _floats(name: str, rows: Iterable[Sequence[float]]) -> NDArray[np.float32]:
-    return np.frombuffer(_packed(name, rows, "f", "numbers that float32 can hold"), np.float32)
+    numbers = np.frombuffer(_packed(name, rows, "f", "numbers that float32 can hold"), np.float32)
+    if not np.isfinite(numbers).all():
+        got = numbers[~np.isfinite(numbers)][0]
+        raise InvalidRecord(f"{name}: expected finite numbers that float32 can hold, got {got:g}")
+    return numbers
 
 
 def _packed(name: str, rows: Iterable[Sequence[Any]], kind: str, expected: str) -> bytes:
