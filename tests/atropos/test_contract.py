@@ -174,3 +174,39 @@ def test_what_an_environment_holds_is_taken_as_it_is() -> None:
         scored_data({"tokens": tokens})
     with pytest.raises(InvalidRecord, match="expected lists, with one list for each sequence, got others"):
         scored_data({"tokens": [5, 6], "masks": [-100, 6], "scores": [1.0, 0.0]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("generation_params", {"x": float("nan")}, "generation_params: expected what JSON can say, got other: Out of"),
+        ("generation_params", ["x"], r"expected `object \| null`, got `array` - at `\$\.generation_params`"),
+        ("overrides", [{"w": float("inf")}, {}], "overrides: expected what JSON can say"),
+        ("overrides", [None, {}], r"expected `object`, got `null` - at `\$\.overrides\[0\]`"),
+        ("group_overrides", {"stop": "\ud800"}, "expected JSON"),
+        (
+            "messages",
+            [[{"role": "user", "content": "x", "reward": float("nan")}]],
+            "messages: expected what JSON can say",
+        ),
+        ("env_id", "seven", r"at `\$\.env_id`"),
+    ],
+)
+def test_what_is_refused_as_json_is_refused_as_an_environment_holds_it(field: str, value: object, told: str) -> None:
+    with pytest.raises(InvalidRecord):
+        decode_scored(sent(**{field: value}))
+    with pytest.raises(InvalidRecord, match=told):
+        scored_data(NEEDED | {field: value})
+
+
+def test_what_json_has_no_word_for_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="images: expected what JSON can say, got other: Object of type set"):
+        scored_data(NEEDED | {"images": {1}})
+
+
+def test_what_json_would_alter_is_altered_alike() -> None:
+    held = NEEDED | {"generation_params": {1: ("a", 2)}, "env_id": "7"}
+
+    (came,) = decode_scored(json.dumps(held).encode())
+    assert (came.generation_params, came.env_id) == ({"1": ["a", 2]}, 7)
+    assert scored_data(held) == came

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -301,13 +301,39 @@ async def test_a_group_that_no_channel_holds_goes_over_http_and_the_next_does_no
     assert "raise capacity_bytes" in caplog.text
 
 
-async def test_a_group_that_is_none_is_left_for_the_gateway_to_refuse(caplog: pytest.LogCaptureFixture) -> None:
-    wrong = scored_group(0) | {"masks": [[1]]}
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"masks": [[1]]}, "masks: expected 4 lists"),
+        ({"overrides": [None, {}, {}, {}]}, "expected `object`, got `null` - at `$.overrides[0]`"),
+        ({"generation_params": ["x"]}, "at `$.generation_params`"),
+    ],
+)
+async def test_a_group_that_is_none_is_left_for_the_gateway_to_refuse(
+    changed: Scored, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = scored_group(0) | changed
     async with gateway() as (server, _), registered(server) as env:
         await send(env, wrong)
 
     assert server.posted == [("/scored_data", wrong | {"env_id": ENV_ID})]
-    assert "masks: expected 4 lists" in caplog.text
+    assert told in caplog.text
+
+
+async def test_an_environment_without_an_id_sends_as_nobody() -> None:
+    class Bare:
+        """Has not come so far as to have an `env_id`."""
+
+        def __init__(self, config: Config, **_: Any) -> None:
+            self.config = config
+
+        _send_scored_data_to_api = Environment._send_scored_data_to_api
+
+    async with gateway() as (server, way_in), registered(server, cast("type[Environment]", Bare)) as env:
+        await send(env, scored_group(0))
+        [(env_id, _)] = await received(way_in, 1)
+
+    assert env_id is None
 
 
 async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.LogCaptureFixture) -> None:

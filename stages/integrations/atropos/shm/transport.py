@@ -146,6 +146,11 @@ class _Line:
     def _url(self) -> str:
         return str(self._env.config.rollout_server_url).rstrip("/")
 
+    @property
+    def _env_id(self) -> int | None:
+        """What the gateway calls the environment; None before it has registered."""
+        return cast("int | None", getattr(self._env, "env_id", None))
+
     async def send(self, scored_data: Scored | Sequence[Scored], by_http: Send) -> None:
         """Send one group, or several, waiting for credit if need be. Cancelled, it has not sent the group it was at.
 
@@ -163,7 +168,7 @@ class _Line:
             try:
                 await sender.send(self._group(scored))
             except (InvalidRecord, RecordTooLarge) as error:  # the gateway says what is wrong with it, or has room
-                log.warning("group_sent_over_http", env_id=self._env.env_id, reason=str(error))
+                log.warning("group_sent_over_http", env_id=self._env_id, reason=str(error))
                 return False
             except (PeerClosed, PeerLost):
                 while self._sender is sender:
@@ -175,8 +180,8 @@ class _Line:
     def _group(self, scored: Scored) -> TrajectoryGroup:
         env = self._env
         return to_group(
-            scored_data({**scored, "env_id": env.env_id}),
-            env=str(getattr(env.config, "wandb_name", None) or type(env).__name__),
+            scored_data({**scored, "env_id": self._env_id}),
+            env=str(getattr(env.config, "wandb_name", None) or type(env).__name__),  # the gateway knows a better one
             instance_id=f"{self._run}.{next(self._numbers)}",
             policy_version=getattr(env, "curr_step", 0),
         )
@@ -213,7 +218,7 @@ class _Line:
         while True:
             try:
                 url = await self._way_in()
-                async with connect(url, TrajectoryGroup, name=f"environment {self._env.env_id}") as sender:
+                async with connect(url, TrajectoryGroup, name=f"environment {self._env_id}") as sender:
                     retry_s, strangers, self._known = FIRST_RETRY_S, 0, True
                     await self._hold(sender)
             except _NoGateway as error:
