@@ -97,6 +97,18 @@ async def test_groups_whose_sender_was_gone_when_it_was_answered_are_accepted_on
     assert gateway.desk.told == [1, 0, 1]
 
 
+async def test_groups_that_were_accepted_before_a_reset_are_accepted_again_after_it() -> None:
+    gateway = Gateway()
+
+    async def meanwhile() -> None:
+        gateway.books.reset()
+
+    await gateway.ask("POST", "/scored_data", scored(), leaves_after=4, meanwhile=meanwhile)
+    await gateway.ask("POST", "/scored_data", scored())
+
+    assert gateway.books.status().queue_size == 1
+
+
 async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> None:
     gateway = Gateway()
     await gateway.ask("POST", "/register", TRAINER)

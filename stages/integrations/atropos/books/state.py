@@ -7,6 +7,7 @@ accepted is handed out exactly once, unless a lease on it expires: then it is ha
 from __future__ import annotations
 
 import math
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +76,8 @@ class Books(Generic[G]):
 
     def reset(self) -> None:
         """Be as new: no trainer, no environments, no groups."""
+        self.incarnation = secrets.token_hex(8)
+        """Of these books, since they were made or reset: no others, of this process or another, have the same."""
         self.step = 0
         """The trainer's step: `batch` counts it; whoever takes groups for a pipeline sets it."""
         self.latest: Submission[G] | None = None

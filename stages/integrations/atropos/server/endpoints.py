@@ -233,8 +233,10 @@ class Endpoints(Generic[G]):
     def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
         """The answer `told`; where nobody is there to read it, the same body will come again."""
 
+        accepted_by = self.books.incarnation
+
         def settle(there: bool) -> bool:  # noqa: FBT001
-            if not there:
+            if not there and accepted_by == self.books.incarnation:
                 self.books.undelivered(self._now(), read.digest, receipt)
             return there
 
