@@ -243,6 +243,7 @@ def test_a_batch_that_is_not_acknowledged_goes_to_the_next_who_asks(gateway: Cli
 
     assert lost["batch"] == again["batch"]
     assert lost["lease"] != again["lease"]
+    assert lost["batch_id"] == again["batch_id"]
     assert gateway.ask("POST", "/acknowledge", {"lease": lost["lease"]}).status == 404
     assert gateway.post("/acknowledge", {"lease": again["lease"]}) == {"status": "success"}
     assert gateway.ask("POST", "/acknowledge", {"lease": again["lease"]}).status == 404
@@ -258,6 +259,17 @@ def test_a_late_acknowledgement_counts_until_the_batch_went_out_again(gateway: C
 
     assert gateway.post("/acknowledge", {"lease": late["lease"]}) == {"status": "success"}
     assert gateway.get("/batch") == {"batch": None}
+
+
+def test_no_two_batches_have_one_id_not_even_after_a_reset(gateway: Client) -> None:
+    ids = set[str]()
+    for _ in range(2):
+        gateway.started(batch_size=4)
+        gateway.post("/scored_data_list", [scored(), scored()])
+        ids |= {gateway.get("/batch?lease_s=60")["batch_id"] for _ in range(2)}
+        gateway.ask("GET", "/reset_data")
+
+    assert len(ids) == 4
 
 
 def test_who_asks_for_no_lease_gets_none(gateway: Client) -> None:

@@ -103,6 +103,8 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Groups, each as JSON; None where there are too few. Empty where no trainer is registered."""
     lease: int | str | msgspec.UnsetType = msgspec.UNSET
     """What a client that asked for a lease acknowledges; the original server has none."""
+    batch_id: str | msgspec.UnsetType = msgspec.UNSET
+    """Beside a lease: stays when the batch is handed out again, under another lease; no other batch ever has it."""
     status: str | msgspec.UnsetType = msgspec.UNSET
     """`error` where no trainer is registered."""
     message: str | msgspec.UnsetType = msgspec.UNSET

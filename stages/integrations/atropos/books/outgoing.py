@@ -38,7 +38,7 @@ class Formed(Generic[G]):
 
     def batch(self, lease: int | None) -> Batch[G]:
         """As it is handed out."""
-        return Batch(tuple(queued.submission for queued in self.groups), lease)
+        return Batch(tuple(queued.submission for queued in self.groups), lease, self.number)
 
 
 @dataclass(slots=True)

@@ -306,7 +306,10 @@ class Endpoints(Generic[G]):
     def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Response:
         """The answer that holds `batch`. May block, and run in a thread."""
         groups = [msgspec.Raw(self.desk.json(group.payload)) for group in batch.groups]
-        told = BatchAnswer(batch=groups, lease=str(batch.lease) if leased else msgspec.UNSET)
+        told = BatchAnswer(batch=groups)
+        if leased:
+            batch_id = f"{self.books.incarnation}.{batch.number}"
+            told = BatchAnswer(batch=groups, lease=str(batch.lease), batch_id=batch_id)
         return answered(request, msgspec.json.encode(told))
 
     def _settle(self, batch: Batch[G], there: bool) -> bool:  # noqa: FBT001
