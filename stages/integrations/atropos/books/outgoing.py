@@ -28,6 +28,8 @@ class Formed(Generic[G]):
 
     number: int
     """In the order in which they were formed."""
+    batch_id: str
+    """What it is called."""
     groups: list[Queued[G]]
     """Its groups."""
 
@@ -38,7 +40,7 @@ class Formed(Generic[G]):
 
     def batch(self, lease: int | None) -> Batch[G]:
         """As it is handed out."""
-        return Batch(tuple(queued.submission for queued in self.groups), lease, self.number)
+        return Batch(tuple(queued.submission for queued in self.groups), lease, self.batch_id)
 
 
 @dataclass(slots=True)
@@ -51,7 +53,9 @@ class _Lease(Generic[G]):
 class Outgoing(Generic[G]):
     """Batches from the time they are formed until they are somebody's for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        """Part of what its batches are called."""
         self._ready: list[Formed[G]] = []
         """The newest is the last."""
         self._out: dict[int, _Lease[G]] = {}
@@ -66,7 +70,7 @@ class Outgoing(Generic[G]):
     def form(self, groups: list[Queued[G]]) -> None:
         """These are a batch."""
         self._formed += 1
-        self._ready.append(Formed(self._formed, groups))
+        self._ready.append(Formed(self._formed, f"{self._incarnation}.{self._formed}", groups))
 
     def newest(self) -> Formed[G] | None:
         """The batch that was formed last, of those that nobody had; it is nobody's now."""

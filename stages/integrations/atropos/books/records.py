@@ -59,8 +59,8 @@ class Batch(Generic[G]):
     """In the order in which the trainer gets them."""
     lease: int | None
     """What the trainer acknowledges; None where it did not ask for that, and then it is gone when it is lost."""
-    number: int
-    """In the order in which batches were formed; the same however often it is handed out."""
+    batch_id: str
+    """The same however often it is handed out, and that of no other batch."""
 
 
 @dataclass(frozen=True, slots=True)

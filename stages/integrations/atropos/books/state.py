@@ -89,7 +89,7 @@ class Books(Generic[G]):
         self._envs: Environments[G] = Environments(self._silence_s)
         self._room = Room(self._capacity, self._capacity_bytes)
         self._waiting: Waiting[G] = Waiting(self.habits)
-        self._outgoing: Outgoing[G] = Outgoing()
+        self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
         self._undelivered = Undelivered()
         self._least: dict[int, int] = {}
         """Sequences of a batch that environments are to have; those that count and asked for a minimum."""

@@ -232,7 +232,6 @@ class Endpoints(Generic[G]):
 
     def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
         """The answer `told`; where nobody is there to read it, the same body will come again."""
-
         accepted_by = self.books.incarnation
 
         def settle(there: bool) -> bool:  # noqa: FBT001
@@ -308,8 +307,7 @@ class Endpoints(Generic[G]):
         groups = [msgspec.Raw(self.desk.json(group.payload)) for group in batch.groups]
         told = BatchAnswer(batch=groups)
         if leased:
-            batch_id = f"{self.books.incarnation}.{batch.number}"
-            told = BatchAnswer(batch=groups, lease=str(batch.lease), batch_id=batch_id)
+            told = BatchAnswer(batch=groups, lease=str(batch.lease), batch_id=batch.batch_id)
         return answered(request, msgspec.json.encode(told))
 
     def _settle(self, batch: Batch[G], there: bool) -> bool:  # noqa: FBT001
