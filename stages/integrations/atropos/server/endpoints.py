@@ -62,6 +62,9 @@ end of it to nobody else."""
 INFLATION = 4
 """How many times larger JSON is than gzip makes it."""
 
+LONGEST_LEASE_S = 86_400
+"""A day. A trainer that died is not waited for any longer."""
+
 NO_EXAMPLE = (
     "tokens",
     "masks",
@@ -340,6 +343,6 @@ def _lease_s(asked: str | None) -> float | None:
         lease_s = float(asked)
     except ValueError:
         lease_s = 0.0
-    if not 0 < lease_s < float("inf"):
-        raise InvalidRecord(f"lease_s: expected seconds above 0, got {asked!r}")
+    if not 0 < lease_s <= LONGEST_LEASE_S:
+        raise InvalidRecord(f"lease_s: expected seconds above 0, and at most {LONGEST_LEASE_S}, got {asked!r}")
     return lease_s
