@@ -48,6 +48,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.latency --seconds 1 --repeats 2 --json $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.cost --seconds 1.5 --repeats 2 --json $(BENCH)/cost.json
 	$(BIN)/python -m benchmarks.end_to_end --seconds 2 --repeats 2 --json $(BENCH)/end_to_end.json
+	$(BIN)/python -m benchmarks.training --seconds 2 --repeats 1 --json $(BENCH)/training.json
 	$(BIN)/python -m benchmarks.atropos --seconds 2 --json $(BENCH)/atropos.json
 
 setup: $(READY)

@@ -5,5 +5,6 @@ python -m benchmarks.latency       how long a group is on its way: alone, under 
 python -m benchmarks.cost          processor time, memory, and more producers than cores
 python -m benchmarks.end_to_end    a whole pipeline with a sink that only counts, by stage
 python -m benchmarks.atropos       scored groups of Atropos over HTTP and shared memory, beside Atropos' own server
+python -m benchmarks.training      a step of TorchTrainer, beside what the matrix products alone would take
 python -m benchmarks.cpu           what one group costs each side: what a profile is held against
 """
