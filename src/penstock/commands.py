@@ -13,6 +13,7 @@ from .stages.integrations.atropos.books.state import DEFAULT_CAPACITY, DEFAULT_C
 from .stages.integrations.atropos.server.bodies import Limits
 from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
 from .stages.integrations.atropos.server.standalone import stand
+from .stages.integrations.atropos.shm.shm_way_in import CAPACITY_BYTES
 
 __all__ = ["commands"]
 
@@ -56,6 +57,9 @@ def gateway(
     ] = DEFAULT_SILENCE_S,
     request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
     inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
+    shm_bytes: Annotated[
+        int, typer.Option(help="Of shared memory for each environment on this host that sends through it.", min=1)
+    ] = CAPACITY_BYTES,
     habit: Annotated[
         list[str] | None,
         typer.Option(help=f"A habit of the original server to keep: {', '.join(HABITS)}, or all."),
@@ -64,7 +68,7 @@ def gateway(
 ) -> None:
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
-    door = Door(host=host, port=port, token=token, limits=limits, cors=cors)
+    door = Door(host=host, port=port, token=token, limits=limits, shm_bytes=shm_bytes, cors=cors)
     books: Books[bytes] = Books(
         _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, silence_s=silence_s
     )

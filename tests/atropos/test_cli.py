@@ -35,6 +35,11 @@ def test_a_token_that_lets_everybody_in_or_nobody_is_refused(token: str) -> None
         Door(token=token)
 
 
+def test_shared_memory_of_no_size_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"Door\.shm_bytes: expected 1 or more, got 0"):
+        Door(shm_bytes=0)
+
+
 def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "got an empty one" in str(told(monkeypatch, "gateway", "--token", ""))
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from subprocess import PIPE
+from typing import Any
 
 import anyio
 import pytest
@@ -70,10 +71,9 @@ class Keeps:
 
 
 @asynccontextmanager
-async def training(sink: Trains | Keeps, token: str | None = None, candidates: int | None = None) -> AsyncIterator[str]:
+async def training(sink: Trains | Keeps, candidates: int | None = None, **door: Any) -> AsyncIterator[str]:
     """A pipeline that environments feed, and where."""
-    door = Door(port=0, token=token)
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=door, candidates=candidates)
+    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0, **door), candidates=candidates)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source(gateway).sink(sink).run)
         with anyio.fail_after(50):
@@ -122,7 +122,7 @@ async def test_a_token_in_the_url_opens_the_way_in_and_is_told_to_nobody(caplog:
     caplog.set_level(logging.DEBUG)
     sink = Trains()
     sink.goes_on.set()
-    async with training(sink, TOKEN) as url:
+    async with training(sink, token=TOKEN) as url:
         env = ShmTransport.attach(Environment(Config(rollout_server_url=url.replace("//", f"//me:{TOKEN}@")), groups=1))
         await env.register_env()
         await env._send_scored_data_to_api(scored_group(0))
@@ -177,3 +177,17 @@ async def test_a_group_becomes_the_same_by_either_way(width: int | None) -> None
         assert column.tolist() == other.columns()[name].tolist(), name
     assert one.teacher_ids is not None
     assert one.teacher_ids.shape == (3, width or 3)
+
+
+async def test_what_is_larger_than_the_door_lets_through_at_once_comes_over_http(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sink = Keeps()
+    async with training(sink, shm_bytes=2**14) as url:
+        env = ShmTransport.attach(Environment(Config(rollout_server_url=url)))
+        await env.register_env()
+        for sent, tokens in enumerate((24, 3000), 1):
+            await env._send_scored_data_to_api(scored_group(0, tokens=tokens))
+            await sink.has(sent)
+
+    assert caplog.text.count("group_sent_over_http") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .....pipeline.errors import InvalidConfig
+from ..shm.shm_way_in import CAPACITY_BYTES
 from .bodies import Limits
 
 __all__ = ["DEFAULT_PORT", "Door"]
@@ -17,7 +18,7 @@ class Door:
     """What is true of every gateway, whatever it is for.
 
     Raises:
-        InvalidConfig: no header can carry the token, or everybody can.
+        InvalidConfig: no header can carry the token, or everybody can; or a size is none.
     """
 
     host: str = "127.0.0.1"
@@ -28,10 +29,15 @@ class Door:
     """What clients have to bring, as a bearer token or as the password in their URL."""
     limits: Limits = field(default_factory=Limits)
     """How large requests may be."""
+    shm_bytes: int = CAPACITY_BYTES
+    """Of groups that an environment on this host may have on their way through shared memory, which holds so much for
+    each. A group that is larger goes over HTTP."""
     cors: bool = False
     """Whether any web page may read and write here, as with the original."""
 
     def __post_init__(self) -> None:
+        if self.shm_bytes < 1:
+            raise InvalidConfig(f"Door.shm_bytes: expected 1 or more, got {self.shm_bytes}")
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise InvalidConfig(

@@ -50,7 +50,7 @@ async def hosted(door: Door, books: Books[G], desk: Desk[G]) -> AsyncGenerator[H
         host, port = listener.getsockname()[:2]
         intake: Intake[G] | None = None
         if desk.takes_groups:
-            intake = Intake(await stack.enter_async_context(shm_way_in()))
+            intake = Intake(await stack.enter_async_context(shm_way_in(capacity_bytes=door.shm_bytes)))
         endpoints = Endpoints(books, desk, Bodies(door.limits), intake=intake)
         await stack.enter_async_context(serving(application(endpoints, access), listener))
         tasks = await stack.enter_async_context(anyio.create_task_group())
