@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +17,9 @@ from penstock import TrajectoryGroup
 from penstock.stages.integrations.atropos.books.records import Submission
 from penstock.stages.integrations.atropos.books.state import Books
 from penstock.stages.integrations.atropos.server.access import Access
+from penstock.stages.integrations.atropos.server.answers import LARGE_BYTES
 from penstock.stages.integrations.atropos.server.app import application
-from penstock.stages.integrations.atropos.server.bodies import Bodies, Limits
+from penstock.stages.integrations.atropos.server.bodies import Bodies, BodyRefused, Limits
 from penstock.stages.integrations.atropos.server.desk import Relay
 from penstock.stages.integrations.atropos.server.endpoints import SENDING_S, Endpoints
 from penstock.stages.integrations.atropos.server.intake import Intake
@@ -59,6 +62,9 @@ class Gateway:
     ) -> tuple[int | None, Any]:
         """Status and JSON, None where that is cut off; who asks leaves after so many messages went either way."""
         headers = [(b"content-type", b"application/json")]
+        sent_body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if isinstance(body, bytes):  # gzip
+            headers.append((b"content-encoding", b"gzip"))
         scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
         passed, sent = 0, list[MutableMapping[str, Any]]()
 
@@ -67,7 +73,7 @@ class Gateway:
             passed += 1
             if passed > leaves_after:
                 return {"type": "http.disconnect"}
-            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+            return {"type": "http.request", "body": sent_body, "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             nonlocal passed
@@ -179,6 +185,38 @@ async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_ag
 
     assert status == 503
     assert "come again" in answer["detail"]
+
+
+@pytest.mark.parametrize(("spaces", "in_a_thread"), [(0, False), (LARGE_BYTES, True)])
+@pytest.mark.parametrize("path", ["/register", "/scored_data"])
+async def test_what_is_large_once_inflated_is_read_beside_the_event_loop(
+    path: str,
+    spaces: int,
+    in_a_thread: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = Gateway()
+    body = gzip.compress(json.dumps(TRAINER if path == "/register" else scored()).encode() + b" " * spaces)
+    threads, really = list[threading.Thread](), Bodies.inflate
+
+    def inflate(bodies: Bodies, body: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return really(bodies, body)
+
+    monkeypatch.setattr(Bodies, "inflate", inflate)
+    assert (await gateway.ask("POST", path, body))[0] == 200
+
+    assert len(body) < 1000
+    assert [thread is not threading.main_thread() for thread in threads] == [in_a_thread]
+
+
+@pytest.mark.parametrize("said", [0, 99, 101, 2**32 - 1])
+def test_a_gzip_that_lies_about_its_size_is_refused(said: int) -> None:
+    honest = gzip.compress(b" " * 100)
+
+    assert Bodies(Limits()).inflate(honest) == b" " * 100
+    with pytest.raises(BodyRefused, match="Invalid gzip payload"):
+        Bodies(Limits()).inflate(honest[:-4] + said.to_bytes(4, "little"))
 
 
 class WayIn(ShmWayIn):

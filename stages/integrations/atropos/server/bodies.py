@@ -17,6 +17,9 @@ __all__ = ["Bodies", "BodyRefused", "Limits"]
 GZIP = 16 + zlib.MAX_WBITS
 """Says to zlib that what comes has the header and the checksum of gzip."""
 
+SIZE_BYTES = 4
+"""At the end of a gzip: how long it is once inflated, from the lowest byte on, modulo 2^32 (RFC 1952)."""
+
 READ_S = 60.0
 """How long a request may take to arrive: who sends more slowly than this is taken for dead."""
 
@@ -96,8 +99,12 @@ class Bodies:
         if self.held + more > self.limits.held_bytes:
             raise BodyRefused(503, f"{self.held} bytes are being read already: come again", retry_after_s=BUSY_RETRY_S)
 
+    def inflated_bytes(self, body: bytes) -> int:
+        """How much a gzip `body` says is in it, as far as it may be."""
+        return min(int.from_bytes(body[-SIZE_BYTES:], "little"), self.limits.inflated_bytes)
+
     def inflate(self, body: bytes) -> bytes:
-        """What is in a gzip `body`. May block.
+        """What is in a gzip `body`, and no more than it says. May block.
 
         Raises:
             BodyRefused: it is no gzip, cut off or altered, or there is more in it than may be.
@@ -106,7 +113,7 @@ class Bodies:
         limit = self.limits.inflated_bytes
         whole = b""
         with suppress(zlib.error):
-            whole = inflater.decompress(body, limit + 1)
+            whole = inflater.decompress(body, self.inflated_bytes(body) + 1)
         if len(whole) > limit:
             raise BodyRefused(413, f"expected at most {limit} bytes once inflated, got more: send fewer groups")
         if not inflater.eof or inflater.unused_data:  # a second member could hide a second bomb; no client sends one

@@ -59,9 +59,6 @@ SENDING_S = 60.0
 """How long a batch may be under way to a trainer that acknowledges nothing; then it goes to the next who asks, and the
 end of it to nobody else."""
 
-INFLATION = 4
-"""How many times larger JSON is than gzip makes it."""
-
 LONGEST_LEASE_S = 86_400
 """A day. A trainer that died is not waited for any longer."""
 
@@ -130,7 +127,13 @@ class Endpoints(Generic[G]):
 
     async def _decoded(self, request: Request, wanted: type[T]) -> T:
         async with self._body(request) as (body, compressed):
-            return decode_request(self._bodies.inflate(body) if compressed else body, wanted)
+            return await self._unpacked(body, compressed, lambda plain: decode_request(plain, wanted))
+
+    async def _unpacked(self, body: bytes, compressed: bool, work: Callable[[bytes], T]) -> T:  # noqa: FBT001
+        """What `work` returns of a body; done in a thread where it is large."""
+        if not compressed:
+            return await self.heavy(len(body), lambda: work(body))
+        return await self.heavy(self._bodies.inflated_bytes(body), lambda: work(self._bodies.inflate(body)))
 
     async def heavy(self, weight: int, work: Callable[[], T]) -> T:
         """What `work` returns; done in a thread where it takes long."""
@@ -246,12 +249,10 @@ class Endpoints(Generic[G]):
 
     async def _read(self, request: Request, *, many: bool) -> _Read[G]:
         async with self._body(request) as (body, compressed):
-            weight = len(body) * (INFLATION if compressed else 1)
-            return await self.heavy(weight, partial(self._submissions, body, compressed=compressed, many=many))
+            return await self._unpacked(body, compressed, partial(self._submissions, many=many))
 
-    def _submissions(self, body: bytes, *, compressed: bool, many: bool) -> _Read[G]:
-        """The groups in `body`. May block, and run in a thread."""
-        plain = self._bodies.inflate(body) if compressed else body
+    def _submissions(self, plain: bytes, *, many: bool) -> _Read[G]:
+        """The groups in a body. May block, and run in a thread."""
         if plain.lstrip()[:1] != (b"[" if many else b"{"):
             raise InvalidRecord(f"body: expected {'a list of groups' if many else 'a group'}, got {plain[:20]!r}…")
         submissions = [
