@@ -352,6 +352,20 @@ async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.Log
     assert "gateway_gone" in caplog.text
 
 
+async def test_when_a_gateway_goes_it_is_told_how_many_groups_were_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Server()) as server, registered(server) as env:
+        async with shm_way_in() as way_in:
+            server.way_in = way_in.url
+            await send(env, scored_group(0), scored_group(1), scored_group(2))
+            await received(way_in, 1)
+            sender = line_of(env)._sender
+            assert sender is not None
+            await until(lambda: sender.statistics().items == 2)
+        await until(lambda: "gateway_gone" in caplog.text)
+
+    assert "groups_on_the_way=2" in caplog.text
+
+
 async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway() as (server, way_in), registered(server) as env:
         await send(env, scored_group(0))

@@ -245,8 +245,8 @@ class _Line:
         finally:
             self._sender = None
             self._changed.wake_all()
-        in_flight = sender.statistics().items
-        log.warning("gateway_gone", url=shown(self._url), reason=str(sender.failure), groups_in_flight=in_flight)
+        on_the_way = sender.statistics().items  # what it had taken is gone besides, and only it knew how much that was
+        log.warning("gateway_gone", url=shown(self._url), reason=str(sender.failure), groups_on_the_way=on_the_way)
 
     def _fall_back(self, reason: str) -> None:
         log.warning("sending_over_http", url=shown(self._url), reason=reason)
