@@ -52,7 +52,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     turns: Sequence[NDArray[np.int32] | Completion]
     """What was said: a Completion by the policy, bare token ids by anybody else. The prompt comes first."""
     reward: float
+    """Of all of it."""
     stop_reason: StopReason = StopReason.STOP
+    turn_rewards: Sequence[float] | None = None
+    """What each turn of the policy earned, one a Completion, where that is known; `reward` is their sum."""
 
 
 @runtime_checkable
@@ -236,10 +239,12 @@ class _Question:
     async def rollout(self, repetition: int, speak: Speak) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
         answer = await speak([self._prompt])
         if answer is None:
-            return Rollout(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH)
+            return Rollout(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
         text = _text(self._tokenizer, answer)
         reward = await self._caller(partial(self._dataset.score_answer, text, self._entry), _reward)
-        return Rollout(turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason)
+        return Rollout(
+            turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason, turn_rewards=[reward]
+        )
 
 
 # -- step-wise environments ----------------------------------------------------------------------------------------
@@ -366,11 +371,12 @@ class _Game:
 
     async def _played(self, env: _Copy, speak: Speak) -> Rollout:
         turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
-        reward, stop_reason = 0.0, StopReason.LENGTH
+        rewards: list[float] = []
+        stop_reason = StopReason.LENGTH
         while (answer := await speak(turns)) is not None:
             turns.append(answer)
             step = await env.step(_text(self._tokenizer, answer))
-            reward += step.reward
+            rewards.append(step.reward)
             if step.terminated or step.truncated:
                 cut = step.truncated or answer.stop_reason == StopReason.LENGTH
                 stop_reason = StopReason.LENGTH if cut else StopReason.STOP
@@ -378,7 +384,7 @@ class _Game:
             turns.append(step.observation)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # nobody answered it
-        return Rollout(turns=turns, reward=reward, stop_reason=stop_reason)
+        return Rollout(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
@@ -427,7 +433,13 @@ def _checked(rollout: Any) -> Rollout:
     turns = [_checked_turn(turn) for turn in rollout.turns]
     if not turns or isinstance(turns[0], Completion) or not len(turns[0]):
         raise InvalidRecord("turns: expected a prompt of at least one token first")
-    return msgspec.structs.replace(rollout, turns=turns, reward=_reward(rollout.reward))
+    reward, turn_rewards = _reward(rollout.reward), rollout.turn_rewards
+    if turn_rewards is not None:
+        turn_rewards = [_reward(earned) for earned in turn_rewards]
+        spoken = sum(isinstance(turn, Completion) for turn in turns)
+        if len(turn_rewards) != spoken:
+            raise InvalidRecord(f"turn_rewards: expected {spoken}, one a Completion, got {len(turn_rewards)}")
+    return msgspec.structs.replace(rollout, turns=turns, reward=reward, turn_rewards=turn_rewards)
 
 
 def _checked_turn(turn: Any) -> NDArray[np.int32] | Completion:

@@ -11,14 +11,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..schemas import InvalidRecord
 from .engines.policies import Completion
 from .environments import Rollout
 
 __all__ = ["columns_of", "said_anything", "tokens_of"]
 
 
-def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The token columns of `rollouts`, one sequence each: what the policy did not sample has no loss and no logprob."""
+def columns_of(rollouts: Sequence[Rollout], *, turn_rewards: bool = False) -> dict[str, Any]:
+    """The token columns of `rollouts`, one sequence each: what the policy did not sample has no loss and no logprob.
+
+    Args:
+        rollouts: in each of them the policy said something.
+        turn_rewards: whether `token_rewards` is one of the columns.
+
+    Raises:
+        InvalidRecord: a rollout does not tell its `turn_rewards`.
+    """
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(tokens_of(turn)) for turn in turns])
     turn_ends = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
@@ -32,7 +41,32 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
     if all(turn.logprobs is not None for turn in turns if isinstance(turn, Completion)):
         columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
+    if turn_rewards:
+        spoken = np.array([isinstance(turn, Completion) for turn in turns])
+        columns["token_rewards"] = _token_rewards(rollouts, np.cumsum(lengths)[spoken], loss_mask, offsets)
     return columns
+
+
+def _token_rewards(
+    rollouts: Sequence[Rollout], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[N] what each turn of the policy earned, where it ends; `ends` tells behind which token.
+
+    On the last token that the policy had sampled by then: of a turn in which it sampled none, that is an earlier one's,
+    and of a first such turn, the first one's that there is.
+    """
+    earned: list[float] = []
+    for rollout in rollouts:
+        if rollout.turn_rewards is None:
+            raise InvalidRecord("turn_rewards: expected what each turn earned, for SourceEnv.turn_rewards, got none")
+        earned.extend(rollout.turn_rewards)
+    sampled = np.flatnonzero(loss_mask)
+    turns = [sum(isinstance(turn, Completion) for turn in rollout.turns) for rollout in rollouts]
+    first = np.searchsorted(sampled, offsets[:-1]).repeat(turns)
+    place = sampled[np.maximum(np.searchsorted(sampled, ends) - 1, first)]
+    rewards = np.zeros(len(loss_mask))
+    np.add.at(rewards, place, earned)
+    return rewards
 
 
 def _versions(

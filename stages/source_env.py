@@ -78,6 +78,9 @@ class SourceEnv:
     """Number of the first prompt."""
     trained: bytes = b""
     """Prompts that are passed over, as a bit each, from number 0 on: `going_on` notes what a run before trained."""
+    turn_rewards: bool = False
+    """Whether groups have `token_rewards` too: what each turn earned, on its last token. `rewards` stay the sums, so
+    that what makes advantages is told to take one of them (`rewards="token"`), not both."""
     seed: int = 0
     """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
     name: str = ""
@@ -384,7 +387,7 @@ class _Crew:
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
             meta={"task": number, "temperature": source.temperature, "max_tokens": source.max_tokens},
-            **columns_of(succeeded),
+            **columns_of(succeeded, turn_rewards=source.turn_rewards),
         )
 
     def _observe(self, group: TrajectoryGroup, rollouts: Iterable[Rollout]) -> None:

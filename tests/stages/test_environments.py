@@ -133,6 +133,7 @@ async def test_an_episode_alternates_observations_and_answers_and_adds_up_its_re
 
     assert text(rollout.turns) == ["3 left", "1\0", "2 left", "2\0", "1 left", "4\0"]
     assert (rollout.reward, rollout.stop_reason) == (7.0, StopReason.STOP)
+    assert rollout.turn_rewards == [1.0, 2.0, 4.0]
 
 
 async def test_all_rollouts_of_a_prompt_begin_with_its_seed() -> None:
@@ -269,6 +270,8 @@ def short(name: str) -> Completion:
         (bad(turns=[np.array([-1])]), "expected a row of ids of 0 or more"),
         (bad(turns=[np.array([0.5])]), "expected a row of ids of 0 or more"),
         (bad(turns=[np.array([1]), short("logprobs")]), r"logprobs: expected 3 finite values, got shape \(1,\)"),
+        (bad(turn_rewards=[1.0, 0.0]), "turn_rewards: expected 1, one a Completion, got 2"),
+        (bad(turn_rewards=[float("inf")]), "expected a finite reward, got inf"),
         (bad(turns=[np.array([1]), short("policy_versions")]), r"policy_versions: expected 3 finite values"),
     ],
 )

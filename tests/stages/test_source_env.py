@@ -4,9 +4,9 @@ import itertools
 import math
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import msgspec
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import structlog
 from anyio.lowlevel import checkpoint
+from numpy.typing import NDArray
 from tests.fake_policy import FakePolicy, Letters, said
 
 from penstock.pipeline.channels.memory import memory_channel
@@ -21,10 +22,11 @@ from penstock.pipeline.context import Context, Worker, entered
 from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
 from penstock.pipeline.resumption import Past
 from penstock.schemas import GroupId, StopReason, TrajectoryGroup
-from penstock.stages.engines.policies import GenerationIsOutside, NoOpPolicy
+from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock.stages.engines.policies import Completion, GenerationIsOutside, NoOpPolicy
 from penstock.stages.environments import Rollout
 from penstock.stages.source_env import SourceEnv
-from penstock.testing import Driven, VirtualClock, drive_source
+from penstock.testing import Driven, VirtualClock, drive, drive_source
 
 
 class Sums:
@@ -198,6 +200,95 @@ async def test_behavior_logprobs_are_absent_where_whoever_sampled_does_not_say()
     (group,) = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=1))
 
     assert group.behavior_logprobs is None
+
+
+# -- what turns earned ---------------------------------------------------------------------------------------------
+
+
+class Doubling:
+    """Three turns, which gain 1, 2 and 4 where "yes" is the answer."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:  # noqa: ARG002 (the protocol's)
+        self.worth = 1
+        return "?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        earned, self.worth = self.worth * float(action == "yes"), 2 * self.worth
+        return "?", earned, self.worth > 4, False, {}
+
+
+def playing(answers: Sequence[str], **options: Any) -> SourceEnv:
+    """Rollouts of three turns, one after the other, in which the policy says `answers`."""
+    left = iter(answers)
+    return source(Doubling, FakePolicy(answer=lambda _: next(left)), concurrency=1, **options)
+
+
+async def test_what_each_turn_earned_stands_on_its_last_token_and_the_sum_is_the_reward() -> None:
+    answers = ["yes", "no", "yes", "no", "no", "yes"]
+
+    (group,) = await sampled(playing(answers, group_size=2, turn_rewards=True))
+
+    assert Letters().decode(group.tokens.tolist()) == "?yes\0?no\0?yes\0" + "?no\0?no\0?yes\0"
+    assert group.token_rewards is not None
+    assert {int(at): group.token_rewards[at] for at in group.token_rewards.nonzero()[0]} == {4: 1, 13: 4, 26: 4}
+    assert group.rewards.tolist() == [5, 4]
+
+
+async def test_what_turns_earned_becomes_discounted_advantages() -> None:
+    """The reward of a turn is half of itself a token earlier, and what the game says in between takes no time."""
+    (sampled_group,) = await sampled(playing(["yes", "no", "yes"], group_size=1, turn_rewards=True))
+    valued = msgspec.structs.replace(sampled_group, values=np.zeros(len(sampled_group.tokens), np.float32))
+
+    (out,) = await drive(AdvantageNormalizer("gae", rewards="token", gamma=0.5), [valued])
+
+    expected = np.array([4 / 2**left for left in range(10, -1, -1)])
+    expected[:4] += [1 / 8, 1 / 4, 1 / 2, 1]
+    assert out.advantages is not None
+    assert out.advantages[out.loss_mask].tolist() == expected.tolist()
+    assert not out.advantages[~out.loss_mask].any()
+
+
+async def test_unasked_groups_tell_nothing_of_turns() -> None:
+    (group,) = await sampled(playing(["yes"] * 3, group_size=1))
+
+    assert group.token_rewards is None
+    assert group.rewards.tolist() == [7]
+
+
+async def test_the_answer_to_a_question_is_a_turn() -> None:
+    (group,) = await sampled(source(policy=FakePolicy(answer=lambda _: "1"), group_size=1, turn_rewards=True))
+
+    assert group.token_rewards is not None
+    assert group.token_rewards.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+Turn: TypeAlias = NDArray[np.int32] | Completion
+
+
+class Silence:
+    """Two rollouts from outside, in whose turns some say nothing."""
+
+    def __init__(self, turn_rewards: Sequence[float] | None = (1.0, 2.0, 4.0)) -> None:
+        self.turn_rewards = turn_rewards
+
+    def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+        prompt, some = np.array([1], np.int32), said("x")
+        nothing = {name: getattr(some, name)[:0] for name in ("tokens", "logprobs", "policy_versions")}
+        none = msgspec.structs.replace(some, **nothing)
+        turns: list[list[Turn]] = [[prompt, none, some, none], [prompt, some, some, some]]
+        return Rollout(turns=turns[repetition], reward=7.0, turn_rewards=self.turn_rewards)
+
+
+async def test_what_a_turn_without_tokens_earned_stays_with_its_sequence() -> None:
+    (group,) = await sampled(SourceEnv(Silence, NoOpPolicy(), group_size=2, groups=1, turn_rewards=True))
+
+    assert group.token_rewards is not None
+    assert group.token_rewards.tolist() == [0, 1, 6, 0, 0, 1, 0, 2, 0, 4]
+
+
+async def test_turns_that_were_asked_for_and_not_told_are_an_error() -> None:
+    with pytest.raises(InvalidRecord, match=r"turn_rewards: expected what each turn earned, .* got none"):
+        await sampled(SourceEnv(partial(Silence, None), NoOpPolicy(), group_size=2, groups=1, turn_rewards=True))
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------
