@@ -12,6 +12,7 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+OLDER := $(VENV)/transformers-4
 
 .PHONY: demo test test-all check bench setup clean
 
@@ -24,8 +25,14 @@ test: $(READY)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
 
-test-all: $(READY)
+test-all: $(READY) $(OLDER)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "long or not long"
+	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/test_transformers_models.py
+
+# The last transformers that knows configurations in the old layout alone, beside the newest.
+$(OLDER): $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==4.57.6 'huggingface-hub<1' 'tokenizers<0.23' \
+		requests certifi charset-normalizer idna urllib3
 
 check: $(READY)
 	$(BIN)/ruff format --check
