@@ -27,6 +27,7 @@ from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
 from .advantages.formulas import Groups
+from .advantages.overrides import silenced
 from .handful import Handful
 
 __all__ = ["Batcher"]
@@ -34,7 +35,7 @@ __all__ = ["Batcher"]
 
 @dataclass(frozen=True, slots=True)
 class Batcher:
-    """Pack groups into batches of at most `max_tokens` tokens.
+    """Pack groups into batches of at most `max_tokens` tokens. Of sequences that their sender silenced, none trains.
 
     >>> Batcher(max_tokens=16_384, max_lag=4).takes_at_most_tokens
     16384
@@ -121,6 +122,7 @@ class _Filling:
                 f"(max_tokens of this Batcher), got {len(group)} sequences of {len(group.tokens)} tokens in all: "
                 f"raise max_tokens, or sample smaller groups or shorter completions"
             )
+        group = silenced(group)
         if reason := self._useless(group):
             drop(group, "filtered", reason)
             return None

@@ -15,6 +15,8 @@ from penstock.errors import InvalidRecord, RecordTooLarge
 from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, entered
 from penstock.schemas import TrainBatch, TrajectoryGroup
+from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock.stages.advantages.overrides import silenced
 from penstock.stages.batcher import Batcher
 from penstock.testing import drive, group
 
@@ -270,6 +272,44 @@ async def test_a_group_without_a_token_that_trains_is_dropped() -> None:
     assert names(out) == [["live"]]
     assert out.ledger.balance().reasons["filtered"] == {"nothing to train": 2}
     assert out.metrics.emit(0)["dropped/filtered"] == 2
+
+
+# -- what a sender silenced -------------------------------------------------------------------------------------------
+
+SILENCED = {"overrides": [{}, {"set_advantage_to_zero": True}]}
+"""Of the second sequence."""
+
+
+@pytest.mark.parametrize("advantages", [None, [1.0] * 4 + [2.0] * 4])
+@pytest.mark.parametrize("normalizer", [None, AdvantageNormalizer("grpo")])
+async def test_a_sequence_that_its_sender_silenced_trains_nothing_whether_or_not_anybody_compared_it(
+    normalizer: AdvantageNormalizer | None, advantages: list[float] | None
+) -> None:
+    """Without a normalizer, Distillation would train it, and any loss if its advantage came with the data."""
+    groups = [group(completion_lengths=[2, 2], rewards=[0, 1], advantages=advantages, meta=SILENCED)]
+    if normalizer is not None:
+        groups = await drive(normalizer, groups)
+
+    (batch,) = await drive(Batcher(max_tokens=8), groups)
+
+    assert batch.loss_mask.tolist() == [False, False, True, True, *[False] * 4]
+    assert (batch.loss_tokens, batch.loss_sequences) == (2, 1)
+    if batch.advantages is not None:
+        assert not batch.advantages[4:].any()
+        assert batch.advantages[2:4].all()
+
+
+def test_what_is_silent_is_left_as_it_is() -> None:
+    once = silenced(group(completion_lengths=[2, 2], advantages=[1.0] * 8, meta=SILENCED))
+
+    assert silenced(once) is once
+
+
+async def test_a_group_of_which_all_was_silenced_is_dropped() -> None:
+    driven = await drive(Batcher(max_tokens=8), [group(meta=SILENCED).select(np.array([False, True]))])
+
+    assert driven == []
+    assert driven.ledger.balance().reasons["filtered"] == {"nothing to train": 1}
 
 
 # -- staleness -------------------------------------------------------------------------------------------------------
