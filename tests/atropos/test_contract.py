@@ -115,6 +115,31 @@ def test_what_was_sent_whole_is_sent_on_as_the_same_bytes() -> None:
     assert decode_scored(body)[0].json() is body
 
 
+FLOATS: dict[str, Any] = {
+    "scores": [1, 0.5],
+    "advantages": [[0.0, 1.0, 2.0], [0, 1.0]],
+    "ref_logprobs": [[-1.0, -1.0, -1], [-1.0, -1.0]],
+    "inference_logprobs": [[1, -0.5, -0.5], [1, -0.5]],
+    "distill_logprobs": [[[], [-1.0], [-1.0, -2]], [[], []]],
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_trainer_is_sent_no_whole_number_where_others_are_meant(name: str) -> None:
+    (group,) = decode_scored(sent(**{name: FLOATS[name]}, **IDS if name == "distill_logprobs" else {}))
+
+    told = json.loads(group.json())[name]
+    assert told == FLOATS[name] == getattr(group, name)
+    assert {*map(type, flat(told))} == {float}
+
+
+IDS = {"distill_token_ids": [[[], [7], [7, 8]], [[], []]]}
+
+
+def flat(column: Any) -> list[Any]:
+    return [each for part in column for each in flat(part)] if isinstance(column, list) else [column]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -129,6 +154,10 @@ def test_what_was_sent_whole_is_sent_on_as_the_same_bytes() -> None:
             {"messages": [[{"role": "user"}], []]},
             r"messages: expected a role and a content in each, got only \['role'\]",
         ),
+        ({"messages": [[{"role": 5, "content": "2"}], []]}, "messages: expected text as role, got 5"),
+        ({"messages": [[{"role": "user", "content": 5}], []]}, "expected text or a list of parts as content, got 5"),
+        ({"messages": [[{"role": "user", "content": None}], []]}, "list of parts as content, got None"),
+        ({"messages": [[{"role": "user", "content": ["2"]}], []]}, r"list of parts as content, got \['2'\]"),
         ({"tokens": [], "masks": [], "scores": []}, "tokens: expected at least one sequence, got none"),
         ({"tokens": [[5, 6.5, 7], [5, 8]]}, r"expected `int`, got `float` - at `\$\.tokens\[0\]\[1\]`"),
         ({"scores": ["nan", 0]}, r"expected `float`, got `str` - at `\$\.scores\[0\]`"),

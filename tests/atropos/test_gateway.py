@@ -84,6 +84,7 @@ async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books(
         posted = [line for line in (await _metrics(talk)) if line.startswith("penstock_gateway_env_submitted")]
 
     assert [len(group) for group in groups] == [4, 4, 4]
+    assert [group.env for group in groups] == ["counting_0"] * 3
     assert posted == ['penstock_gateway_env_submitted_sequences_total{env="counting_0",env_id="0"} 12']
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from functools import reduce
+from itertools import chain
+from operator import or_
+from types import UnionType
+from typing import Any, ClassVar, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from ....schemas import InvalidRecord
 from ....schemas.errors import UNREADABLE
-from .lax import decoded, explained, lenient, plain
+from .lax import decode_request, explained, lenient, plain
 
 __all__ = [
     "NO_LOGPROB",
@@ -45,9 +49,6 @@ NO_LOGPROB = 1.0
 
 Rows: TypeAlias = list[list[int]]
 FloatRows: TypeAlias = list[list[float]]
-
-decode_request = decoded
-"""A request's body as one of the structs below; raises InvalidRecord, which is a 422."""
 
 
 class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,35 +208,35 @@ class _Verbatim(ScoredData, kw_only=True):
         return b"%b%b}" % (self.body.strip()[:-1], ends) if ends else self.body
 
 
-class _Sent(msgspec.Struct, forbid_unknown_fields=True):
-    """What `ScoredData` is decoded by: it knows what was sent as null from what was not sent."""
-
-    tokens: Rows
-    masks: Rows
-    scores: list[float]
-    advantages: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
-    ref_logprobs: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
-    inference_logprobs: FloatRows | msgspec.UnsetType | None = msgspec.UNSET
-    messages: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET
-    generation_params: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    overrides: list[dict[str, Any]] | msgspec.UnsetType | None = msgspec.UNSET
-    group_overrides: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    images: Any = msgspec.UNSET
-    env_id: int | msgspec.UnsetType | None = msgspec.UNSET
-    distill_token_ids: list[Rows] | msgspec.UnsetType | None = msgspec.UNSET
-    distill_logprobs: list[FloatRows] | msgspec.UnsetType | None = msgspec.UNSET
+def _as_written(kind: Any) -> Any:
+    """`kind` with whole numbers still whole where any number is wanted."""
+    if kind is float:
+        return int | float
+    parts = tuple(map(_as_written, get_args(kind)))
+    if not parts:
+        return kind
+    return reduce(or_, parts) if isinstance(kind, UnionType) else get_origin(kind)[parts]
 
 
-class _Words(msgspec.Struct):
-    """What a group holds that is no list over sequences and tokens."""
+_KINDS = get_type_hints(ScoredData)
 
-    messages: list[list[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
-    env_id: int | None = None
+_Sent = msgspec.defstruct(
+    "_Sent",
+    [
+        (name, _as_written(kind) | msgspec.UnsetType, msgspec.UNSET)
+        if name in ScoredData.optional
+        else (name, _as_written(kind))
+        for name, kind in _KINDS.items()
+        if name != "optional"
+    ],
+    forbid_unknown_fields=True,
+)
+"""What `ScoredData` is decoded by: it knows what was sent as null from what was not sent, and 1 from 1.0."""
 
+WORDS = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
+"""What a group holds that is no list over sequences and tokens."""
+
+_Words = msgspec.defstruct("_Words", [(name, _KINDS[name], None) for name in WORDS])
 
 _decode_sent = msgspec.json.Decoder(_Sent).decode
 _decode_known = msgspec.json.Decoder(ScoredData).decode
@@ -243,6 +244,9 @@ _decode_pieces = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 BY_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 """Fields with an entry for every token."""
+
+FLOATS = {"scores": 1, "advantages": 2, "ref_logprobs": 2, "inference_logprobs": 2, "distill_logprobs": 3}
+"""Fields of numbers that need not be whole, and so many lists deep."""
 
 
 def decode_scored(body: bytes) -> list[ScoredData]:
@@ -275,8 +279,7 @@ def scored_data(values: Mapping[str, Any]) -> ScoredData:
 
 
 def _worded(values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = _Words.__struct_fields__
-    said = {name: value for name in fields if not _says_nothing(value := values.get(name))}
+    said = {name: value for name in WORDS if not _says_nothing(value := values.get(name))}
     if not said:
         return {}
     try:
@@ -306,22 +309,25 @@ def _of_list(index: int, piece: bytes) -> ScoredData:
 
 def _decoded(body: bytes) -> ScoredData:
     try:
-        sent = _decode_sent(body)
+        sent = msgspec.structs.asdict(_decode_sent(body))
     except msgspec.ValidationError:
-        return _assembled(msgspec.structs.asdict(_patiently(body)))
+        sent = {}
     except UNREADABLE as error:
         raise InvalidRecord(explained(body, error)) from None
-    unsent: list[str] = []
-    given: dict[str, Any] = {}
-    for name in ScoredData.optional:
-        value = getattr(sent, name)
-        if value is msgspec.UNSET:
-            unsent.append(name)
-        elif not _says_nothing(value):
-            given[name] = value
-    return _checked(
-        _Verbatim(tokens=sent.tokens, masks=sent.masks, scores=sent.scores, body=body, unsent=tuple(unsent), **given)
-    )
+    if not sent or any(_holds_a_whole_number(sent[name], lists) for name, lists in FLOATS.items()):
+        return _assembled(msgspec.structs.asdict(_patiently(body)))
+    unsent = tuple(name for name, value in sent.items() if value is msgspec.UNSET)
+    absent = [name for name in ScoredData.optional if name in unsent or _says_nothing(sent[name])]
+    return _checked(_Verbatim(body=body, unsent=unsent, **sent | dict.fromkeys(absent)))
+
+
+def _holds_a_whole_number(column: Any, lists: int) -> bool:
+    """Whether a trainer would get one where the original sends 1.0, which tensors are made of otherwise."""
+    if column is None or column is msgspec.UNSET:
+        return False
+    for _ in range(1, lists):
+        column = chain.from_iterable(column)
+    return int in map(type, column)
 
 
 def _patiently(body: bytes) -> ScoredData:
@@ -369,3 +375,10 @@ def _check_messages(turns: Sequence[Mapping[str, Any]]) -> None:
     for turn in turns:
         if "role" not in turn or "content" not in turn:
             raise InvalidRecord(f"messages: expected a role and a content in each, got only {sorted(turn)}")
+        if not isinstance(role := turn["role"], str):
+            raise InvalidRecord(f"messages: expected text as role, got {role!r}")
+        content = turn["content"]
+        if not (
+            isinstance(content, str) or (isinstance(content, list) and all(isinstance(one, dict) for one in content))
+        ):
+            raise InvalidRecord(f"messages: expected text or a list of parts as content, got {content!r:.60}")

@@ -16,7 +16,7 @@ import msgspec
 from ....schemas import InvalidRecord
 from ....schemas.errors import UNREADABLE
 
-__all__ = ["decoded", "explained", "lenient"]
+__all__ = ["decode_request", "explained", "lenient", "plain"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _KEY = re.compile(rb'"(\w+)"\s*:')
 _INTEGRAL = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0+)?\s*", re.ASCII)
 
 
-LARGEST = 2.0**63
+LARGEST_WHOLE = 2.0**63
 """Beyond, a float says no more which whole number is meant."""
 
 _AS_IT_IS: dict[type[msgspec.inspect.Type], set[type]] = {
@@ -39,7 +39,7 @@ _AS_IT_IS: dict[type[msgspec.inspect.Type], set[type]] = {
 """What is a number already where one is wanted: most of every list."""
 
 
-def decoded(body: bytes, wanted: type[T]) -> T:
+def decode_request(body: bytes, wanted: type[T]) -> T:
     """`body` as a `wanted`.
 
     Raises:
@@ -97,7 +97,7 @@ def _meant(value: Any, wanted: msgspec.inspect.Type) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer() and abs(value) < LARGEST):
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_WHOLE):
         return int(value)
     if isinstance(value, str) and _INTEGRAL.fullmatch(value):
         return int(value.partition(".")[0])
