@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,8 +29,11 @@ from ..schemas import TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_o
 from ..schemas.tokenizer import disagreements
 from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, sends
 from .processes.placement import Processes
+from .telemetry import get_logger
 
 __all__ = ["problems"]
+
+log = get_logger("penstock.check")
 
 BYTES_PER_TOKEN = 9
 """What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
@@ -45,7 +48,22 @@ def problems(links: Sequence[Link]) -> list[str]:
         found += _of_joint(before, after)
         if sends(before.stage) is not TrainBatch:
             found += _of_sizes(before, after, group_tokens)
-    return [*found, *_of_waits(links), *_of_state(links), *disagreements(_identities(links))]
+    identities = _identities(links)
+    _tell_of_the_unknown(links, {name for name, _ in identities})
+    return [*found, *_of_waits(links), *_of_state(links), *disagreements(identities)]
+
+
+def _tell_of_the_unknown(links: Sequence[Link], known: Collection[str]) -> None:
+    """Log it where the source and the trainer cannot be compared, because one of the two has no identity."""
+    first, last = links[0], links[-1]
+    source, trainer = _any_of(first, known), _any_of(last, known)
+    if source != trainer and getattr(last.stage, "trainer", None) is not None:
+        untold = last.name if source else first.name
+        log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=untold)
+
+
+def _any_of(link: Link, names: Collection[str]) -> bool:
+    return link.name in names or any(_any_of(inner, names) for inner in getattr(link.stage, "links", ()))
 
 
 def _of_waits(links: Sequence[Link]) -> Iterator[str]:

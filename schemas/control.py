@@ -12,6 +12,7 @@ import msgspec
 from .descriptor import Descriptor
 from .errors import UNREADABLE, ProtocolMismatch
 from .ids import GroupId
+from .tokenizer import TokenizerIdentity
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -65,6 +66,8 @@ class Hello(_Message, frozen=True):
     name: str
     """Who it is, for messages and the ledger."""
     pid: int
+    tokenizer: TokenizerIdentity | None = None
+    """What made the token ids that it will send; none where it does not say."""
 
 
 class Welcome(_Message, frozen=True):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -23,7 +24,7 @@ from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
 from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.telemetry import get_logger
-from ..schemas import GroupId, TrajectoryGroup
+from ..schemas import GroupId, TrajectoryGroup, identity_of
 
 __all__ = ["SourceChannel"]
 
@@ -50,6 +51,8 @@ class SourceChannel:
         capacity: records that each sender may have in flight.
         capacity_bytes: bytes that each sender may have in flight.
         key: what senders must know too, over tcp.
+        tokenizer: what the token ids mean, or its `TokenizerIdentity`: senders that say another one are refused, and
+            `pipeline.check()` holds it to that of the trainer.
     """
 
     url: str = "shm://"
@@ -58,10 +61,13 @@ class SourceChannel:
     capacity: int = DEFAULT_CAPACITY
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES
     key: Key | None = None
+    tokenizer: Any = None
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Source`. When the stream has ended it stays until everything is saved, and senders have heard so."""
         unsaved = _Unsaved(current().ledger)
+        known = self.tokenizer is not None
+        identity = await anyio.to_thread.run_sync(identity_of, self.tokenizer) if known else None
         async with AsyncExitStack() as stack:
             inbox = await stack.enter_async_context(
                 serve(
@@ -72,6 +78,7 @@ class SourceChannel:
                     senders=NEVER if self.senders is None else self.senders,
                     listener=unsaved,
                     key=self.key,
+                    tokenizer=identity,
                 )
             )
             stack.enter_context(current().ledger.hearing_of_checkpoints(unsaved.saved))

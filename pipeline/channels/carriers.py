@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
+from ...schemas import identity_of
 from .carrier import R
 from .keys import Key
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
@@ -41,6 +43,7 @@ def serve(
     name: str | None = None,
     key: Key | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
+    tokenizer: Any = None,
 ) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
     """The receiving end of a channel, open within the `async with`.
 
@@ -58,8 +61,11 @@ def serve(
         key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in.
         silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; a busy one is not.
             None waits for it as long as its process exists.
+        tokenizer: what the token ids mean here, or its `TokenizerIdentity`: senders that say another one are refused,
+            those that say none are let in.
 
     Raises:
+        TypeError: `tokenizer` has no identity.
         ValueError: a capacity below 1, an unknown scheme, a key that is missing, or one that shm has no use for.
     """
     if min(capacity, capacity_bytes, max_senders) < 1:
@@ -73,6 +79,7 @@ def serve(
         name=name or f"process {os.getpid()}",
         key=key,
         silence_s=silence_s,
+        tokenizer=None if tokenizer is None else identity_of(tokenizer),
     )
     opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
     return opened(url, record_type, terms)
@@ -85,6 +92,7 @@ def connect(
     name: str | None = None,
     key: Key | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
+    tokenizer: Any = None,
 ) -> AbstractAsyncContextManager[RemoteSender[R]]:
     """The sending end of a channel, open within the `async with`.
 
@@ -97,8 +105,11 @@ def connect(
         key: what the receiver knows too, over tcp.
         silence_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one is not,
             except where it is to answer an introduction. None waits for it as long as its process exists.
+        tokenizer: what made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
 
     Raises:
+        TokenizersDiffer: the receiver has another tokenizer; the message says in what, with both identities.
+        TypeError: `tokenizer` has no identity.
         NobodyListens: no receiver answers at `url`.
         ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
         TooManySenders: the receiver's budget is given out.
@@ -107,9 +118,10 @@ def connect(
         ValueError: an unknown scheme, a key that is missing, or one that shm has no use for.
     """
     name = name or f"process {os.getpid()}"
+    identity = None if tokenizer is None else identity_of(tokenizer)
     if _scheme(url, key) == "shm":
-        return connect_shm(url, record_type, name=name, silence_s=silence_s)
-    return connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s)
+        return connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)
+    return connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s, tokenizer=identity)
 
 
 def _scheme(url: str, key: Key | None) -> str:

@@ -9,15 +9,16 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from ...schemas import ProtocolMismatch
+from ...schemas import ProtocolMismatch, TokenizerIdentity
 from ...schemas.control import PROTOCOL_VERSION, Hello, Message, Offer, Ready, Refused, Welcome
-from ..errors import NobodyListens, OutOfSharedMemory, PeerClosed, PenstockError, TooManySenders
+from ..errors import NobodyListens, OutOfSharedMemory, PeerClosed, PenstockError, TokenizersDiffer, TooManySenders
 from .door import Door
 
 __all__ = ["answering_within", "introduce", "let_in"]
 
 REFUSALS: dict[str, type[PenstockError]] = {
-    error.__name__: error for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TooManySenders)
+    error.__name__: error
+    for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TokenizersDiffer, TooManySenders)
 }
 """What a refusal at the door raises at the sender, by the name that travels."""
 
@@ -39,16 +40,19 @@ def answering_within(silence_s: float | None, url: str) -> Iterator[None]:
         ) from None
 
 
-async def introduce(door: Door, carrier: str, kind: str, name: str) -> tuple[Welcome, bytes]:
+async def introduce(
+    door: Door, carrier: str, kind: str, name: str, tokenizer: TokenizerIdentity | None
+) -> tuple[Welcome, bytes]:
     """Ask to be let in; returns what was granted, and the identity to use.
 
     Raises:
         ProtocolMismatch: the receiver carries something else, or speaks another version.
+        TokenizersDiffer: it has another tokenizer.
         TooManySenders: its budget of memory is given out.
         PeerClosed: it refused for another reason, or went away.
     """
     identity = b"p" + secrets.token_bytes(15)
-    answer = await _answer(door, Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid()))
+    answer = await _answer(door, Hello(PROTOCOL_VERSION, carrier, kind, identity, name, os.getpid(), tokenizer))
     if not isinstance(answer, Welcome) or answer.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"expected a Welcome of protocol version {PROTOCOL_VERSION}, got {answer}")
     return answer, identity

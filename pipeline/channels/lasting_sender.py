@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from ...schemas import GroupId, TrajectoryGroup
+from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, identity_of
 from ..causes import sole_cause
 from ..errors import NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
 from ..repetitions import mask_of
@@ -170,13 +171,23 @@ class LastingSender:
 
     # -- looking for a receiver --------------------------------------------------------------------------------------
 
-    async def stay_connected(self, url: str | Path, name: str | None, key: Key | None, silence_s: float | None) -> None:
+    async def stay_connected(
+        self,
+        url: str | Path,
+        name: str | None,
+        key: Key | None,
+        silence_s: float | None,
+        tokenizer: TokenizerIdentity | None,
+    ) -> None:
         """Connect, and connect again, until cancelled or patience is at its end."""
         retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._patience_s
         while True:
             try:
                 address = url if isinstance(url, str) else await anyio.to_thread.run_sync(url.read_text)
-                async with connect(address, TrajectoryGroup, name=name, key=key, silence_s=silence_s) as line:
+                connected = connect(
+                    address, TrajectoryGroup, name=name, key=key, silence_s=silence_s, tokenizer=tokenizer
+                )
+                async with connected as line:
                     line.on_ended(self._heed)
                     await self._use(line)
                     log.warning("receiver_gone", reason=str(line.failure), unsaved=len(self._kept))
@@ -231,6 +242,7 @@ async def outlast(
     name: str | None = None,
     key: Key | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
+    tokenizer: Any = None,
 ) -> AsyncIterator[LastingSender]:
     """The sending end of a channel to a `SourceChannel`, for a process that outlives its trainer.
 
@@ -244,14 +256,17 @@ async def outlast(
         name: who this is, for messages.
         key: what the receiver knows too, over tcp.
         silence_s: see `connect`.
+        tokenizer: see `connect`.
 
     Raises:
+        TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
         NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`.
     """
+    identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
     sender = LastingSender(capacity, capacity_bytes, patience_s)
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sender.stay_connected, url, name, key, silence_s)
+            tasks.start_soon(sender.stay_connected, url, name, key, silence_s, identity)
             yield sender
             await sender.finish()
             tasks.cancel_scope.cancel()

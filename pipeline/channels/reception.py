@@ -13,8 +13,9 @@ from typing import Generic, TypeAlias, TypeVar
 import anyio
 from anyio.abc import Listener, SocketStream
 
-from ...schemas import ProtocolMismatch
+from ...schemas import ProtocolMismatch, TokenizerIdentity
 from ...schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused
+from ...schemas.tokenizer import disagreements
 from ..errors import OutOfSharedMemory, StaleDescriptor
 from ..telemetry import get_logger
 from .carrier import HANDSHAKE_S, Inlet
@@ -81,6 +82,7 @@ class Reception(Generic[G]):
         kind: str,
         most: int,
         key: Key | None,
+        tokenizer: TokenizerIdentity | None,
     ) -> None:
         self.entering = 0
         """Introductions under way."""
@@ -95,6 +97,7 @@ class Reception(Generic[G]):
         self._kind = kind
         self._most = most
         self._key = key
+        self._tokenizer = tokenizer
 
     def __repr__(self) -> str:
         return f"<Reception of {self._kind}s over {self._carrier}: {self.joined} let in, {self.entering} entering>"
@@ -161,7 +164,10 @@ class Reception(Generic[G]):
             return Refused("TooManySenders", f"expected at most {self._most} senders: raise max_senders")
         if hello.identity in self._guests:
             return Refused("PeerClosed", "the identity is taken")
-        return None
+        parts = [("the receiver", self._tokenizer), (hello.name, hello.tokenizer)]
+        known = [(name, tokenizer) for name, tokenizer in parts if tokenizer is not None]
+        differing = "".join(disagreements(known))
+        return Refused("TokenizersDiffer", differing) if differing else None
 
     async def _until_gone(self, door: Door) -> None:
         """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""

@@ -20,7 +20,7 @@ import anyio.lowlevel
 import zmq
 from anyio.abc import Listener
 
-from ...schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TrainBatch
+from ...schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
 from ...schemas.control import (
     PROTOCOL_VERSION,
     Closed,
@@ -153,6 +153,7 @@ class Terms:
     name: str
     key: Key | None
     silence_s: float | None
+    tokenizer: TokenizerIdentity | None
 
 
 class RemoteReceiver(Receiving[R]):
@@ -188,6 +189,7 @@ class RemoteReceiver(Receiving[R]):
             kind=self.schema.kind,
             most=terms.max_senders,
             key=terms.key,
+            tokenizer=terms.tokenizer,
         )
         self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()

@@ -18,7 +18,7 @@ import anyio.to_thread
 import zmq
 from anyio.abc import SocketListener
 
-from ...schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch
+from ...schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
 from ...schemas.control import Offer, Publish, encode
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Layout, Lengths, Part, Place, Schema, aligned, encode_contents
@@ -271,7 +271,7 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
 @asynccontextmanager
 async def connect_shm(
-    url: str, record_type: type[R], *, name: str, silence_s: float | None
+    url: str, record_type: type[R], *, name: str, silence_s: float | None, tokenizer: TokenizerIdentity | None
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel on this host; see `connect`."""
     path = Path(url.removeprefix(SCHEME)) / DOOR
@@ -283,7 +283,7 @@ async def connect_shm(
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
         with answering_within(silence_s, url):
-            welcome, identity = await introduce(door, "shm", record_type.schema.kind, name)
+            welcome, identity = await introduce(door, "shm", record_type.schema.kind, name, tokenizer)
             segment = await anyio.to_thread.run_sync(
                 SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
             )

@@ -19,7 +19,7 @@ import anyio.to_thread
 import numpy as np
 import zmq
 
-from ...schemas import Array, InvalidRecord, PackedGroup, Packer
+from ...schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
 from ...schemas.control import Publish, encode
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
@@ -188,7 +188,13 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
 @asynccontextmanager
 async def connect_tcp(
-    url: str, record_type: type[R], *, name: str, key: Key | None, silence_s: float | None
+    url: str,
+    record_type: type[R],
+    *,
+    name: str,
+    key: Key | None,
+    silence_s: float | None,
+    tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
     host, port = await anyio.to_thread.run_sync(_address, url, key)
@@ -201,7 +207,7 @@ async def connect_tcp(
         with answering_within(silence_s, url):
             if key is not None:
                 await _greet(door, key)
-            welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name)
+            welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name, tokenizer)
             await let_in(door)
         outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
         data = dealer(_reached(welcome.endpoint, host), identity, key, silence_s)

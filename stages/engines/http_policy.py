@@ -70,6 +70,8 @@ class HttpPolicy:
     versions: Literal["told", "asked"] = "told"
     """How the engine knows the version of the server's weights: from its own `update_weights`, or by asking the server
     before every completion, where somebody else may have updated them."""
+    tokenizer: Any = field(default=None, repr=False)
+    """What the server's model reads, or its `TokenizerIdentity`: `pipeline.check()` holds it to those of the others."""
 
     def __post_init__(self) -> None:
         """Refuse what can never sample anything.

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import structlog
 from tests.pipeline.flow_stages import Groups, Pack, Train
 
 from arithmetic.tokenizer import TOKENIZER
 from penstock import (
+    HttpPolicy,
     NoOpPolicy,
     Pipeline,
     ReceiveChannel,
     SendChannel,
+    SourceChannel,
     TrajectoryGroup,
     identity_of,
     processes,
@@ -82,6 +85,12 @@ def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> No
         (Says(tokenizer=Words()), Reads(OTHER), Trains(), "Says and Reads"),
         (Says(tokenizer=Words()), Reads(), Trains(trainer=Has(OTHER)), "Says and Trains"),
         (Says(policy=Has(OTHER)), Reads(Words()), Trains(), "Says and Reads"),
+        (
+            Says(policy=HttpPolicy(url="http://x", model="m", tokenizer=OTHER)),
+            Reads(Words()),
+            Trains(),
+            "Says and Reads",
+        ),
         (Says(tokenizer=OTHER, policy=Has(Words())), Reads(), Trains(), "Says and Says"),
         (Says(tokenizer=TOKENIZER), Reads(Words()), Trains(), "Says and Reads"),
         (Says(tokenizer=Words()), Reads(identity_of(OTHER)), Trains(), "Says and Reads"),
@@ -115,3 +124,38 @@ def test_one_tokenizer_that_all_share_is_looked_at_once() -> None:
     chain(Says(tokenizer=shared), Reads(shared), Trains(trainer=Has(shared))).check()
 
     assert Counted.looks == 1
+
+
+def test_senders_from_outside_are_expected_to_have_the_trainers_tokenizer() -> None:
+    run = source(SourceChannel(tokenizer=Words())).then(Pack()).sink(Trains(trainer=Has(OTHER)))
+
+    with pytest.raises(InvalidPipeline, match="SourceChannel and Trains have tokenizers of different vocabulary"):
+        run.check()
+
+
+@pytest.mark.parametrize(
+    ("says", "trains", "untold"),
+    [
+        (Says(tokenizer=Words()), Trains(trainer=Has(None)), ["Trains"]),
+        (Says(tokenizer=object()), Trains(trainer=Has(Words())), ["Says"]),
+        (Says(policy=Has(Words())), Trains(trainer=Has(Words())), []),
+        (Says(), Trains(trainer=Has(None)), []),
+        (Says(tokenizer=Words()), Trains(), []),
+    ],
+)
+def test_that_a_source_and_a_trainer_cannot_be_compared_is_told_in_one_line(
+    says: Says, trains: Trains, untold: list[str]
+) -> None:
+    with structlog.testing.capture_logs() as said:
+        chain(says, Reads(Words()), trains).check()
+
+    assert [line["unknown_to"] for line in said if line["event"] == "tokenizers_not_compared"] == untold
+
+
+def test_a_source_within_a_fragment_is_the_source() -> None:
+    fragment = source(Says(tokenizer=Words())).then(Reads())
+
+    with structlog.testing.capture_logs() as said:
+        source(fragment, on=processes(2)).then(Pack()).sink(Trains(trainer=Has(Words()))).check()
+
+    assert not said

@@ -11,8 +11,8 @@ import anyio.to_thread
 import pytest
 from anyio.abc import UNIXSocketStream
 
-from penstock import TrajectoryGroup, connect, serve
-from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost
+from penstock import TokenizerIdentity, TrajectoryGroup, connect, identity_of, outlast, serve
+from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost, TokenizersDiffer
 from penstock.pipeline.channels.door import Door
 from penstock.pipeline.channels.introduction import let_in
 from penstock.pipeline.channels.segment import SegmentWriter
@@ -88,3 +88,66 @@ async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
     async with await door_that_closed_after(control.Refused("OutOfSharedMemory", "no room")) as door:
         with pytest.raises(OutOfSharedMemory, match="the receiver refused: no room"):
             await let_in(door, control.Offer(1, 4096, 4096))
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer, as far as its identity goes."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+OURS, THEIRS = Words("yes", "no"), Words("no", "yes")
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("told", [THEIRS, identity_of(THEIRS)])
+async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
+    url: str, told: Words | TokenizerIdentity
+) -> None:
+    async with serve(url, TrajectoryGroup, tokenizer=OURS) as inbox:
+        with pytest.raises(TokenizersDiffer) as refused:
+            async with connect(inbox.url, TrajectoryGroup, name="sampler", tokenizer=told):
+                pass
+        rejected = inbox.rejected
+        async with connect(inbox.url, TrajectoryGroup, tokenizer=OURS) as outbox:
+            await outbox.send(group())
+
+    first, *identities = str(refused.value).splitlines()
+    assert first == "the receiver refused: the receiver and sampler have tokenizers of different vocabulary"
+    assert identities == [f"  {identity_of(OURS)}", f"  {identity_of(THEIRS)}"]
+    assert rejected == 1
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize(("here", "there"), [(OURS, Words("yes", "no")), (OURS, None), (None, THEIRS)])
+async def test_equal_tokenizers_are_let_in_and_so_is_who_does_not_say(
+    url: str, here: Words | None, there: Words | None
+) -> None:
+    async with serve(url, TrajectoryGroup, tokenizer=here) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, tokenizer=there) as outbox:
+            await outbox.send(group())
+            received = await inbox.receive()
+
+        assert received.id == group().id
+        assert not inbox.rejected
+
+
+async def test_a_sender_that_outlives_its_receiver_does_not_ask_again_where_it_has_another_tokenizer() -> None:
+    async with serve("shm://", TrajectoryGroup, tokenizer=OURS) as inbox:
+        with anyio.fail_after(5), pytest.raises(TokenizersDiffer, match="different vocabulary"):
+            async with outlast(inbox.url, tokenizer=THEIRS) as outbox:
+                await outbox.send(group())
+
+
+async def test_a_tokenizer_without_an_identity_is_no_answer() -> None:
+    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+        serve("shm://", TrajectoryGroup, tokenizer=object())
+    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+        connect("shm:///nowhere", TrajectoryGroup, tokenizer=object())
