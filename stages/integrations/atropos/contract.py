@@ -317,8 +317,10 @@ def _decoded(body: bytes) -> ScoredData:
     if not sent or any(_holds_a_whole_number(sent[name], lists) for name, lists in FLOATS.items()):
         return _assembled(msgspec.structs.asdict(_patiently(body)))
     unsent = tuple(name for name, value in sent.items() if value is msgspec.UNSET)
-    absent = [name for name in ScoredData.optional if name in unsent or _says_nothing(sent[name])]
-    return _checked(_Verbatim(body=body, unsent=unsent, **sent | dict.fromkeys(absent)))
+    for name in ScoredData.optional:
+        if name in unsent or _says_nothing(sent[name]):
+            sent[name] = None
+    return _checked(_Verbatim(body=body, unsent=unsent, **sent))
 
 
 def _holds_a_whole_number(column: Any, lists: int) -> bool:
