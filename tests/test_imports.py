@@ -36,6 +36,8 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/scoring.py",
         "stages/training/step_clock.py",
         "stages/*/torch_*.py",
+        "benchmarks/decoder.py",
+        "benchmarks/training.py",
     )
     for path in ROOT.glob(pattern)
 }

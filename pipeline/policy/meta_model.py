@@ -1,8 +1,9 @@
 """Models that were built on the meta device, completed: what no state_dict holds is computed by the model's own code.
 
 Non-persistent buffers and plain attributes that are tensors, a table of rotary frequencies above all, are made by the
-module's own constructor from the arguments it had, and nothing else: no formula of ours, no default. Where the
-arguments cannot be told from the module, or do not lead to it again, that is an error that says which.
+module's own constructor from the arguments it had, and nothing else: no formula of ours, no default. They are made on
+the host, as models are that are loaded from a file, for a device may round otherwise. Where the arguments cannot be
+told from the module, or do not lead to it again, that is an error that says which.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Completion:
     """What `complete` would do to a model: nothing was changed before `apply`."""
 
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
-        """Compute what `model` lacks, on `device`."""
+        """Compute what `model` lacks, for `device`."""
         self._made: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self.buffers: dict[tuple[nn.Module, str], Tensor | None] = {}
         """What was computed, by module and name there; none where it cannot be."""
@@ -116,23 +117,19 @@ def _made(module: nn.Module, left: Mapping[str, Tensor | None], device: torch.de
     for name, tensor in left.items():
         if tensor is None:
             raise _CannotTell(f"expected a tensor, found {name} that contains some")
-    again, once_more = (_again(module, device, seed) for seed in (0, 1))
+    again, once_more = (_again(module, seed) for seed in (0, 1))
     _check_same(module, again)
     for name in left:
         if not torch.equal(_bytes(getattr(again, name)), _bytes(getattr(once_more, name))):
             raise _CannotTell(f"expected the same numbers whenever {type(module).__name__} is made, found random ones")
-    return {name: getattr(again, name).to(tensor.dtype) for name, tensor in left.items() if tensor is not None}
+    return {name: getattr(again, name).to(device, tensor.dtype) for name, tensor in left.items() if tensor is not None}
 
 
-def _again(module: nn.Module, device: torch.device, seed: int) -> nn.Module:
+def _again(module: nn.Module, seed: int) -> nn.Module:
     """A module like `module`; the random numbers of this process are as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device(device):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        for forked in devices:
-            with torch.cuda.device(forked):
-                torch.cuda.manual_seed(seed)
-        return type(module)(**_arguments(module, device))
+        return type(module)(**_arguments(module))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -140,12 +137,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _arguments(module: nn.Module, device: torch.device) -> dict[str, Any]:
+def _arguments(module: nn.Module) -> dict[str, Any]:
     """What the constructor was called with, as far as the module's attributes tell."""
     arguments: dict[str, Any] = {}
     for name in inspect.signature(type(module)).parameters:
         if name == "device":
-            arguments[name] = device
+            arguments[name] = "cpu"
         elif name not in vars(module):
             raise _CannotTell(
                 f"expected {type(module).__name__} to keep its argument {name} as an attribute, found none"
