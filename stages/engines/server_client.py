@@ -26,8 +26,9 @@ from ...pipeline.errors import (
 )
 from ...pipeline.telemetry import get_logger
 from .backoff import Backoff
+from .retrying import Failure, retried
 
-__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "client_of"]
+__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "client_of", "wanted_s"]
 
 log = get_logger("penstock.server_client")
 
@@ -92,21 +93,14 @@ class ServerClient:
             EngineTimedOut: it took too long, at the last attempt.
             NobodyListens: it was not there, at the last attempt.
         """
-        pauses = self._backoff.pauses(self._random)
-        number = 0
-        while True:
-            number += 1
-            try:
-                return await attempt()
-            except (aiohttp.ClientError, OSError, Failed) as error:
-                failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}")
-                pause_s = next(pauses, None)
-                if isinstance(failure, EngineRefused) or pause_s is None:
-                    raise failure from error
-                wanted_s = error.retry_after_s if isinstance(error, Failed) else 0.0
-            log.warning("request_retried", reason=str(failure))
-            current().metrics.total("rollout/retries")
-            await self._sleep(max(pause_s, min(wanted_s, self._backoff.longest_s)))
+
+        def judge(error: Exception, number: int) -> Failure | None:
+            if not isinstance(error, aiohttp.ClientError | OSError | Failed):
+                return None
+            failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}")
+            return Failure(failure, passing=not isinstance(failure, EngineRefused), wanted_s=wanted_s(error))
+
+        return await retried(attempt, judge, self._backoff, self._random, noted=_note, sleep=self._sleep)
 
     def _told(self, error: Exception, where: str) -> PenstockError:
         """What `error` means to whoever asked."""
@@ -157,6 +151,16 @@ class ServerClient:
                 except BaseException:
                     response.close()
                     raise
+
+
+def wanted_s(error: Exception) -> float:
+    """How long the server wants to be left alone."""
+    return error.retry_after_s if isinstance(error, Failed) else 0.0
+
+
+def _note(failure: Failure) -> None:
+    log.warning("request_retried", reason=str(failure.error))
+    current().metrics.total("rollout/retries")
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

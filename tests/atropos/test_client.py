@@ -19,7 +19,7 @@ from aiohttp import web
 from anyio.abc import SocketAttribute
 
 import penstock.stages.integrations.atropos.server.hosting  # noqa: F401 (imported here, for that blocks)
-from penstock import TrajectoryGroup, drop, memory_channel, source
+from penstock import GroupId, TrajectoryGroup, drop, memory_channel, source
 from penstock.errors import MissingExtra
 from penstock.pipeline.channels.channel import ReceiveChannel
 from penstock.pipeline.context import Context, entered
@@ -51,7 +51,12 @@ class Server:
     registered: list[dict[str, Any]] = field(default_factory=list)
     acknowledged: list[Any] = field(default_factory=list)
     refuses: dict[str, web.StreamResponse] = field(default_factory=dict)
+    goes_after: int | None = None
+    """Batches, when it is gone until it is told to `listen` again."""
+    gone: anyio.Event = field(default_factory=anyio.Event)
     url: str = ""
+    runner: web.AppRunner | None = None
+    site: web.TCPSite | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path_qs}")
@@ -69,7 +74,17 @@ class Server:
                 self.acknowledged.append((await request.json())["lease"])
                 return web.json_response({"status": "success"})
         answer = self.answers.popleft() if self.answers else {"batch": None}
-        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        response = answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        if self.polls() == self.goes_after and self.site is not None:
+            response.force_close()
+            await self.site.stop()
+            self.gone.set()
+        return response
+
+    async def listen(self, port: int = 0) -> None:
+        assert self.runner is not None
+        self.site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await self.site.start()
 
     def polls(self) -> int:
         return sum(asked.startswith("GET /batch") for asked in self.asked)
@@ -83,8 +98,8 @@ async def serving(*answers: Any, **more: Any) -> AsyncIterator[Server]:
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    server.runner = runner
+    await server.listen()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield server
@@ -178,6 +193,34 @@ async def test_what_fails_in_passing_is_asked_for_again() -> None:
     assert counted(received)["atropos/retries"] == 2
 
 
+async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attempts() -> None:
+    async with serving(batch(1.0), batch(2.0)) as server:
+        server.goes_after = 1
+        async with anyio.create_task_group() as tasks:
+            received: list[Driven[TrajectoryGroup]] = []
+
+            async def drive() -> None:
+                received.append(await driven(server, attempts=1, away_s=60, empty_s=0.05))
+
+            tasks.start_soon(drive)
+            await server.gone.wait()
+            await anyio.sleep(0.1)  # longer than the queue may be empty
+            await server.listen(int(server.url.rpartition(":")[2]))
+
+    assert scores(received[0]) == [1.0, 2.0]
+    assert counted(received[0])["atropos/retries"] >= 2
+
+
+async def test_a_server_that_does_not_come_back_is_told_when_it_was_away_for_too_long() -> None:
+    async with serving(batch(1.0)) as server:
+        server.goes_after = 1
+        error = await failure(server.url, attempts=1, away_s=0.02)
+
+    assert error.situation == "refused"
+    assert "GET" in error.told
+    assert "(attempt" in error.told
+
+
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +276,33 @@ async def test_a_lease_that_was_forgotten_is_told_and_no_more() -> None:
 
     assert scores(received) == [1.0]
     assert counted(received)["atropos/not_acknowledged"] == 1
+
+
+async def test_a_batch_that_comes_again_is_sent_once_and_acknowledged_by_both_leases() -> None:
+    first = batch(1.0, 2.0, lease="a", batch_id="9f.1")
+    async with serving(first, first | {"lease": "b"}, batch(3.0, lease="c", batch_id="9f.2")) as server:
+        before: list[list[Any]] = []
+        report = await source(client(server.url, lease_s=60)).sink(Held(server, 3, before)).run()
+
+    assert before == [[]]
+    assert sorted(server.acknowledged) == ["a", "b", "c"]
+    assert report.balance.admitted == report.balance.ended["filtered"] == 3
+
+
+async def test_what_was_trained_before_a_restart_is_not_trained_again_and_is_no_step() -> None:
+    told = [batch(1.0, 2.0, lease=lease, batch_id=f"9f.{number}") for number, lease in enumerate("abc")]
+    context = Context()
+    context.ledger.restore({GroupId("atropos.0", f"9f.0.{number}"): 1 for number in range(2)}, step=1)
+    async with serving(*told) as server:
+        outbox, inbox = memory_channel[TrajectoryGroup](4)
+        async with inbox:
+            with entered(context):
+                await client(server.url).run(outbox)
+            names = [group.instance_id async for group in inbox]
+
+    assert names == ["9f.1.0", "9f.1.1", "9f.2.0", "9f.2.1"]
+    assert server.acknowledged == ["a", "b", "c"]
+    assert context.metrics.emit(1)["atropos/again"] == 1
 
 
 async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_acknowledged() -> None:

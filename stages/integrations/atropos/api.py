@@ -14,15 +14,15 @@ from typing import TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
-import anyio
 import msgspec
 
 from ....pipeline.context import current
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord
 from ...engines.backoff import Backoff
-from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient
-from .api_error import AtroposAPIError, Situation, shown
+from ...engines.retrying import Failure, retried
+from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
+from .api_error import AtroposAPIError, Situation
 from .books.records import Info
 from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration, decode_request
 
@@ -38,26 +38,43 @@ T = TypeVar("T")
 class Api:
     """The server at one address. One event loop uses it."""
 
-    def __init__(self, client: ServerClient, backoff: Backoff, timeout_s: float, draw: Callable[[], float]) -> None:
+    def __init__(
+        self, client: ServerClient, backoff: Backoff, *, timeout_s: float, away_s: float, draw: Callable[[], float]
+    ) -> None:
+        self.failures = 0
+        """Of attempts, so far, that were followed by another."""
         self._client = client
         self._backoff = backoff
         self._timeout_s = timeout_s
+        self._away_s = away_s
+        self._greeted = False
+        """Whether the server was ever there: an address that is wrong is not waited for."""
         self._connect_s = min(CONNECT_S, timeout_s)
         self._draw = draw
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, url: str, token: str | None, backoff: Backoff, timeout_s: float, draw: Callable[[], float]
+        cls,
+        url: str,
+        token: str | None,
+        backoff: Backoff,
+        *,
+        timeout_s: float,
+        away_s: float,
+        draw: Callable[[], float],
     ) -> AsyncGenerator[Api]:
-        """A client of the server at `url`; a request may take `timeout_s`, and is tried as often as `backoff` says."""
+        """A client of the server at `url`; a request may take `timeout_s`, and is tried as often as `backoff` says.
+
+        A server that was there is waited for, for `away_s`.
+        """
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         if urlsplit(url).hostname in LOOPBACK:  # compressing costs both ends more than the copy
             headers["Accept-Encoding"] = "identity"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             client = ServerClient(url, session, backoff, timeout_s=timeout_s, random=draw)
-            yield cls(client, backoff, timeout_s, draw)
+            yield cls(client, backoff, timeout_s=timeout_s, away_s=away_s, draw=draw)
 
     async def greet(self) -> None:
         """Make sure that the server is there, and is one of the contract.
@@ -66,6 +83,7 @@ class Api:
             AtroposAPIError: it is not.
         """
         await self._asked("GET", "/", Greeting)
+        self._greeted = True
 
     async def register(self, registration: TrainerRegistration) -> None:
         """Register a trainer, and make sure that it counts.
@@ -104,30 +122,40 @@ class Api:
     # -- asking --------------------------------------------------------------------------------------------------------
 
     async def _asked(self, method: str, path: str, wanted: type[T], body: bytes = b"") -> T:
-        """What the server answers; asked again as often as it fails in passing."""
-        pauses = self._backoff.pauses(self._draw)
-        began, attempt = time.monotonic(), 0
-        while True:
-            attempt += 1
-            try:
-                answer = await self._client.body(method, path, body)
-                break
-            except (aiohttp.ClientError, OSError, Failed) as error:
-                situation, came = self._told(error)
-                pause_s = next(pauses, None)
-                passing = situation != "rejected" or (isinstance(error, Failed) and error.status in PASSING)
-                if not passing or pause_s is None:
-                    tries = f" (attempt {attempt}, after {time.monotonic() - began:.1f} s)" if attempt > 1 else ""
-                    raise self._error(situation, f"{method} {path}", came + tries) from error
-                wanted_s = error.retry_after_s if isinstance(error, Failed) else 0.0
-            log.warning("request_retried", request=f"{method} {shown(self._client.url)}{path}", reason=came)
-            current().metrics.total("atropos/retries")
-            await anyio.sleep(max(pause_s, min(wanted_s, self._backoff.longest_s)))
+        """What the server answers; asked again as often as it fails in passing, and for as long as it may be away."""
+        began = time.monotonic()
+
+        def judge(error: Exception, number: int) -> Failure | None:
+            if not isinstance(error, aiohttp.ClientError | OSError | Failed):
+                return None
+            situation, came = self._told(error)
+            tries = f" (attempt {number}, after {time.monotonic() - began:.1f} s)" if number > 1 else ""
+            return Failure(
+                self._error(situation, f"{method} {path}", came + tries),
+                passing=situation != "rejected" or (isinstance(error, Failed) and error.status in PASSING),
+                away=situation in {"refused", "unreachable"} or isinstance(error, aiohttp.ConnectionTimeoutError),
+                wanted_s=wanted_s(error),
+            )
+
+        answer = await retried(
+            lambda: self._client.body(method, path, body),
+            judge,
+            self._backoff,
+            self._draw,
+            noted=self._note,
+            away_s=self._away_s if self._greeted else 0.0,
+        )
         try:
             return decode_request(answer, wanted)
         except InvalidRecord as error:
             came = f"expected the JSON of a {wanted.__name__}, got {answer[:200]!r}: {error}"
             raise self._error("no JSON", f"{method} {path}", came) from error
+
+    def _note(self, failure: Failure) -> None:
+        self.failures += 1
+        assert isinstance(failure.error, AtroposAPIError)  # noqa: S101 (`judge` makes no other)
+        log.warning("request_retried", reason=failure.error.told)
+        current().metrics.total("atropos/retries")
 
     def _told(self, error: Exception) -> tuple[Situation, str]:
         """What `error` means to whoever asked."""

@@ -14,7 +14,7 @@ Situation: TypeAlias = Literal[
 ]
 """`rejected` is a status of 4xx, `failed` one of 5xx, or a connection that broke."""
 
-WHERE = "It is `api_url`, or ATROPOS_API_URL where that is set"
+WHERE = "It is `api_url`; from_yaml and from_config heed ATROPOS_API_URL before that"
 
 STEPS: dict[Situation, tuple[str, ...]] = {
     "refused": (
@@ -26,7 +26,7 @@ STEPS: dict[Situation, tuple[str, ...]] = {
         "does the server answer at all? `curl {url}/info` tells; the original is silent while it reads groups",
         "is {url} its address? {where}",
         "does a firewall between here and there swallow connections?",
-        "is it only slow? Give it longer: `timeout_s`, or ATROPOS_TIMEOUT",
+        "is it only slow? Give it longer: `timeout_s` (from_yaml and from_config: ATROPOS_TIMEOUT)",
     ),
     "unreachable": (
         "is {host} spelled as the network knows it? `getent hosts {host}` tells",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -24,10 +24,12 @@ from ....pipeline.causes import sole_cause
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import current
 from ....pipeline.errors import InvalidConfig, MissingExtra
+from ....pipeline.repetitions import mask_of
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ....schemas.config import Config, check_finite, check_url, load_config, parse_config
 from ...engines.backoff import Backoff, jitter
+from ...engines.retrying import WITHOUT_END
 from .api_error import AtroposAPIError, shown
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
 from .translation import to_group
@@ -42,12 +44,12 @@ log = get_logger("penstock.atropos_client")
 LEAVING_S = 5.0
 """How long a server may take to hear what became of the last batches, when the run ends."""
 
-WITHOUT_END = 2**62
-"""So many polls never are."""
-
 
 class AtroposClient(Config, frozen=True):
     """Receive groups from a server of the Atropos contract, as the trainer that it serves.
+
+    Made by its constructor, it is what that was told; only `from_yaml` and `from_config` heed ATROPOS_API_URL and
+    ATROPOS_TIMEOUT.
 
     >>> AtroposClient(batch_size=16, max_token_len=2048, num_steps=100).api_url
     'http://127.0.0.1:8000'
@@ -71,15 +73,19 @@ class AtroposClient(Config, frozen=True):
     """How long one request may take."""
     attempts: int = 8
     """How often a request is tried that fails in passing."""
+    away_s: float = 300.0
+    """How long a server may be away that was there: it is started anew, or the network is. A server that is not there
+    at the start is tried `attempts` times."""
     first_pause_s: float = 0.25
     """Bound of the first pause, between attempts and between polls; it doubles from pause to pause."""
     longest_pause_s: float = 8.0
     """No bound is above it."""
     empty_s: float | None = 1800.0
-    """How long there may be no batch; None for as long as it takes."""
+    """How long there may be no batch while the server is there; None for as long as it takes."""
     lease_s: float | None = 3600.0
-    """How long a gateway waits to hear that all of a batch has ended, before it gives it out again. More than the
-    longest time from poll to optimizer step, or it is trained twice. None for at most once, as with the original."""
+    """How long a gateway waits to hear that all of a batch has ended, before it gives it out again: more than the
+    longest time from poll to optimizer step. What came before is not trained again. None for at most once, as with the
+    original."""
     candidates: int | None = None
     """Width of a teacher's columns; see `to_group`. The most that any group has, where groups bring candidates."""
     wandb_group: str = ""
@@ -90,11 +96,11 @@ class AtroposClient(Config, frozen=True):
 
     def __post_init__(self) -> None:
         check_finite(timeout_s=self.timeout_s, empty_s=self.empty_s, lease_s=self.lease_s)
-        check_finite(first_pause_s=self.first_pause_s, longest_pause_s=self.longest_pause_s)
+        check_finite(first_pause_s=self.first_pause_s, longest_pause_s=self.longest_pause_s, away_s=self.away_s)
         for name in ("batch_size", "max_token_len", "attempts", "timeout_s", "empty_s", "lease_s", "candidates"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name}: expected a number above 0, got {value}")
-        for name in ("first_pause_s", "longest_pause_s", "starting_step"):
+        for name in ("first_pause_s", "longest_pause_s", "away_s", "starting_step"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name}: expected a number of 0 or more, got {value}")
         if self.num_steps < self.starting_step:
@@ -146,9 +152,10 @@ class AtroposClient(Config, frozen=True):
         """
         draw = jitter(current().worker)
         backoff = Backoff(self.attempts, self.first_pause_s, self.longest_pause_s)
+        times = {"timeout_s": self.timeout_s, "away_s": self.away_s}
         try:
             async with (
-                _api().open(self.api_url, self.token, backoff, self.timeout_s, draw) as api,
+                _api().open(self.api_url, self.token, backoff, **times, draw=draw) as api,
                 anyio.create_task_group() as tasks,
             ):
                 await _Training(self, api, outbox, tasks, draw).run()
@@ -178,6 +185,9 @@ class _Training:
         self._name = secrets.token_hex(4)
         """Of this training: what groups are called in it, no other calls them."""
         self._numbers = count()
+        """Of batches that have no name of their own."""
+        self._sent: dict[str, list[TrajectoryId]] = {}
+        """What came in each batch that has one; empty when it has ended."""
 
     async def run(self) -> None:
         """Send what comes until it was all."""
@@ -185,8 +195,8 @@ class _Training:
         await self._register()
         while self._step < self._rules.num_steps:
             answer = await self._next()
-            self._step += 1
-            await self._send(answer)
+            if await self._send(answer):
+                self._step += 1
 
     async def _register(self) -> None:
         rules = self._rules
@@ -206,9 +216,10 @@ class _Training:
     async def _next(self) -> BatchAnswer:
         """The next batch; asked for less and less often while there is none."""
         rules = self._rules
-        began = time.monotonic()
+        began = empty_since = time.monotonic()
         pauses = Backoff(WITHOUT_END, rules.first_pause_s, rules.longest_pause_s).pauses(self._draw)
         while True:
+            failures = self._api.failures
             answer = await self._api.batch(rules.lease_s)
             if answer.status == "error":
                 log.warning("trainer_unknown", url=shown(rules.api_url), told=answer.message, step=self._step)
@@ -216,38 +227,58 @@ class _Training:
             elif answer.batch:
                 current().metrics.mean("atropos/waited_s", time.monotonic() - began)
                 return answer
-            waited_s = time.monotonic() - began
-            if rules.empty_s is not None and waited_s > rules.empty_s:
+            if answer.status == "error" or self._api.failures > failures:
+                empty_since = time.monotonic()  # a server that was away had nothing to be empty of
+            if rules.empty_s is not None and time.monotonic() - empty_since > rules.empty_s:
                 raise self._api.empty(rules.empty_s)
             await anyio.sleep(next(pauses))
 
-    async def _send(self, answer: BatchAnswer) -> None:
-        """Send the groups of a batch, one after another: each is decoded while the one before is on its way."""
-        sent: list[TrajectoryId] = []
-        for piece in answer.batch or ():
+    async def _send(self, answer: BatchAnswer) -> bool:
+        """Send the groups of a batch, one after another: each is decoded while the one before is on its way.
+
+        Returns whether there was one that was not sent before: in this run, or in one that it goes on with.
+        """
+        name = f"{self._name}.{next(self._numbers)}" if answer.batch_id is msgspec.UNSET else answer.batch_id
+        again = name in self._sent
+        sent = self._sent.get(name, [])
+        new = 0 if again else await self._send_new(answer, name, sent)
+        if not again and answer.batch_id is not msgspec.UNSET:
+            self._sent[name] = sent
+        if again or (sent and not new):
+            log.warning("batch_came_again", batch=name)
+            current().metrics.total("atropos/again")
+        if answer.lease is not msgspec.UNSET:
+            self._tasks.start_soon(self._acknowledge, answer.lease, sent)
+        return not again and (new > 0 or not sent)
+
+    async def _send_new(self, answer: BatchAnswer, name: str, sent: list[TrajectoryId]) -> int:
+        """Send those groups that are in no books yet; `sent` is filled with all. Returns how many it were."""
+        new = 0
+        for number, piece in enumerate(answer.batch or ()):
             try:
-                group = self._group(bytes(piece))
+                group = self._group(bytes(piece), f"{name}.{number}")
             except InvalidRecord as error:  # the others of the batch are as good as they would be without it
                 log.warning("group_refused", url=shown(self._rules.api_url), reason=str(error))
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
-            await self._outbox.send(group)
+            if mask_of(group.repetition_ids.tolist()) & ~current().ledger.known(group.id):
+                new += 1
+                await self._outbox.send(group)
             del group  # it is another stage's now
-        if answer.lease is not msgspec.UNSET:
-            self._tasks.start_soon(self._acknowledge, answer.lease, sent)
+        return new
 
-    def _group(self, piece: bytes) -> TrajectoryGroup:
+    def _group(self, piece: bytes, instance_id: str) -> TrajectoryGroup:
         (scored,) = decode_scored(piece)
         return to_group(
             scored,
             env="atropos" if scored.env_id is None else f"atropos.{scored.env_id}",
-            instance_id=f"{self._name}.{next(self._numbers)}",
+            instance_id=instance_id,
             policy_version=current().ledger.step,
             candidates=self._rules.candidates,
         )
 
-    async def _acknowledge(self, lease: int | str, sent: Sequence[TrajectoryId]) -> None:
+    async def _acknowledge(self, lease: int | str, sent: list[TrajectoryId]) -> None:
         """When all of a batch has ended, the server need not keep it: also where that ended the run."""
         ledger = current().ledger
         try:
@@ -255,6 +286,7 @@ class _Training:
                 await ledger.ended(trajectory.group)
         finally:
             if not any(map(ledger.is_open, sent)):
+                sent.clear()
                 with anyio.move_on_after(LEAVING_S, shield=True):
                     await self._tell_ended(lease)
 
