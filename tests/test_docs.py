@@ -47,6 +47,26 @@ def test_every_public_name_is_mentioned_in_the_docs() -> None:
     assert [name for name, _ in public_names() if name not in words] == []
 
 
+NAMED_TEST = re.compile(r"\[(test_\w+)\]\(([\w./-]+\.py)\)")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_every_test_that_a_page_names_is_where_it_says(page: Path) -> None:
+    named = NAMED_TEST.findall(page.read_text())
+
+    assert [name for name, file in named if f"def {name}(" not in (page.parent / file).read_text()] == []
+
+
+def test_each_finding_of_the_audit_names_its_test() -> None:
+    section = (
+        (ROOT / "docs" / "reliability.md").read_text().partition("## What an audit found")[2].partition("\n## ")[0]
+    )
+    rows = [row.split(" | ") for row in section.splitlines() if re.match(r"\| \d", row)]
+
+    assert [row[0][2:5] for row in rows] == ["454", "455", "455", "456", "457", "458", "459", "460", "461"]
+    assert [row[0] for row in rows if len(row) != 3 or not NAMED_TEST.search(row[2])] == []
+
+
 @pytest.mark.parametrize("name", modules())
 def test_examples_in_docstrings_run(name: str) -> None:
     module = importlib.import_module(name)
