@@ -197,7 +197,7 @@ def test_what_was_submitted_before_a_trainer_registered_waits_for_it() -> None:
     waited = made.stuck()
     made.register_trainer(trainer())
 
-    assert waited == ["2 groups wait, and no trainer registered"]
+    assert waited == ["groups wait, and no trainer registered"]
     assert payloads(made.batch(0)) == ["a", "b"]
 
 
@@ -521,6 +521,19 @@ def test_groups_of_others_do_not_count_where_all_have_one_sequence() -> None:
     assert made.env_status(0, 0).queue_size == 0
 
 
+def test_what_is_in_no_batch_is_in_nobodys_way() -> None:
+    made = books(env(3, name="threes"), env(4, name="fours"), batch_size=4)
+    made.submit(0, [group(size=3, env_id=0)] * 4 + [group(size=4, env_id=1)])
+
+    threes, fours = made.env_status(0, 0), made.env_status(0, 1)
+    made.register_env(0, env(1))  # with ones, threes are in a batch
+    again = made.env_status(0, 1)
+
+    assert (threes.self_queue_size, threes.queue_size) == (4, (12 + 4) // 3)
+    assert (fours.self_queue_size, fours.queue_size, fours.max_group_size) == (1, 1, 4)
+    assert again.queue_size == (4 + 12) // 4
+
+
 def test_groups_in_the_pipelines_channel_count_as_long_as_they_are_there() -> None:
     made = books(env(), env())
     made.submit(0, [group(env_id=0), group(env_id=1), group(env_id=0)])
@@ -566,6 +579,30 @@ def test_one_falls_silent_however_often_those_before_it_are_heard() -> None:
     made.env_status(50, 0)
 
     assert made.env_status(60, 0).unallocated_fraction == 0.75
+
+
+def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    made = books(env(3), batch_size=4)
+    told: list[list[str]] = []
+    for now in (0, 1, 5, 10, 15, 20):
+        if now == 15:
+            made.disconnect_env(0)
+        made.env_status(now, 0)
+        told.append([record.getMessage().split()[0] for record in caplog.records])
+
+    assert told == [[], [], [], ["stuck"], ["stuck", "stuck_no_more"], ["stuck", "stuck_no_more"]]
+    assert "groups of 3 are in no batch of 4" in caplog.text
+
+
+def test_a_pipeline_packs_nothing_and_so_has_nothing_that_cannot_be_packed() -> None:
+    made = books(env(3), env(4), batch_size=4, batches=False)
+    made.submit(0, [group(size=3, env_id=0)] * 4)
+
+    assert made.stuck() == []
+    assert made.env_status(0, 1).queue_size == 12 // 4
 
 
 def test_statistics_say_what_became_of_what_was_submitted() -> None:

@@ -17,11 +17,13 @@ class Depth:
 
     def __init__(self) -> None:
         self.largest = 1
-        """Sequences of the largest group."""
+        """Sequences of the largest group of those that count for others."""
+        self._sizes: dict[int, Counter[int]] = {}
+        """Groups of so many sequences, by lane; never 0."""
         self._sequences: Counter[int] = Counter()
-        """By lane; never 0."""
-        self._sizes: Counter[int] = Counter()
-        """How many groups there are of so many sequences; never 0."""
+        """By lane, of sizes that count for others; never 0."""
+        self._unpackable: frozenset[int] = frozenset()
+        """Sizes that count for nobody but whose they are: they would be in others' way for ever."""
         self._least: Mapping[int, int] = {}
         """What each lane is to have of a batch at least: so much of what waits is not in anybody's way."""
         self._downstream: deque[tuple[int, int]] = deque()
@@ -34,23 +36,42 @@ class Depth:
         self._least = least
         self._available = None
 
+    def leave_out(self, unpackable: frozenset[int]) -> None:
+        """From now on, groups of these sizes do not count for others."""
+        if unpackable == self._unpackable:
+            return
+        self._unpackable = unpackable
+        self._sequences.clear()
+        for size in self._sizes.keys() - unpackable:
+            for lane, groups in self._sizes[size].items():
+                self._sequences[lane] += size * groups
+        self._resize()
+        self._available = None
+
     def add(self, lane: int, size: int) -> None:
         """A group waits."""
-        self._sizes[size] += 1
-        if size > self.largest:
-            self.largest = size
-            self._available = None
-        self._change(lane, size)
+        self._sizes.setdefault(size, Counter())[lane] += 1
+        if size not in self._unpackable:
+            self._resize()
+            self._change(lane, size)
 
     def remove(self, lane: int, size: int) -> None:
         """A group waits no longer."""
-        self._sizes[size] -= 1
-        if not self._sizes[size]:
+        lanes = self._sizes[size]
+        lanes[lane] -= 1
+        if not lanes[lane]:
+            del lanes[lane]
+        if not lanes:
             del self._sizes[size]
-            if size == self.largest:
-                self.largest = max(self._sizes, default=1)
-                self._available = None
-        self._change(lane, -size)
+        if size not in self._unpackable:
+            self._resize()
+            self._change(lane, -size)
+
+    def _resize(self) -> None:
+        largest = max(self._sizes.keys() - self._unpackable, default=1)
+        if largest != self.largest:
+            self.largest = largest
+            self._available = None
 
     def taken(self, lane: int, size: int) -> None:
         """A group that waits was taken, and waits in the pipeline's channel."""
@@ -64,7 +85,7 @@ class Depth:
 
     def own(self, lane: int) -> int:
         """Sequences of this lane that wait."""
-        return self._sequences[lane]
+        return sum(size * lanes[lane] for size, lanes in self._sizes.items())
 
     def others(self, lane: int) -> int:
         """Sequences of all other lanes, in whole groups of the largest size, beyond their minima.

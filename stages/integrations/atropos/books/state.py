@@ -22,7 +22,7 @@ from .habits import Habits
 from .outgoing import Formed, Outgoing
 from .records import Batch, EnvAdmitted, EnvStatistics, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
 from .room import Room
-from .stuck import awaited, unpackable
+from .stuck import Watch, awaited, never_packed, unfinished, unpackable
 from .turns import LEAST, parts
 from .undelivered import Undelivered
 from .waiting import Waiting
@@ -58,6 +58,7 @@ class Books(Generic[G]):
         capacity: groups that may wait, be formed into batches, or be out on a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
         silence_s: an environment that is not heard of for so long does not count until it is.
+        batches: whether trainers ask for batches; not where a pipeline takes groups one by one.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Books(Generic[G]):
         capacity: int | None = DEFAULT_CAPACITY,
         capacity_bytes: int | None = DEFAULT_CAPACITY_BYTES,
         silence_s: float = DEFAULT_SILENCE_S,
+        batches: bool = True,
     ) -> None:
         self.habits = habits or Habits()
+        self._batches = batches
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._silence_s = math.inf if self.habits.waits_for_the_silent else silence_s
@@ -91,6 +94,9 @@ class Books(Generic[G]):
         self._waiting: Waiting[G] = Waiting(self.habits)
         self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
         self._undelivered = Undelivered()
+        self._watch = Watch()
+        self._group_sizes: set[int] = set()
+        """That environments said which count."""
         self._least: dict[int, int] = {}
         """Sequences of a batch that environments are to have; those that count and asked for a minimum."""
         self._tokens_by_weight = 0.0
@@ -178,6 +184,7 @@ class Books(Generic[G]):
                 log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
                 self._release(env)
             self._recount()
+        self._watch.look(now, self.stuck)
 
     def _release(self, env: Environment[G]) -> None:
         """What is held back of an environment that is gone waits for nothing: it is queued as it is."""
@@ -196,6 +203,7 @@ class Books(Generic[G]):
         batch_size = 0 if self.trainer is None else self.trainer.batch_size
         self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
         self._allocated = sum(minima.values())
+        self._group_sizes = {env.buffer.group_size for env in envs}
         self._tokens_by_weight = sum(env.max_token_length * max(0.0, env.weight) for env in envs)
         self._waiting.turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
         self._waiting.depth.promise(self._least)
@@ -228,6 +236,7 @@ class Books(Generic[G]):
         self._hear(now, env)
         depth = self._waiting.depth
         depth.passed(downstream)
+        depth.leave_out(self._unpackable())
         own, size = depth.own(env_id), env.buffer.group_size
         by_weight = env.max_token_length * env.weight / self._tokens_by_weight if self._tokens_by_weight else 0.0
         return EnvStatus(
@@ -421,11 +430,25 @@ class Books(Generic[G]):
 
     def stuck(self) -> list[str]:
         """What will not move by itself: one sentence for each reason."""
-        batch_size = 0 if self.trainer is None else self.trainer.batch_size
-        return [
-            *unpackable(self._waiting.queue, self._envs.counted(), batch_size, self._capacity, self.habits),
-            *awaited(self._waiting.queue, self._envs.counted(), batch_size, self._least_now()),
-        ]
+        queue, envs = self._waiting.queue, self._envs.counted()
+        found = [*unfinished(envs)]
+        if self._batches and self.trainer is None and queue.sequences:
+            found.append("groups wait, and no trainer registered")
+        elif self._batches and self.trainer is not None:
+            batch_size = self.trainer.batch_size
+            found += never_packed(self._sizes(), batch_size, self._capacity, self.habits)
+            found += awaited(queue, envs, batch_size, self._least_now())
+        return found
+
+    def _sizes(self) -> frozenset[int]:
+        """Of groups that wait, and of those that environments which count said they would send."""
+        return frozenset(self._waiting.queue.sizes.keys() | self._group_sizes)
+
+    def _unpackable(self) -> frozenset[int]:
+        """Sizes of groups that are in no batch; where the original's habits have them stay, they count as there."""
+        if not self._batches or self.trainer is None or self.habits.whole_packs or self.habits.keeps_the_unpackable:
+            return frozenset()
+        return unpackable(self._sizes(), self.trainer.batch_size)
 
     def statistics(self, now: float) -> list[EnvStatistics]:
         """Every environment, by id."""

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
+from .....pipeline.telemetry import get_logger
 from .environments import Environment
 from .group_queue import GroupQueue
 from .habits import Habits
 
-__all__ = ["awaited", "unpackable"]
+__all__ = ["Watch", "awaited", "never_packed", "unfinished", "unpackable"]
+
+LOOK_S = 5.0
+"""How often it is looked whether anything is stuck."""
+
+log = get_logger("penstock.atropos.books")
 
 
-def unpackable(
-    queue: GroupQueue[Any], envs: list[Environment[Any]], batch_size: int, capacity: int | None, habits: Habits
-) -> Iterator[str]:
-    """Group sizes, of what waits and of environments that count, that are in no batch of these sizes."""
-    sizes = {*queue.sizes, *(env.buffer.group_size for env in envs)}
-    if not sizes or not batch_size:
-        if queue.sequences:
-            yield f"{len(queue)} groups wait, and no trainer registered"
+@lru_cache(maxsize=16)
+def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
+    """Those of the `sizes` that are in no batch, however many there come of each.
+
+    >>> sorted(unpackable(frozenset({3, 4}), 8)), sorted(unpackable(frozenset({1, 3, 4}), 8))
+    ([3], [])
+    """
+    sums = _sums(sizes, batch_size)
+    return frozenset(size for size in sizes if size > batch_size or not sums >> batch_size - size & 1)
+
+
+def never_packed(sizes: frozenset[int], batch_size: int, capacity: int | None, habits: Habits) -> Iterator[str]:
+    """Of `sizes`, what is in no batch."""
+    if not sizes:
         return
-    largest, sums = max(sizes), _sums(sizes, batch_size)
+    largest, none = max(sizes), unpackable(sizes, batch_size)
     for size in sorted(sizes):
         if habits.whole_packs and largest % size:
             yield f"groups of {size} wait while there is one of {largest}, which they do not divide (whole_packs)"
-        elif size > batch_size or not sums >> batch_size - size & 1:
+        elif size in none:
             yield f"groups of {size} are in no batch of {batch_size}: with groups of {sorted(sizes)} none sums to it"
     if capacity is not None and capacity * largest < batch_size:
         yield f"a capacity of {capacity} groups holds no batch of {batch_size}, with groups of at most {largest}"
@@ -34,14 +48,41 @@ def unpackable(
 def awaited(
     queue: GroupQueue[Any], envs: list[Environment[Any]], batch_size: int, least: Mapping[int, int]
 ) -> Iterator[str]:
-    """Environments that hold batches back by their minimum, or their own groups by sizes that do not add up."""
+    """Environments that hold batches back by their minimum."""
     for env in envs:
         wanted = least.get(env.env_id, 0)
         if batch_size <= queue.sequences and wanted > 0 and env.env_id not in queue.lanes:
             yield f"batches wait for {env.name}, which is to have {wanted} of {batch_size} and has none that waits"
+
+
+def unfinished(envs: list[Environment[Any]]) -> Iterator[str]:
+    """Environments that hold back their own groups by sizes that do not add up."""
+    for env in envs:
         if env.buffer.sequences >= 2 * env.buffer.group_size:
             sizes = sorted({group.sequences for group in env.buffer.groups})
             yield f"groups of {sizes} of {env.name} do not make up its group_size of {env.buffer.group_size}"
+
+
+class Watch:
+    """Logs what is stuck: once when it has been for a while, and once when it is no more."""
+
+    def __init__(self) -> None:
+        self._due = -math.inf
+        self._seen = set[str]()
+        """At the last look."""
+        self._told = set[str]()
+
+    def look(self, now: float, reasons: Callable[[], Iterable[str]]) -> None:
+        """Look whether anything is stuck, if it is time to; much that waits for others waits for a moment."""
+        if now < self._due:
+            return
+        self._due = now + LOOK_S
+        before, self._seen = self._seen, {*reasons()}
+        for reason in sorted(self._seen & before - self._told):
+            log.warning("stuck", reason=reason)
+        for reason in sorted(self._told - self._seen):
+            log.info("stuck_no_more", reason=reason)
+        self._told = self._seen & (before | self._told)
 
 
 def _sums(sizes: Iterable[int], most: int) -> int:

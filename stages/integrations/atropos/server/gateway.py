@@ -148,7 +148,11 @@ class AtroposGateway:
         """
         context = current()
         books: Books[TrajectoryGroup] = Books(
-            self.habits, capacity=self.capacity, capacity_bytes=self.capacity_bytes, silence_s=self.silence_s
+            self.habits,
+            capacity=self.capacity,
+            capacity_bytes=self.capacity_bytes,
+            silence_s=self.silence_s,
+            batches=False,
         )
         books.register_trainer(self._registration(context.ledger.step))
         desk = _Intake(context, books, outbox, self.candidates)

@@ -27,7 +27,7 @@ def exposition(status: Status, environments: Sequence[EnvStatistics], stuck: Seq
     lines = [
         *_metric("step", "gauge", "The trainer's step.", [("", status.current_step)]),
         *_metric("queued_groups", "gauge", "Groups that wait.", [("", status.queue_size)]),
-        *_metric("stuck_group_sizes", "gauge", "Sizes of groups that nothing can be made of.", [("", len(stuck))]),
+        *_metric("stuck_reasons", "gauge", "Why something does not move; the log says each.", [("", len(stuck))]),
     ]
     labels = [f'{{env="{each.name.translate(_ESCAPES)}",env_id="{each.env_id}"}}' for each in environments]
     for name, kind, description, attribute in OF_ENVIRONMENTS:
