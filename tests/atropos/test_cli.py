@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -99,3 +100,15 @@ def test_the_name_at_which_it_listens_is_its_own() -> None:
 
     assert access.mistrusts({"host": "training:8000"}) is None
     assert "let --host be that name" in str(access.mistrusts({"host": "other:8000"}))
+
+
+def test_a_gateway_that_listens_looks_for_garbage_seldom(capsys: pytest.CaptureFixture[str]) -> None:
+    threshold = gc.get_threshold()
+    try:
+        commands._tell("http://127.0.0.1:8000")
+        assert capsys.readouterr().out == "listening at http://127.0.0.1:8000\n"
+        assert gc.get_threshold() == (commands.GARBAGE, *threshold[1:])
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)

@@ -194,10 +194,10 @@ async def test_what_fails_in_passing_is_asked_for_again() -> None:
 
 
 async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attempts() -> None:
+    received: list[Driven[TrajectoryGroup]] = []
     async with serving(batch(1.0), batch(2.0)) as server:
         server.goes_after = 1
         async with anyio.create_task_group() as tasks:
-            received: list[Driven[TrajectoryGroup]] = []
 
             async def drive() -> None:
                 received.append(await driven(server, attempts=1, away_s=60, empty_s=0.05))
