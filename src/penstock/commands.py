@@ -9,8 +9,10 @@ from typing import Annotated
 import anyio
 import typer
 
+from .stages.integrations.atropos.books.environments import DEFAULT_SILENCE_S
 from .stages.integrations.atropos.books.habits import Habits
-from .stages.integrations.atropos.books.state import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, DEFAULT_SILENCE_S, Books
+from .stages.integrations.atropos.books.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
+from .stages.integrations.atropos.books.state import Books
 from .stages.integrations.atropos.server.bodies import Limits
 from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
 from .stages.integrations.atropos.server.standalone import stand

@@ -12,7 +12,7 @@ from tests.atropos.builders import books, env, group, payloads
 
 from penstock.stages.integrations.atropos.books.errors import QueueFull
 from penstock.stages.integrations.atropos.books.state import Books, Habits
-from penstock.stages.integrations.atropos.books.turns import LEAST, parts
+from penstock.stages.integrations.atropos.books.turns import LEAST_PART, parts
 from penstock.stages.integrations.atropos.contract import EnvRegistration
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
@@ -55,9 +55,9 @@ def expected(envs: list[EnvRegistration]) -> dict[int, float]:
         ([1, 1, 2], [0.4, 0, 0], [0.4, 0.2, 0.4]),
         ([1, 1, 2], [0.1, 0, 0], [0.25, 0.25, 0.5]),
         ([0, 0], [0, 0], [0.5, 0.5]),
-        ([-1, 1], [0, 0], [LEAST / 2, 1 - LEAST / 2]),
-        ([1, 1], [2.0, 0], [1 - LEAST, LEAST]),
-        ([1, 1, 1], [0.9, 0.9, 0], [(1 - LEAST) / 2, (1 - LEAST) / 2, LEAST]),
+        ([-1, 1], [0, 0], [LEAST_PART / 2, 1 - LEAST_PART / 2]),
+        ([1, 1], [2.0, 0], [1 - LEAST_PART, LEAST_PART]),
+        ([1, 1, 1], [0.9, 0.9, 0], [(1 - LEAST_PART) / 2, (1 - LEAST_PART) / 2, LEAST_PART]),
     ],
 )
 def test_parts_are_by_weight_and_at_least_the_minimum(
@@ -80,8 +80,8 @@ def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple
 
     assert sum(found.values()) == pytest.approx(1)
     for lane, (_, minimum) in enumerate(said):
-        assert found[lane] >= minimum * min(1, (1 - LEAST) / promised if promised else 1) - 1e-9
-        assert found[lane] >= LEAST / len(said) - 1e-9
+        assert found[lane] >= minimum * min(1, (1 - LEAST_PART) / promised if promised else 1) - 1e-9
+        assert found[lane] >= LEAST_PART / len(said) - 1e-9
 
 
 def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> None:
@@ -169,7 +169,7 @@ def test_shares_are_of_sequences_not_of_groups() -> None:
 def test_the_weight_of_nothing_is_not_starved() -> None:
     made = filled([env(1, weight=1), env(1, weight=0)], 1_000)
 
-    assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * LEAST / 3
+    assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * LEAST_PART / 3
 
 
 def test_what_was_not_used_is_not_saved_up() -> None:

@@ -8,17 +8,24 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ..contract import EnvRegistration
-from .errors import NeverPacked, UnknownEnvironment
+from .errors import ImplausibleRegistration, NeverPacked, UnknownEnvironment
 from .exact_sums import first_summing_to, fitting
 from .records import EnvStatistics, Receipt, Submission
 
-__all__ = ["Buffer", "Environment", "Environments"]
+__all__ = ["DEFAULT_SILENCE_S", "Buffer", "Environment", "Environments"]
 
 G = TypeVar("G")
 
 MOST_BUFFERED = 16
 """So many whole groups' sequences may wait for others that would complete a group. What has not added up by then, with
 sizes of less than a group each, is of sizes that do not."""
+
+
+DEFAULT_SILENCE_S = 60.0
+"""An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
+
+MOST_SAID = 1e12
+"""No environment says a larger number of itself: those of all have to have a sum."""
 
 
 @dataclass(slots=True)
@@ -156,7 +163,17 @@ class Environments(Generic[G]):
         return found
 
     def admit(self, now: float, said: EnvRegistration) -> Environment[G]:
-        """A new one."""
+        """A new one.
+
+        Raises:
+            ImplausibleRegistration: it says numbers of itself that cannot be reckoned with.
+        """
+        numbers = said.max_token_length, said.weight, said.min_batch_allocation or 0.0
+        if not all(-MOST_SAID <= number <= MOST_SAID for number in numbers):
+            raise ImplausibleRegistration(
+                f"expected max_token_length, weight and min_batch_allocation from {-MOST_SAID:g} to {MOST_SAID:g}, "
+                f"got {numbers}"
+            )
         env = Environment[G](
             env_id=len(self._all),
             name=f"{said.desired_name}_{self._named[said.desired_name]}",
@@ -186,7 +203,7 @@ class Environments(Generic[G]):
         env.connected = False
         self._by_silence.pop(env.env_id, None)
 
-    def sorted(
+    def planned(
         self, submissions: Sequence[Submission[G]], *, any_size: bool
     ) -> tuple[dict[int, Buffer[G]], list[Submission[G]], Receipt]:
         """What buffers would hold, what would be queued, and what would be said of it. Nothing is changed.

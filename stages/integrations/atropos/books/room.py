@@ -14,7 +14,10 @@ from typing import Any
 from .errors import QueueFull, SubmissionTooLarge
 from .records import Submission
 
-__all__ = ["Room"]
+__all__ = ["DEFAULT_CAPACITY", "DEFAULT_CAPACITY_BYTES", "Room"]
+
+DEFAULT_CAPACITY = 4_096
+DEFAULT_CAPACITY_BYTES = 2**30
 
 SOONEST_S, LATEST_S = 1.0, 30.0
 """Between these, whoever finds no room is told to come again after as long as nothing has left."""

@@ -15,15 +15,15 @@ from typing import Generic, TypeVar
 
 from .....pipeline.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
-from .environments import Environment, Environments
+from .demands import Demands
+from .environments import DEFAULT_SILENCE_S, Environment, Environments
 from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
 from .group_queue import NOBODY
 from .habits import Habits
 from .outgoing import Formed, Outgoing
 from .records import Batch, EnvAdmitted, EnvStatistics, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
-from .room import Room
-from .stuck import Watch, awaited, never_packed, unfinished, unpackable
-from .turns import LEAST, parts
+from .room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, Room
+from .stuck import Stuck, Watch
 from .undelivered import Undelivered
 from .waiting import Waiting
 
@@ -31,19 +31,8 @@ __all__ = ["Books", "Habits"]
 
 G = TypeVar("G")
 
-DEFAULT_CAPACITY = 4_096
-DEFAULT_CAPACITY_BYTES = 2**30
-DEFAULT_SILENCE_S = 60.0
-"""An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
-
-NOBODYS_WEIGHT = 1.0
-"""Of groups that come without the id of an environment, together: what environments have by default."""
-
 MOST_SEQUENCES = 2**20
 """No batch has more: what sums to a batch is found in so many bits."""
-
-MOST = 1e12
-"""No environment says a larger number of itself: those of all have to have a sum."""
 
 log = get_logger("penstock.atropos.books")
 
@@ -71,7 +60,7 @@ class Books(Generic[G]):
         batches: bool = True,
     ) -> None:
         self.habits = habits or Habits()
-        self._batches = batches
+        self._stuck = Stuck(self.habits, capacity, batches)
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._silence_s = math.inf if self.habits.waits_for_the_silent else silence_s
@@ -95,14 +84,6 @@ class Books(Generic[G]):
         self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
         self._undelivered = Undelivered()
         self._watch = Watch()
-        self._group_sizes: set[int] = set()
-        """That environments said which count."""
-        self._least: dict[int, int] = {}
-        """Sequences of a batch that environments are to have; those that count and asked for a minimum."""
-        self._tokens_by_weight = 0.0
-        """The sum over environments that count of longest sequence times weight."""
-        self._allocated = 0.0
-        """The sum of the minima of environments that count."""
         self._recount()
 
     # -- who there is --------------------------------------------------------------------------------------------------
@@ -138,11 +119,6 @@ class Books(Generic[G]):
             raise NeverPacked(
                 f"expected a group_size from 1 to the trainer's batch_size of {trainer.batch_size}, got "
                 f"{registration.group_size}: such groups can never be in a batch"
-            )
-        said = registration.max_token_length, registration.weight, registration.min_batch_allocation or 0.0
-        if not all(-MOST <= number <= MOST for number in said):
-            raise ImplausibleRegistration(
-                f"expected max_token_length, weight and min_batch_allocation from {-MOST:g} to {MOST:g}, got {said}"
             )
         env = self._envs.admit(now, registration)
         self._recount()
@@ -198,16 +174,8 @@ class Books(Generic[G]):
 
     def _recount(self) -> None:
         """What follows from who counts, and from what they asked for."""
-        envs = self._envs.counted()
-        minima = {env.env_id: max(0.0, env.minimum) for env in envs if env.minimum is not None}
-        batch_size = 0 if self.trainer is None else self.trainer.batch_size
-        self._least = {lane: int(batch_size * minimum) for lane, minimum in minima.items()}
-        self._allocated = sum(minima.values())
-        self._group_sizes = {env.buffer.group_size for env in envs}
-        self._tokens_by_weight = sum(env.max_token_length * max(0.0, env.weight) for env in envs)
-        self._waiting.turns.share(parts({NOBODY: NOBODYS_WEIGHT, **{env.env_id: env.weight for env in envs}}, minima))
-        self._waiting.depth.promise(self._least)
-        self._waiting.reconsider()
+        self._demands = Demands.of(self._envs.counted(), self._batch_size)
+        self._waiting.heed(self._demands.parts, self._demands.least)
 
     def name(self, env_id: int | None) -> str | None:
         """What an environment is called, if there is one of this id."""
@@ -236,17 +204,21 @@ class Books(Generic[G]):
         self._hear(now, env)
         depth = self._waiting.depth
         depth.passed(downstream)
-        depth.leave_out(self._unpackable())
+        depth.leave_out(self._stuck.unpackable(self._waiting.queue, self._batch_size, self._demands))
         own, size = depth.own(env_id), env.buffer.group_size
-        by_weight = env.max_token_length * env.weight / self._tokens_by_weight if self._tokens_by_weight else 0.0
         return EnvStatus(
             current_step=self.step,
             queue_size=(own + depth.others(env_id)) // size,
-            unallocated_fraction=1.0 - min(1.0, self._allocated),
+            unallocated_fraction=self._demands.unallocated,
             self_queue_size=own // size,
             max_group_size=depth.largest,
-            env_weight=max(LEAST, by_weight),
+            env_weight=self._demands.weight(env),
         )
+
+    @property
+    def _batch_size(self) -> int:
+        """0 where no trainer registered."""
+        return 0 if self.trainer is None else self.trainer.batch_size
 
     def _running_trainer(self) -> TrainerRegistration:
         if self.trainer is None:
@@ -272,7 +244,7 @@ class Books(Generic[G]):
         if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
             return replace(receipt, again=True)
         self._check_sizes(submissions)
-        buffers, queued, receipt = self._envs.sorted(submissions, any_size=not self.habits.keeps_the_unpackable)
+        buffers, queued, receipt = self._envs.planned(submissions, any_size=not self.habits.keeps_the_unpackable)
         self._check_room(now, submissions, list(senders.values()))
         for env_id, buffer in buffers.items():
             senders[env_id].buffer = buffer
@@ -290,9 +262,7 @@ class Books(Generic[G]):
             self.latest = submission
 
     def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
-        most = math.inf
-        if self.trainer is not None and not self.habits.keeps_the_unpackable:
-            most = self.trainer.batch_size
+        most = math.inf if self.habits.keeps_the_unpackable else self._batch_size or math.inf
         for submission in submissions:
             if not 1 <= submission.sequences <= most:
                 raise NeverPacked(
@@ -302,7 +272,7 @@ class Books(Generic[G]):
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
         lanes = sorted({self._lane(submission) for submission in submissions})
-        too_few = self.trainer is not None and self._waiting.queue.sequences < self.trainer.batch_size
+        too_few = self._waiting.queue.sequences < self._batch_size
         try:
             for lane in lanes:
                 self._room.check(now, lane, submissions, crowd=not too_few and self._envs.others(lane) > 0)
@@ -320,11 +290,7 @@ class Books(Generic[G]):
         return NOBODY if env is None else env.env_id
 
     def undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
-        """Who submitted the body of `digest` went away before it could be told `receipt`: it will submit it again.
-
-        The same body is answered with `receipt` once then, and is not accepted twice. Bodies whose answers were
-        delivered are never remembered: two equal ones are two submissions.
-        """
+        """Who submitted the body of `digest` went away before it could be told: the same body gets `receipt`, once."""
         self._undelivered.note(now, digest, receipt)
 
     # -- what goes out -------------------------------------------------------------------------------------------------
@@ -401,7 +367,7 @@ class Books(Generic[G]):
         """One that found no room is not waited for: it would be for ever, for room is made by batches alone."""
         return {
             lane: wanted
-            for lane, wanted in self._least.items()
+            for lane, wanted in self._demands.least.items()
             if lane in self._waiting.queue.lanes or not self._envs.get(lane).crowded_out
         }
 
@@ -430,25 +396,8 @@ class Books(Generic[G]):
 
     def stuck(self) -> list[str]:
         """What will not move by itself: one sentence for each reason."""
-        queue, envs = self._waiting.queue, self._envs.counted()
-        found = [*unfinished(envs)]
-        if self._batches and self.trainer is None and queue.sequences:
-            found.append("groups wait, and no trainer registered")
-        elif self._batches and self.trainer is not None:
-            batch_size = self.trainer.batch_size
-            found += never_packed(self._sizes(), batch_size, self._capacity, self.habits)
-            found += awaited(queue, envs, batch_size, self._least_now())
-        return found
-
-    def _sizes(self) -> frozenset[int]:
-        """Of groups that wait, and of those that environments which count said they would send."""
-        return frozenset(self._waiting.queue.sizes.keys() | self._group_sizes)
-
-    def _unpackable(self) -> frozenset[int]:
-        """Sizes of groups that are in no batch; where the original's habits have them stay, they count as there."""
-        if not self._batches or self.trainer is None or self.habits.whole_packs or self.habits.keeps_the_unpackable:
-            return frozenset()
-        return unpackable(self._sizes(), self.trainer.batch_size)
+        demands = replace(self._demands, least=self._least_now())
+        return [*self._stuck.reasons(self._waiting.queue, self._envs.counted(), self._batch_size, demands)]
 
     def statistics(self, now: float) -> list[EnvStatistics]:
         """Every environment, by id."""

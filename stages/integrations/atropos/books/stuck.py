@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from .....pipeline.telemetry import get_logger
+from .demands import Demands
 from .environments import Environment
 from .group_queue import GroupQueue
 from .habits import Habits
 
-__all__ = ["Watch", "awaited", "never_packed", "unfinished", "unpackable"]
+__all__ = ["Stuck", "Watch", "unpackable"]
 
 LOOK_S = 5.0
 """How often it is looked whether anything is stuck."""
@@ -31,21 +33,52 @@ def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
     return frozenset(size for size in sizes if size > batch_size or not sums >> batch_size - size & 1)
 
 
-def never_packed(sizes: frozenset[int], batch_size: int, capacity: int | None, habits: Habits) -> Iterator[str]:
-    """Of `sizes`, what is in no batch."""
-    if not sizes:
-        return
-    largest, none = max(sizes), unpackable(sizes, batch_size)
-    for size in sorted(sizes):
-        if habits.whole_packs and largest % size:
-            yield f"groups of {size} wait while there is one of {largest}, which they do not divide (whole_packs)"
-        elif size in none:
-            yield f"groups of {size} are in no batch of {batch_size}: with groups of {sorted(sizes)} none sums to it"
-    if capacity is not None and capacity * largest < batch_size:
-        yield f"a capacity of {capacity} groups holds no batch of {batch_size}, with groups of at most {largest}"
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Finds it in books of one kind."""
+
+    habits: Habits
+    capacity: int | None
+    """Groups that they hold."""
+    batches: bool
+    """Whether they make any."""
+
+    def reasons(
+        self, queue: GroupQueue[Any], envs: list[Environment[Any]], batch_size: int, demands: Demands
+    ) -> Iterator[str]:
+        """One sentence for each; `batch_size` is 0 where no trainer registered, `demands` those that are heeded now."""
+        yield from _unfinished(envs)
+        if self.batches and batch_size:
+            yield from self._never_packed(_sizes(queue, demands), batch_size)
+            yield from _awaited(queue, envs, batch_size, demands.least)
+        elif self.batches and queue.sequences:
+            yield "groups wait, and no trainer registered"
+
+    def unpackable(self, queue: GroupQueue[Any], batch_size: int, demands: Demands) -> frozenset[int]:
+        """Sizes of groups that are in no batch; where the original's habits have them stay, they count as there."""
+        if not self.batches or not batch_size or self.habits.whole_packs or self.habits.keeps_the_unpackable:
+            return frozenset()
+        return unpackable(_sizes(queue, demands), batch_size)
+
+    def _never_packed(self, sizes: frozenset[int], batch_size: int) -> Iterator[str]:
+        largest, none = max(sizes, default=0), unpackable(sizes, batch_size)
+        for size in sorted(sizes):
+            if self.habits.whole_packs and largest % size:
+                yield f"groups of {size} wait while there is one of {largest}, which they do not divide (whole_packs)"
+            elif size in none:
+                among = f"with groups of {sorted(sizes)}"
+                yield f"groups of {size} are in no batch of {batch_size}: {among} none sums to it"
+        if sizes and self.capacity is not None and self.capacity * largest < batch_size:
+            room = f"a capacity of {self.capacity} groups"
+            yield f"{room} holds no batch of {batch_size}, with groups of at most {largest}"
 
 
-def awaited(
+def _sizes(queue: GroupQueue[Any], demands: Demands) -> frozenset[int]:
+    """Of groups that wait, and of those that environments which count said they would send."""
+    return frozenset(queue.sizes.keys() | demands.group_sizes)
+
+
+def _awaited(
     queue: GroupQueue[Any], envs: list[Environment[Any]], batch_size: int, least: Mapping[int, int]
 ) -> Iterator[str]:
     """Environments that hold batches back by their minimum."""
@@ -55,7 +88,7 @@ def awaited(
             yield f"batches wait for {env.name}, which is to have {wanted} of {batch_size} and has none that waits"
 
 
-def unfinished(envs: list[Environment[Any]]) -> Iterator[str]:
+def _unfinished(envs: list[Environment[Any]]) -> Iterator[str]:
     """Environments that hold back their own groups by sizes that do not add up."""
     for env in envs:
         if env.buffer.sequences >= 2 * env.buffer.group_size:

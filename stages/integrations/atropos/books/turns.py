@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from .group_queue import GroupQueue, Queued
 
-__all__ = ["LEAST", "Turns", "parts"]
+__all__ = ["LEAST_PART", "Turns", "parts"]
 
 G = TypeVar("G")
 
-LEAST = 0.01
+LEAST_PART = 0.01
 """Nobody's part is less than this of an equal one, whatever its weight: the least weight that the original tells."""
 
 
@@ -27,11 +27,11 @@ def parts(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[int
     >>> parts({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.5})
     {0: 0.5, 1: 0.25, 2: 0.25}
 
-    Minima that sum to more than what `LEAST` leaves are scaled down to that.
+    Minima that sum to more than what `LEAST_PART` leaves are scaled down to that.
     """
-    least = LEAST / max(1, len(weights))
+    least = LEAST_PART / max(1, len(weights))
     promised = sum(minima.values())
-    scale = min(1.0, (1 - LEAST) / promised) if promised else 1.0
+    scale = min(1.0, (1 - LEAST_PART) / promised) if promised else 1.0
     wanted = {lane: max(least, minima.get(lane, 0.0) * scale) for lane in weights}
     fixed: dict[int, float] = {}
     while True:

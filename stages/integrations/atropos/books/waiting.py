@@ -31,6 +31,12 @@ class Waiting(Generic[G]):
         self._fruitless = False
         """No batch can be formed, and nothing has changed since that was found out."""
 
+    def heed(self, parts: Mapping[int, float], least: Mapping[int, int]) -> None:
+        """From now on, these are the parts and the minima of lanes."""
+        self.turns.share(parts)
+        self.depth.promise(least)
+        self.reconsider()
+
     def reconsider(self) -> None:
         """Something has changed that batches depend on."""
         self._fruitless = False

@@ -25,9 +25,10 @@ from .....pipeline.errors import InvalidConfig, MissingExtra
 from .....pipeline.repetitions import mask_of
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
+from ..books.environments import DEFAULT_SILENCE_S
 from ..books.habits import Habits
 from ..books.records import Batch, Submission
-from ..books.state import DEFAULT_SILENCE_S, Books
+from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
 from ..translation import as_if_sent, from_group, to_group
 from .desk import Desk
