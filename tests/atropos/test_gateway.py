@@ -19,7 +19,7 @@ from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposGateway, Habits, ShmTransport
-from penstock.stages.integrations.atropos.server import gateway
+from penstock.stages.integrations.atropos.server import gateway, opening
 from penstock.stages.integrations.atropos.server.door import Door
 from penstock.testing import drive_source
 
@@ -192,6 +192,6 @@ async def test_without_a_server_it_is_said_what_to_install(monkeypatch: pytest.M
     def absent(_: str) -> None:
         raise ModuleNotFoundError(name="starlette")
 
-    monkeypatch.setattr(gateway, "import_module", absent)
+    monkeypatch.setattr(opening, "import_module", absent)
     with pytest.raises(MissingExtra, match=r"AtroposGateway needs starlette.*pip install 'penstock\[gateway\]'"):
         await drive_source(AtroposGateway(batch_size=8, max_token_len=64))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["can_sum_to", "first_summing_to", "fitting"]
+__all__ = ["MOST_SEQUENCES", "can_sum_to", "first_summing_to", "fitting"]
+
+MOST_SEQUENCES = 2**20
+"""No batch has more: what sums to a batch is found in so many bits."""
 
 
 def can_sum_to(counts: Mapping[int, int], wanted: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -18,6 +17,7 @@ from ..contract import EnvRegistration, TrainerRegistration
 from .demands import Demands
 from .environments import DEFAULT_SILENCE_S, Environment, Environments
 from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
+from .exact_sums import MOST_SEQUENCES
 from .group_queue import NOBODY
 from .habits import Habits
 from .outgoing import Formed, Outgoing
@@ -31,8 +31,7 @@ __all__ = ["Books", "Habits"]
 
 G = TypeVar("G")
 
-MOST_SEQUENCES = 2**20
-"""No batch has more: what sums to a batch is found in so many bits."""
+UUID_BITS = 128
 
 log = get_logger("penstock.atropos.books")
 
@@ -102,7 +101,7 @@ class Books(Generic[G]):
             self.trainer = registration
             self.step = registration.starting_step
             self._recount()
-        return uuid.uuid4().int
+        return secrets.randbits(UUID_BITS)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
         """An environment is there; None while no trainer asked for a batch yet: it is to ask again.
@@ -199,7 +198,7 @@ class Books(Generic[G]):
             UnknownEnvironment: there is no such environment.
         """
         self.expire(now)
-        self._running_trainer()
+        self._check_trainer()
         env = self._envs.get(env_id)
         self._hear(now, env)
         depth = self._waiting.depth
@@ -220,10 +219,9 @@ class Books(Generic[G]):
         """0 where no trainer registered."""
         return 0 if self.trainer is None else self.trainer.batch_size
 
-    def _running_trainer(self) -> TrainerRegistration:
+    def _check_trainer(self) -> None:
         if self.trainer is None:
             raise NoTrainer("expected a trainer that registered, got none: it is to call /register first")
-        return self.trainer
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
@@ -271,11 +269,10 @@ class Books(Generic[G]):
                 )
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
-        lanes = sorted({self._lane(submission) for submission in submissions})
-        too_few = self._waiting.queue.sequences < self._batch_size
+        enough = self._waiting.queue.sequences >= self._batch_size
         try:
-            for lane in lanes:
-                self._room.check(now, lane, submissions, crowd=not too_few and self._envs.others(lane) > 0)
+            for lane in sorted({self._lane(submission) for submission in submissions}):
+                self._room.check(now, lane, submissions, crowd=enough and self._envs.others(lane) > 0)
         except QueueFull:
             self._waiting.reconsider()
             for env in senders:
@@ -304,12 +301,10 @@ class Books(Generic[G]):
             NoTrainer: no trainer registered.
         """
         self.expire(now)
-        trainer = self._running_trainer()
+        self._check_trainer()
         self._started = True
-        formed = self._next(trainer.batch_size)
-        while formed is not None and formed.sequences != trainer.batch_size:  # for a trainer before this one
-            self._put_back(formed)
-            formed = self._next(trainer.batch_size)
+        while (formed := self._next()) is not None and formed.sequences != self._batch_size:
+            self._put_back(formed)  # it was formed for a trainer before this one
         if formed is None:
             return None
         if lease_s is not None:
@@ -347,15 +342,15 @@ class Books(Generic[G]):
         for queued in formed.groups:
             self._room.free(now, queued.lane, queued.submission)
 
-    def _next(self, batch_size: int) -> Formed[G] | None:
+    def _next(self) -> Formed[G] | None:
         if (formed := self._outgoing.again() or self._outgoing.newest()) is None:
-            self._form(batch_size)
+            self._form()
             formed = self._outgoing.newest()
         return formed
 
-    def _form(self, batch_size: int) -> None:
+    def _form(self) -> None:
         """Form a batch, or all there are."""
-        while (groups := self._waiting.batch(batch_size, self._least_now())) is not None:
+        while (groups := self._waiting.batch(self._batch_size, self._least_now())) is not None:
             for queued in groups:
                 self._count_taken(queued.lane, queued.size)
             self._outgoing.form(groups)

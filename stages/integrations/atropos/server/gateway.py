@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -21,7 +20,7 @@ import anyio.to_thread
 
 from .....pipeline.channels.channel import SendChannel
 from .....pipeline.context import Context, current
-from .....pipeline.errors import InvalidConfig, MissingExtra
+from .....pipeline.errors import InvalidConfig
 from .....pipeline.repetitions import mask_of
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
@@ -31,14 +30,14 @@ from ..books.records import Batch, Submission
 from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
 from ..translation import as_if_sent, from_group, to_group
-from .desk import Desk
 from .door import Door
 from .listening import Listening
+from .opening import opened
 
 if TYPE_CHECKING:
     from .hosting import Hosted
 
-__all__ = ["AtroposGateway", "opened"]
+__all__ = ["AtroposGateway"]
 
 G = TypeVar("G")
 
@@ -61,30 +60,6 @@ OF_BATCHES = ("newest_first", "whole_packs", "first_trainer_only")
 A_PIPELINE = (
     "this gateway feeds a pipeline, which trains: a trainer that polls needs `penstock gateway`, or AtroposTrainers"
 )
-
-
-@asynccontextmanager
-async def opened(door: Door, books: Books[G], desk: Desk[G], name: str) -> AsyncGenerator[Hosted[G]]:
-    """The gateway `name` within the body.
-
-    Raises:
-        MissingExtra: the packages for an HTTP server are not installed.
-    """
-    await anyio.to_thread.run_sync(_import_server, name)
-    from .hosting import hosted  # noqa: PLC0415 (only who serves needs a server)
-
-    async with hosted(door, books, desk) as gateway:
-        yield gateway
-
-
-def _import_server(name: str) -> None:
-    """Blocks."""
-    try:
-        import_module(f"{__package__}.hosting")
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"{name} needs {error.name}, which is not installed: pip install 'penstock[gateway]'"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

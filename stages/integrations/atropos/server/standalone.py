@@ -10,7 +10,7 @@ import anyio
 from ..books.state import Books
 from .desk import Relay
 from .door import Door
-from .gateway import opened
+from .opening import opened
 
 __all__ = ["stand"]
 

@@ -28,8 +28,8 @@ from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
 from ..translation import from_group
 from .door import Door
-from .gateway import opened
 from .listening import Listening
+from .opening import opened
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints
