@@ -21,8 +21,9 @@ from penstock.stages.integrations.atropos.server.answers import LARGE_BYTES
 from penstock.stages.integrations.atropos.server.app import application
 from penstock.stages.integrations.atropos.server.bodies import Bodies, BodyRefused, Limits
 from penstock.stages.integrations.atropos.server.desk import Relay
-from penstock.stages.integrations.atropos.server.endpoints import SENDING_S, Endpoints
+from penstock.stages.integrations.atropos.server.endpoints import Endpoints
 from penstock.stages.integrations.atropos.server.intake import Intake
+from penstock.stages.integrations.atropos.server.trainer_endpoints import SENDING_S
 from penstock.stages.integrations.atropos.shm.shm_way_in import ShmWayIn
 from penstock.stages.integrations.atropos.translation import from_group
 from penstock.testing import group

@@ -31,8 +31,6 @@ __all__ = ["Books", "Habits"]
 
 G = TypeVar("G")
 
-UUID_BITS = 128
-
 log = get_logger("penstock.atropos.books")
 
 
@@ -101,7 +99,7 @@ class Books(Generic[G]):
             self.trainer = registration
             self.step = registration.starting_step
             self._recount()
-        return secrets.randbits(UUID_BITS)
+        return secrets.randbits(128)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
         """An environment is there; None while no trainer asked for a batch yet: it is to ask again.

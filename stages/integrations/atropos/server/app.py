@@ -38,7 +38,7 @@ def application(endpoints: Endpoints[G], access: Access) -> Starlette:
 def _routes(endpoints: Endpoints[G]) -> list[Route]:
     listed: list[tuple[str, str, Handler]] = [
         ("GET", "/", endpoints.root),
-        ("POST", "/register", endpoints.register),
+        ("POST", "/register", endpoints.trainers.register),
         ("POST", "/register-env", endpoints.register_env),
         ("POST", "/disconnect-env", endpoints.disconnect_env),
         ("GET", "/wandb_info", endpoints.wandb_info),
@@ -47,8 +47,8 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         ("GET", "/status-env", endpoints.status_env),
         ("POST", "/scored_data", endpoints.scored_data),
         ("POST", "/scored_data_list", endpoints.scored_data_list),
-        ("GET", "/batch", endpoints.batch),
-        ("POST", "/acknowledge", endpoints.acknowledge),
+        ("GET", "/batch", endpoints.trainers.batch),
+        ("POST", "/acknowledge", endpoints.trainers.acknowledge),
         ("GET", "/latest_example", endpoints.latest_example),
         ("GET", "/reset_data", endpoints.reset_data),
         ("GET", "/metrics", endpoints.metrics),

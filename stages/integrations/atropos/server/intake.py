@@ -7,7 +7,6 @@ others pass it by.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
@@ -54,9 +53,7 @@ class Intake(Generic[G]):
             tasks.start_soon(self._try_again, endpoints)
             async for env_id, group in self._way_in:
                 try:
-                    submission = await endpoints.heavy(
-                        group.nbytes, partial(endpoints.submission_of_group, group, env_id)
-                    )
+                    submission = await endpoints.submission_of_group(group, env_id)
                 except InvalidRecord as error:
                     _tell(env_id, error)
                     continue
