@@ -8,7 +8,7 @@ from penstock.stages.integrations.atropos.books.records import Batch, Submission
 from penstock.stages.integrations.atropos.books.state import Books, Habits
 from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
 
-__all__ = ["admitted", "books", "env", "group", "payloads", "trainer"]
+__all__ = ["admitted", "books", "env", "group", "payloads", "taken", "trainer"]
 
 
 def trainer(batch_size: int = 8, **other: Any) -> TrainerRegistration:
@@ -63,3 +63,7 @@ def admitted(books: Books[Any], said: EnvRegistration, now: float = 0) -> int:
 
 def payloads(batch: Batch[Any] | None) -> list[Any] | None:
     return None if batch is None else [group.payload for group in batch.groups]
+
+
+def taken(made: Books[Any]) -> list[Any]:
+    return list(iter(lambda: made.take(0), None))

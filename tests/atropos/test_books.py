@@ -1,0 +1,184 @@
+"""The gateway's books, whatever happens to them: nothing is lost, nothing comes twice, memory is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.atropos.builders import admitted, books, env, group
+
+from penstock.stages.integrations.atropos.books.errors import (
+    RefusedByGateway,
+    UnknownLease,
+)
+from penstock.stages.integrations.atropos.books.records import (
+    Submission,
+)
+
+CAPACITY, CAPACITY_BYTES, LEASE_S, SILENCE_S = 12, 40, 10, 25
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A group that was accepted: in which lane, and whether it was smaller than a whole group there."""
+
+    sent: Submission[int]
+    lane: int | None
+    held_back: bool
+
+
+@dataclass(frozen=True)
+class Out:
+    """A batch that is out: the how manieth it was, its groups, and when it comes back."""
+
+    place: int
+    numbers: list[int]
+    due: float
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Whatever was accepted is in one place: it waits, is out on a lease, or was handed out for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.sizes = {0: 4, 1: 2}
+        self.made = books(
+            env(4), env(2, minimum=0.3), capacity=CAPACITY, capacity_bytes=CAPACITY_BYTES, silence_s=SILENCE_S
+        )
+        self.submitted = 0
+        self.inside: dict[int, Accepted] = {}
+        """What was accepted and was not handed out for good, by number."""
+        self.out: dict[int, Out] = {}
+        """Batches that were not acknowledged, by lease; those that are due are to be handed out again."""
+        self.steps = 0
+        self.left: dict[tuple[int | None, int], int] = {}
+        """The number of the group that left last, by lane and size."""
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
+    def time_goes_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: len(self.sizes) < 4)
+    @rule(size=st.sampled_from([1, 2, 4]))
+    def register(self, size: int) -> None:
+        self.sizes[admitted(self.made, env(size), self.now)] = size
+
+    @rule(env_id=st.integers(0, 1))
+    def ask(self, env_id: int) -> None:
+        assert self.made.env_status(self.now, env_id).current_step == self.steps
+
+    @precondition(lambda self: len(self.sizes) == 4)
+    @rule(env_id=st.integers(2, 3))
+    def leave(self, env_id: int) -> None:
+        self.made.disconnect_env(env_id)
+
+    @rule(
+        env_id=st.none() | st.integers(0, 3),
+        sizes=st.lists(st.none() | st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=3),
+        nbytes=st.integers(1, 5),
+        lost=st.booleans(),
+    )
+    def submit(self, env_id: int | None, sizes: list[int | None], nbytes: int, lost: bool) -> None:  # noqa: FBT001
+        lane = env_id if env_id in self.sizes else None
+        whole = 4 if lane is None else self.sizes[lane]
+        numbers = range(self.submitted, self.submitted + len(sizes))
+        sent = [
+            group(number, size or whole, env_id=env_id, nbytes=nbytes)
+            for number, size in zip(numbers, sizes, strict=True)
+        ]
+        digest = b"%d" % self.submitted
+        before = self.everything()
+        try:
+            receipt = self.made.submit(self.now, sent, digest=digest)
+        except RefusedByGateway:
+            assert self.everything() == before
+            return
+        if lost:
+            self.made.undelivered(self.now, digest, receipt)
+            assert self.made.submit(self.now, sent, digest=digest) == receipt
+        self.submitted += len(sent)
+        self.inside |= {
+            each.payload: Accepted(each, lane, lane is not None and each.sequences < whole) for each in sent
+        }
+        assert receipt.groups == len(sent)
+
+    def everything(self) -> object:
+        statistics = [(each.queued, each.buffered, each.submitted) for each in self.made.statistics(self.now)]
+        return self.made.status(), self.made.latest, statistics
+
+    @rule(leased=st.booleans())
+    def batch(self, leased: bool) -> None:  # noqa: FBT001
+        back = min((out for out in self.out.values() if out.due <= self.now), key=lambda out: out.place, default=None)
+        batch = self.made.batch(self.now, lease_s=LEASE_S if leased else None)
+        if batch is None:
+            assert back is None
+            return
+        assert sum(each.sequences for each in batch.groups) == 8
+        numbers = [each.payload for each in batch.groups]
+        if back is not None:
+            assert numbers == back.numbers
+            self.out = {lease: out for lease, out in self.out.items() if out is not back}
+        else:
+            self.steps += 1
+            self.leave_the_queue(numbers)
+        if batch.lease is None:
+            self.handed_out(numbers)
+        else:
+            self.out[batch.lease] = Out(self.steps if back is None else back.place, numbers, self.now + LEASE_S)
+
+    def leave_the_queue(self, numbers: list[int]) -> None:
+        """None of these is out, and each is the oldest of its lane and size."""
+        assert not {number for out in self.out.values() for number in out.numbers} & set(numbers)
+        for number in numbers:
+            accepted = self.inside[number]
+            if not accepted.held_back:
+                kind = accepted.lane, accepted.sent.sequences
+                assert number > self.left.get(kind, -1)
+                self.left[kind] = number
+
+    def handed_out(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self.inside[number]
+
+    @precondition(lambda self: self.out)
+    @rule(pick=st.integers(0, 10))
+    def acknowledge(self, pick: int) -> None:
+        lease = sorted(self.out)[pick % len(self.out)]
+        self.made.acknowledge(self.now, lease)
+        self.handed_out(self.out.pop(lease).numbers)
+        with pytest.raises(UnknownLease):
+            self.made.acknowledge(self.now, lease)
+
+    @rule()
+    def take(self) -> None:
+        one = self.made.take(self.now)
+        if one is not None:
+            self.leave_the_queue([one.payload])
+            self.handed_out([one.payload])
+
+    @invariant()
+    def holds_what_it_accepted_and_no_more_than_it_may(self) -> None:
+        assert (self.made.status().current_step, self.made._room.held) == (self.steps, len(self.inside))
+        assert len(self.inside) <= CAPACITY
+        assert sum(each.sent.nbytes for each in self.inside.values()) == self.made._room.held_bytes <= CAPACITY_BYTES
+
+    def teardown(self) -> None:
+        """Everything comes out, but for what waits for others to make up a whole group."""
+        self.now += LEASE_S
+        self.made.expire(self.now)
+        for _ in range(len(self.out)):
+            self.batch(leased=False)
+        for _ in range(self.made.status().queue_size):
+            self.take()
+        assert self.made.status().queue_size == 0
+        buffered = sum(each.buffered for each in self.made.statistics(self.now))
+        assert sum(each.sent.sequences for each in self.inside.values()) == buffered
+        assert all(each.held_back for each in self.inside.values())
+
+
+TestBooks = BooksMachine.TestCase
+TestBooks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,129 @@
+"""What environments are told to control their flow with, and what is said of what does not flow."""
+
+from __future__ import annotations
+
+import pytest
+from tests.atropos.builders import books, env, group, taken
+
+from penstock.stages.integrations.atropos.books.records import (
+    EnvStatus,
+)
+
+
+def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
+    made = books(env(2, minimum=0.25, max_token_length=100), env(4, weight=3, max_token_length=200), batch_size=16)
+    made.submit(0, [group(size=2, env_id=0)] * 3 + [group(size=4, env_id=1)] * 2 + [group(size=1)])
+
+    assert made.env_status(0, 0) == EnvStatus(
+        current_step=0,
+        queue_size=(6 + 8 + 4) // 2,  # its own, the other's, and a whole group of 4 that is nobody's
+        unallocated_fraction=0.75,
+        self_queue_size=3,
+        max_group_size=4,
+        env_weight=100 / 700,
+    )
+    assert made.env_status(0, 1).queue_size == (8 + (8 - 4) + 4) // 4  # of the other only what is beyond its minimum
+
+
+def test_groups_of_others_do_not_count_where_all_have_one_sequence() -> None:
+    made = books(env(1), env(1))
+    made.submit(0, [group(size=1, env_id=1)] * 5)
+
+    assert made.env_status(0, 0).queue_size == 0
+
+
+def test_what_is_in_no_batch_is_in_nobodys_way() -> None:
+    made = books(env(3, name="threes"), env(4, name="fours"), batch_size=4)
+    made.submit(0, [group(size=3, env_id=0)] * 4 + [group(size=4, env_id=1)])
+
+    threes, fours = made.env_status(0, 0), made.env_status(0, 1)
+    made.register_env(0, env(1))  # with ones, threes are in a batch
+    again = made.env_status(0, 1)
+
+    assert (threes.self_queue_size, threes.queue_size) == (4, (12 + 4) // 3)
+    assert (fours.self_queue_size, fours.queue_size, fours.max_group_size) == (1, 1, 4)
+    assert again.queue_size == (4 + 12) // 4
+
+
+def test_groups_in_the_pipelines_channel_count_as_long_as_they_are_there() -> None:
+    made = books(env(), env())
+    made.submit(0, [group(env_id=0), group(env_id=1), group(env_id=0)])
+    taken(made)
+
+    depths = [made.env_status(0, 0, downstream=downstream) for downstream in (3, 2, 1, 0)]
+
+    assert [(each.queue_size, each.self_queue_size, each.max_group_size) for each in depths] == [
+        (3, 2, 4),
+        (2, 1, 4),
+        (1, 1, 4),
+        (0, 0, 1),
+    ]
+    assert made.status(downstream=3).queue_size == 3
+
+
+def test_what_was_taken_is_not_remembered_for_ever_where_no_environment_asks() -> None:
+    made = books(env(1))
+    for _ in range(4_200):
+        made.submit(0, [group(size=1, env_id=0)])
+        made.take(0)
+
+    assert made.env_status(0, 0, downstream=5_000).self_queue_size == 4_096
+
+
+def test_weights_of_nothing_are_no_division_by_nothing() -> None:
+    made = books(env(weight=0), env(weight=0))
+
+    assert made.env_status(0, 0).env_weight == 0.01
+
+
+def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
+    made = books(env(minimum=0.25), env(minimum=0.25), env(minimum=0.5), silence_s=60)
+    made.disconnect_env(0)
+    left = made.env_status(30, 2).unallocated_fraction
+
+    assert left == 0.25
+    assert made.env_status(61, 2).unallocated_fraction == 0.5
+
+
+def test_one_falls_silent_however_often_those_before_it_are_heard() -> None:
+    made = books(env(minimum=0.25), env(minimum=0.5), silence_s=60)
+    made.env_status(50, 0)
+
+    assert made.env_status(60, 0).unallocated_fraction == 0.75
+
+
+def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    made = books(env(3), batch_size=4)
+    told: list[list[str]] = []
+    for now in (0, 1, 5, 10, 15, 20):
+        if now == 15:
+            made.disconnect_env(0)
+        made.env_status(now, 0)
+        told.append([record.getMessage().split()[0] for record in caplog.records])
+
+    assert told == [[], [], [], ["stuck"], ["stuck", "stuck_no_more"], ["stuck", "stuck_no_more"]]
+    assert "groups of 3 are in no batch of 4" in caplog.text
+
+
+def test_a_pipeline_packs_nothing_and_so_has_nothing_that_cannot_be_packed() -> None:
+    made = books(env(3), env(4), batch_size=4, batches=False)
+    made.submit(0, [group(size=3, env_id=0)] * 4)
+
+    assert made.stuck() == []
+    assert made.env_status(0, 1).queue_size == 12 // 4
+
+
+def test_statistics_say_what_became_of_what_was_submitted() -> None:
+    made = books(env(4, name="maze"), env(2))
+    made.submit(5, [group(env_id=0), group(env_id=0), group(size=3, env_id=0)])
+    made.take(5)
+    made.disconnect_env(1)
+
+    said, other = made.statistics(7)
+
+    assert (said.env_id, said.name, said.connected, said.silent_s) == (0, "maze_0", True, 2)
+    assert (other.env_id, other.name, other.connected, other.silent_s) == (1, "env_0", False, 7)
+    assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 4, 3)

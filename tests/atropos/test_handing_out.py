@@ -1,0 +1,100 @@
+"""What the gateway's books hand out: batches, leases, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+from tests.atropos.builders import books, group, payloads
+
+from penstock.stages.integrations.atropos.books.errors import (
+    UnknownLease,
+)
+from penstock.stages.integrations.atropos.books.state import Habits
+
+
+def test_a_batch_without_a_lease_is_gone() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a")])
+    batch = made.batch(0)
+
+    assert batch is not None
+    assert batch.lease is None
+    assert made.batch(1e9) is None
+
+
+def test_a_batch_that_is_not_acknowledged_in_time_is_handed_out_again_before_any_other() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b"), group("c")])
+    leases = [made.batch(now, lease_s=10 - 2 * now) for now in (0, 1)]
+
+    assert [payloads(each) for each in leases] == [["a"], ["b"]]
+    assert [payloads(made.batch(10)) for _ in range(4)] == [["a"], ["b"], ["c"], None]
+    assert made.status().current_step == 3
+
+
+def test_a_lease_ends_in_its_own_time_however_long_others_are() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b")])
+    for lease_s in (10, 100):
+        made.batch(0, lease_s=lease_s)
+
+    assert [payloads(made.batch(now)) for now in (9, 10, 99, 100)] == [None, ["a"], None, ["b"]]
+
+
+def test_a_batch_that_is_acknowledged_is_not_handed_out_again() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a")])
+    batch = made.batch(0, lease_s=10)
+    assert batch is not None
+    assert batch.lease is not None
+    made.acknowledge(9, batch.lease)
+
+    assert made.batch(10) is None
+    with pytest.raises(UnknownLease, match=f"got {batch.lease}"):
+        made.acknowledge(10, batch.lease)
+
+
+def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b")])
+    late, later = made.batch(0, lease_s=10), made.batch(0, lease_s=10)
+    assert late is not None
+    assert late.lease is not None
+    assert later is not None
+    assert later.lease is not None
+    made.acknowledge(11, late.lease)
+
+    assert payloads(made.batch(12)) == ["b"]
+    with pytest.raises(UnknownLease):
+        made.acknowledge(13, later.lease)
+
+
+def test_what_was_formed_is_outstanding_until_it_is_somebodys_for_good() -> None:
+    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made.submit(0, [group("a"), group("b"), group("c")])
+    first, second = made.batch(0, lease_s=10), made.batch(0, lease_s=100)
+    assert first is not None
+    assert first.lease is not None
+    assert second is not None
+    assert second.lease is not None
+    outstanding = [made.outstanding]  # two are out, one is ready
+    made.batch(0)
+    outstanding.append(made.outstanding)
+    made.expire(10)
+    outstanding.append(made.outstanding)  # one came back
+    acknowledged = [payloads(made.acknowledge(10, lease)) for lease in (first.lease, second.lease)]
+
+    assert outstanding == [3, 2, 2]
+    assert acknowledged == [["c"], ["b"]]
+    assert made.outstanding == 0
+
+
+def test_a_batch_that_is_given_back_is_handed_out_again_at_once() -> None:
+    made = books(batch_size=4)
+    made.submit(0, [group("a"), group("b")])
+    lost = made.batch(0, lease_s=10)
+    assert lost is not None
+    assert lost.lease is not None
+    made.give_back(lost.lease)
+    made.give_back(lost.lease)
+
+    assert [payloads(made.batch(0)) for _ in range(3)] == [["a"], ["b"], None]
