@@ -1,6 +1,6 @@
 """An environment that was written for Atropos, in a process of its own, trains a policy here.
 
-    python examples/atropos_gateway.py
+    python examples/atropos_gateway.py                       # or the path of another environment that guesses
 
 The gateway is the server that atropos/guessing_environment.py was written for: it is given the gateway's URL, and
 nothing in it is changed. Its groups arrive as records, rewards are shaped, groups normalised and packed. What is
@@ -50,13 +50,13 @@ class Table:
         return {"right": float(self.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean())}
 
 
-async def run_environment(gateway: AtroposGateway) -> None:
+async def run_environment(path: Path, gateway: AtroposGateway) -> None:
     """Start it when there is somebody to talk to."""
-    command = [sys.executable, str(ENVIRONMENT), await gateway.listening.url()]
+    command = [sys.executable, str(path), await gateway.listening.url()]
     await anyio.run_process(command, stdout=None, stderr=None)
 
 
-async def main() -> None:
+async def main(environment: Path) -> None:
     """Run the pipeline, and the environment beside it."""
     table = Table()
     gateway = AtroposGateway(batch_size=SEQUENCES, max_token_len=16, num_steps=STEPS, door=Door(port=0))
@@ -68,11 +68,11 @@ async def main() -> None:
         .sink(SinkTrainer(table, max_steps=STEPS))
     )
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run_environment, gateway)
+        tasks.start_soon(run_environment, environment, gateway)
         await pipeline.run()
     right = table.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean()
     print(f"{STEPS} steps; of the digits asked for, {right:.0%} are right")
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    anyio.run(main, Path(sys.argv[1]) if sys.argv[1:] else ENVIRONMENT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+HABITUAL = EXAMPLES.parent / "tests" / "atropos" / "guessing.py"
 SMALL = ["hello.py", "custom_stage.py", "two_processes.py"]
 RUNS = ["arithmetic_grpo.py", "distillation.py", "two_ranks.py", "atropos_gateway.py"]
 LONGEST = 90
@@ -48,9 +51,28 @@ def test_two_ranks_train_as_one_process() -> None:
 def test_an_environment_written_for_atropos_teaches_a_table_nine_digits_of_ten() -> None:
     *_, last = run("atropos_gateway.py").splitlines()
 
-    told = re.fullmatch(r"20 steps; of the digits asked for, (\d+)% are right", last)
-    assert told
-    assert int(told[1]) >= 90
+    assert right(last) >= 90
+
+
+def right(told: str) -> int:
+    """Percent."""
+    found = re.fullmatch(r"20 steps; of the digits asked for, (\d+)% are right", told)
+    assert found
+    return int(found[1])
+
+
+def test_so_does_one_that_polls_cancels_and_connects_anew_for_every_request() -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "atropos_gateway.py"), str(HABITUAL)]
+    paths = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, env=paths)
+
+    assert ran.returncode == 0, ran.stderr
+    *_, counts, last = ran.stdout.splitlines()
+    told = json.loads(counts)
+    assert right(last) >= 90
+    assert told["refused"] == 0
+    assert told["dropped"] <= 8  # what its workers were sending when the last step was done
+    assert min(told["cancelled"], told["filtered"]) > 0
 
 
 @pytest.mark.parametrize("name", [*SMALL, *RUNS])
