@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["consists_of", "first_cause", "sole_cause"]
+__all__ = ["alone", "consists_of", "first_cause", "sole_cause"]
 
 
 def sole_cause(error: BaseException) -> BaseException:
@@ -19,6 +20,22 @@ def sole_cause(error: BaseException) -> BaseException:
             return error
         (cause,) = cause.exceptions
     return cause
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What a single task of the body's task group fails of comes out as itself, with the cause that it has.
+
+    >>> with alone():
+    ...     raise ExceptionGroup("tasks", [ValueError("the cause")])
+    Traceback (most recent call last):
+    ValueError: the cause
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        cause = sole_cause(group)
+        raise cause from cause.__cause__
 
 
 def first_cause(error: BaseException, kind: type[BaseException]) -> BaseException:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import anyio
 
-from .causes import sole_cause
+from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
 
 __all__ = ["Each", "each"]
@@ -41,12 +41,10 @@ class Each(Generic[In, Out]):
 
     async def run(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         """See `Stage`. A record is received only when a call of `function` can begin with it."""
-        try:
+        with alone():
             async with anyio.create_task_group() as calls:
                 for _ in range(self.concurrency):
                     calls.start_soon(self._call, inbox, outbox)
-        except BaseExceptionGroup as group:
-            raise sole_cause(group) from None
 
     async def _call(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         async for record in inbox:

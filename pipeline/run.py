@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from .causes import sole_cause
+from .causes import alone, sole_cause
 from .channels.channel import SendChannel
 from .channels.memory import memory_channel
 from .context import Context, entered
@@ -133,13 +133,11 @@ class Run:
         async with AsyncExitStack() as channels:
             await self._join(channels)
             channels.callback(self._conclude)  # while the channels are still open
-            try:
+            with alone():
                 async with anyio.create_task_group() as tasks:
                     self._cancel = tasks.cancel_scope.cancel
                     for part in self._parts:
                         tasks.start_soon(self._attend, part, name=part.link.name)
-            except BaseExceptionGroup as group:
-                raise sole_cause(group) from None
         if self._failure is not None:
             raise self._failure
 

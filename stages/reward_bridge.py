@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
-from ..pipeline.causes import sole_cause
+from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import drop
 from ..pipeline.waiting import Waiters
@@ -156,15 +156,12 @@ class RewardBridge:
         """Begin with a group while the functions have room for more calls; send in order."""
         limit = max(function.concurrency for function in self.functions)
         line = _Line()
-        try:
-            with calling(self.functions) as calls:
-                async with anyio.create_task_group() as tasks:
-                    async for group in inbox:
-                        tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, line, line.enter(group))
-                        del group
-                        await line.below(limit)
-        except BaseExceptionGroup as error:
-            raise sole_cause(error) from None
+        with alone(), calling(self.functions) as calls:
+            async with anyio.create_task_group() as tasks:
+                async for group in inbox:
+                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, line, line.enter(group))
+                    del group
+                    await line.below(limit)
 
     async def _judge_and_send(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from ..pipeline.causes import sole_cause
+from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Worker, current, drop
 from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
@@ -121,15 +121,12 @@ class Teacher:
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
         async with self.policy.open(current().worker) as engine:
-            try:
+            with alone():
                 async with anyio.create_task_group() as tasks:
                     lessons = _Lessons(self, engine, outbox, tasks)
                     async for group in inbox:
                         await lessons.begin(group)
                         del group  # it may lie in a producer's slots, and the next one may be long in coming
-            except BaseExceptionGroup as error:
-                cause = sole_cause(error)
-                raise cause from cause.__cause__
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, identity_of
-from ..causes import sole_cause
+from ..causes import alone
 from ..errors import NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
 from ..repetitions import mask_of
 from ..telemetry import get_logger
@@ -264,11 +264,9 @@ async def outlast(
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
     sender = LastingSender(capacity, capacity_bytes, patience_s)
-    try:
+    with alone():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.stay_connected, url, name, key, silence_s, identity)
             yield sender
             await sender.finish()
             tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole_cause(group) from None

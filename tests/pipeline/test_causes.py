@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from penstock.pipeline.causes import consists_of, first_cause, sole_cause
+import anyio
+import pytest
+
+from penstock.pipeline.causes import alone, consists_of, first_cause, sole_cause
 
 
 def test_the_only_exception_is_found_however_deep() -> None:
@@ -14,6 +17,17 @@ def test_several_exceptions_stay_together() -> None:
     several = ExceptionGroup("a", [ValueError(), ExceptionGroup("b", [KeyError()])])
 
     assert sole_cause(several) is several
+
+
+async def test_what_a_single_task_fails_of_comes_out_with_its_own_cause() -> None:
+    async def fail() -> None:
+        raise ValueError("the failure") from KeyError("its cause")
+
+    with pytest.raises(ValueError, match="the failure") as failed, alone():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+
+    assert isinstance(failed.value.__cause__, KeyError)
 
 
 def test_workers_that_fail_at_once_are_told_as_the_first_with_the_others_noted() -> None:

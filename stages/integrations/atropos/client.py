@@ -20,7 +20,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from ....pipeline.causes import sole_cause
+from ....pipeline.causes import alone
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import current
 from ....pipeline.errors import InvalidConfig, MissingExtra
@@ -153,15 +153,13 @@ class AtroposClient(Config, frozen=True):
         draw = jitter(current().worker)
         backoff = Backoff(self.attempts, self.first_pause_s, self.longest_pause_s)
         times = {"timeout_s": self.timeout_s, "away_s": self.away_s}
-        try:
+        with alone():
             async with (
                 _api().open(self.api_url, self.token, backoff, **times, draw=draw) as api,
                 anyio.create_task_group() as tasks,
             ):
                 await _Training(self, api, outbox, tasks, draw).run()
                 await outbox.aclose()
-        except BaseExceptionGroup as error:
-            raise sole_cause(error) from None
 
 
 class _Training:
