@@ -6,8 +6,8 @@
 and 4. The trainer is stopped for ten seconds, goes on, is killed, and comes back, by turns one that acknowledges its
 batches and one that does not. At the end the queue is drained, and every group that an environment was told is accepted
 has to have come, but for a batch a death of a trainer that acknowledges nothing while it waits for an answer. The
-gateway's memory must not grow, and of batches for which every environment had enough, each has its part. Exits with 1
-where something was wrong.
+gateway's memory must not grow. Of batches for which twice as much waited, each kind of environment has its part, among
+those that had something waiting when the batch was asked for. Exits with 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .atropos_load_actors import GROUP_SIZE, KINDS, Numbered, Trainer, config_of, kind_of
 from .report import write_json
 
-__all__ = ["Found", "accepted_in", "asked", "expected_shares", "judged", "main", "received_by"]
+__all__ = ["Contested", "Found", "accepted_in", "asked", "expected", "judged", "main", "parts_of", "received_by"]
 
 SILENCE_S = 5.0
 """After so long, environments that are gone hold nobody back."""
@@ -46,7 +46,10 @@ CAPACITY = 1024
 MEMORY_BYTES = 128 * 2**20
 """What the gateway may need beyond what it began with."""
 
-FEWEST_CONTESTED = 5
+CONTESTED = 2
+"""A batch is contested where so many times its groups wait."""
+
+FEWEST_CONTESTED = 30
 """Batches below which shares say nothing."""
 
 SHARE_TOLERANCE = 0.15
@@ -69,24 +72,54 @@ class Found:
     """Of trainers that acknowledge nothing, while they waited for an answer."""
     left: int = 0
     """Groups in the queue at the end, of which no batch could be made."""
-    contested: list[list[int]] = field(default_factory=list)
-    """Which environments had groups in each contested batch."""
+    contested: list[Contested] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     """The gateway's bytes, sample by sample."""
 
     def shares(self) -> list[float]:
         """What environments of each kind had of contested batches."""
-        had = Counter(index % len(KINDS) for batch in self.contested for index in batch)
-        return [had[kind] / max(1, had.total()) for kind in range(len(KINDS))]
+        return _by_kind([dict(Counter(batch.had)) for batch in self.contested])
+
+    def expected_shares(self, environments: int) -> list[float]:
+        """What they were to have."""
+        parts = parts_of(environments)
+        return _by_kind([expected(dict(batch.waiting), parts, len(batch.had)) for batch in self.contested])
 
 
-def expected_shares(environments: int) -> list[float]:
-    """Minima first; what is left goes by weight."""
-    each = environments // len(KINDS)
-    minima = [each * (kind.minimum or 0.0) for kind in KINDS]
-    weights = [0.0 if kind.minimum else kind.weight for kind in KINDS]
-    left = 1 - sum(minima)
-    return [minimum or left * weight / sum(weights) for minimum, weight in zip(minima, weights, strict=True)]
+class Contested(NamedTuple):
+    """A batch for which much more waited than it holds."""
+
+    had: list[int]
+    """Whose each of its groups was."""
+    waiting: list[tuple[int, int]]
+    """How many groups of each environment waited."""
+
+
+def parts_of(environments: int) -> list[float]:
+    """The part of each environment: its minimum, or of what minima leave by its weight."""
+    kinds = [kind_of(index) for index in range(environments)]
+    left = 1 - sum(kind.minimum or 0.0 for kind in kinds)
+    weights = sum(kind.weight for kind in kinds if kind.minimum is None)
+    return [kind.minimum or left * kind.weight / weights for kind in kinds]
+
+
+def expected(waiting: Mapping[int, int], parts: Sequence[float], groups: int) -> dict[int, float]:
+    """How many of so many groups each environment is to have: by its part, and what one has not waiting others get."""
+    given: dict[int, float] = {}
+    left = sum(parts[index] for index in waiting)
+    for index in sorted(waiting, key=lambda index: waiting[index] / parts[index]):
+        given[index] = min(waiting[index], (groups - sum(given.values())) * parts[index] / left)
+        left -= parts[index]
+    return given
+
+
+def _by_kind(batches: Sequence[Mapping[int, float]]) -> list[float]:
+    """The part of each kind in all batches."""
+    had = [0.0] * len(KINDS)
+    for batch in batches:
+        for index, groups in batch.items():
+            had[index % len(KINDS)] += groups
+    return [groups / max(1.0, sum(had)) for groups in had]
 
 
 def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
@@ -101,22 +134,25 @@ def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
         wrong.append(f"the gateway began with {base:,} bytes and had {peak:,}")
     if len(found.contested) < FEWEST_CONTESTED:
         return [*wrong, f"{len(found.contested)} batches were contested: too few to judge shares by"]
-    a_group_each = environments / len(KINDS) / sum(map(len, found.contested))
-    for kind, share, expected in zip(KINDS, found.shares(), expected_shares(environments), strict=True):
-        if abs(share - expected) > SHARE_TOLERANCE * expected + a_group_each:
-            wrong.append(f"{kind}: expected {expected:.3f} of contested batches, got {share:.3f}")
+    a_group_each = environments / len(KINDS) / sum(len(batch.had) for batch in found.contested)
+    for kind, share, wanted in zip(KINDS, found.shares(), found.expected_shares(environments), strict=True):
+        if abs(share - wanted) > SHARE_TOLERANCE * wanted + a_group_each:
+            wrong.append(f"{kind}: expected {wanted:.3f} of contested batches, got {share:.3f}")
     return wrong
 
 
 def received_by(notes: Path, *, leased: bool, found: Found) -> None:
     """Add what one trainer noted; it died in the middle of an answer where its last line says that it asked."""
     lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+    first = True
     for line in lines:
         if line != "asking":
             groups = [(index, serial) for index, serial in line["groups"]]
             found.received.update(groups)
-            if line["contested"] and groups:
-                found.contested.append([index for index, _ in groups])
+            contested = sum(count for _, count in line["waiting"]) >= CONTESTED * len(groups) > 0
+            if contested and not first:  # the first may have been formed for the trainer before, when others waited
+                found.contested.append(Contested([index for index, _ in groups], line["waiting"]))
+            first = first and not groups
     found.deaths += not leased and lines[-1:] == ["asking"]
 
 
@@ -280,7 +316,7 @@ def _told(found: Found, environments: int) -> dict[str, Any]:
         "largest_growth_mib": round(max(grown) / 2**20, 1),
         "contested_batches": len(found.contested),
         "shares": [round(share, 3) for share in found.shares()],
-        "expected_shares": [round(share, 3) for share in expected_shares(environments)],
+        "expected_shares": [round(share, 3) for share in found.expected_shares(environments)],
         "kinds": [kind_of(index)._asdict() for index in range(len(KINDS))],
     }
 

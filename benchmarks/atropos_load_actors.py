@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,19 +22,16 @@ from urllib.parse import urlsplit
 import aiohttp
 from tests.atropos.environment import Config, Environment, Scored, scored_group
 
-__all__ = ["GROUP_SIZE", "KINDS", "Kind", "Numbered", "Trainer", "config_of", "kind_of"]
+__all__ = ["GROUP_SIZE", "KINDS", "Kind", "Numbered", "Trainer", "config_of", "kind_of", "waiting_groups"]
 
 GROUP_SIZE = 4
-
-CONTESTED_GROUPS = 2
-"""A batch is contested where so many groups of every environment wait: each could have its part of it."""
 
 BATCHES_AHEAD = 10
 """Environments pause when so many batches wait: with the usual 3, no queue holds two groups of each of 64."""
 
 LEASE_S = 3.0
 
-QUEUED = re.compile(r'env_queued_sequences\{env="load-\d+_0",env_id="\d+"\} (\d+)')
+QUEUED = re.compile(r'env_queued_sequences\{env="load-(\d+)_\d+",env_id="\d+"\} (\d+)')
 
 
 class Kind(NamedTuple):
@@ -116,12 +114,11 @@ class Trainer:
         self._asked("POST", "/register", about | numbers)
         last = time.monotonic()
         while not done(time.monotonic() - last):
-            waiting = [int(queued) for queued in QUEUED.findall(self._asked("GET", "/metrics"))]
+            waiting = waiting_groups(self._asked("GET", "/metrics"))
             note(self._notes, "asking")
             answer = json.loads(self._asked("GET", self._path))
             groups = [group["tokens"][0][:2] for group in answer["batch"] or ()]
-            contested = bool(waiting) and min(waiting) >= CONTESTED_GROUPS * GROUP_SIZE
-            note(self._notes, {"groups": groups, "contested": contested})
+            note(self._notes, {"groups": groups, "waiting": sorted(waiting.items())})
             if "lease" in answer:
                 self._asked("POST", "/acknowledge", {"lease": answer["lease"]})
             if groups:
@@ -132,6 +129,14 @@ class Trainer:
         sent = None if body is None else json.dumps(body).encode()
         self.connection.request(method, path, sent, {"Content-Type": "application/json"})
         return self.connection.getresponse().read().decode()
+
+
+def waiting_groups(metrics: str) -> Counter[int]:
+    """How many groups of each environment wait, those that have some."""
+    found: Counter[int] = Counter()
+    for index, sequences in QUEUED.findall(metrics):
+        found[int(index)] += int(sequences) // GROUP_SIZE
+    return +found
 
 
 def note(path: Path, what: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
-from benchmarks.atropos_load import Found, accepted_in, asked, expected_shares, judged, received_by
-from benchmarks.atropos_load_actors import GROUP_SIZE, Numbered, Trainer, config_of
+from benchmarks.atropos_load import Contested, Found, accepted_in, asked, expected, judged, parts_of, received_by
+from benchmarks.atropos_load_actors import GROUP_SIZE, Numbered, Trainer, config_of, waiting_groups
 from tests.atropos.gateways import Client, client, process
 
 BATCH_SIZE, ENVIRONMENTS, GROUPS = 64, 8, 6
@@ -62,14 +62,36 @@ def fair(*, batches: int = 200) -> Found:
     """A run in which everybody had its part, and nothing was lost."""
     lanes = [*[0] * 28, *[1] * 12, *[2] * 24, *[3] * 48]  # parts of 1/4, and of 3/4 by weights of 1, 2 and 4
     groups = [(index, serial) for serial, index in enumerate(lanes)]
-    found = Found(accepted=set(groups), contested=[lanes] * batches, memory=[100, 120, 110])
+    contested = [Contested(lanes, [(index, 99) for index in range(4)])] * batches
+    found = Found(accepted=set(groups), contested=contested, memory=[100, 120, 110])
     found.received.update(groups)
     return found
 
 
 def test_a_fair_run_is_not_complained_of() -> None:
     assert judged(fair(), environments=64, batch_size=256) == []
-    assert expected_shares(64) == pytest.approx(fair().shares(), rel=0.01)
+    assert fair().expected_shares(64) == pytest.approx(fair().shares(), rel=0.01)
+
+
+def test_what_an_environment_has_not_waiting_goes_to_the_others_by_weight() -> None:
+    parts = parts_of(4)
+    assert parts == pytest.approx([1 / 64, 9 / 64, 18 / 64, 36 / 64])
+    assert expected({0: 9, 1: 99, 2: 99, 3: 99}, parts, 64) == pytest.approx({0: 1, 1: 9, 2: 18, 3: 36})
+    assert expected({1: 99, 2: 99, 3: 16}, parts, 64) == pytest.approx({1: 16, 2: 32, 3: 16})
+    assert expected({0: 9, 1: 3}, parts, 4) == pytest.approx({0: 1, 1: 3})
+
+
+def test_a_batch_is_contested_where_twice_as_much_waits_unless_it_is_the_first_of_a_trainer(tmp_path: Path) -> None:
+    notes, found = tmp_path / "notes", Found()
+    waits, few = {"waiting": [[1, 2], [2, 2]]}, {"waiting": [[1, 1], [2, 2]]}
+    lines = [{"groups": [[1, 1], [2, serial]]} | waiting for serial, waiting in enumerate((waits, waits, few))]
+    notes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    received_by(notes, leased=True, found=found)
+
+    (contested,) = found.contested
+    assert (contested.had, [*map(list, contested.waiting)]) == ([1, 2], waits["waiting"])
+    assert waiting_groups('env_queued_sequences{env="load-7_1",env_id="9"} 12\n') == {7: 3}
 
 
 @pytest.mark.parametrize(
@@ -77,8 +99,11 @@ def test_a_fair_run_is_not_complained_of() -> None:
     [
         ({"accepted": {(9, number) for number in range(65)}, "deaths": 1}, "65 groups were accepted and did not come"),
         ({"memory": [100, 2**30, 100]}, "the gateway began with 100 bytes and had 1,073,741,824"),
-        ({"contested": [[0, 1, 2, 3]] * 4}, "4 batches were contested: too few"),
-        ({"contested": [[0, 1, 2, 3] * 16] * 5}, "expected 0.107 of contested batches, got 0.250"),
+        ({"contested": fair().contested[:29]}, "29 batches were contested: too few"),
+        (
+            {"contested": [Contested([0, 1, 2, 3] * 16, [(index, 99) for index in range(4)])] * 30},
+            "expected 0.107 of contested batches, got 0.250",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_run_is_told(wrong: dict[str, object], message: str) -> None:
@@ -91,11 +116,11 @@ def test_what_is_wrong_with_a_run_is_told(wrong: dict[str, object], message: str
 
 def test_a_trainer_that_died_while_it_waited_may_have_cost_a_batch(tmp_path: Path) -> None:
     notes, found = tmp_path / "notes", Found()
-    lines = [{"groups": [[1, 1], [2, 1]], "contested": True}, "asking"]
+    lines = [{"groups": [[1, 1], [2, 1]], "waiting": []}, "asking"]
     notes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     received_by(notes, leased=False, found=found)
     received_by(notes, leased=True, found=found)
     received_by(tmp_path / "none", leased=False, found=found)
 
-    assert (found.deaths, found.received[1, 1], found.contested[0]) == (1, 2, [1, 2])
+    assert (found.deaths, found.received[1, 1]) == (1, 2)
