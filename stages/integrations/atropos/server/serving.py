@@ -23,6 +23,8 @@ PARTING_S = 1
 IDLE_S = 75
 """How long a connection is kept on which nothing is asked: longer than clients poll apart."""
 
+TURNS_TO_MEET = 3
+"""Turns of the loop between accepting a connection and knowing it: its task begins, its transport, its protocol."""
 
 COME_AGAIN = {"Retry-After": "1", "Connection": "close"}
 
@@ -40,8 +42,14 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Serve until `ending`."""
+        """Serve until `ending`; who was accepted by then is met, and so hung up on, which asyncio's servers forget."""
         await self.ending.wait()
+        loop = asyncio.get_running_loop()
+        for server in self.servers:
+            for listener in server.sockets:
+                loop.remove_reader(listener.fileno())
+        for _ in range(TURNS_TO_MEET):
+            await asyncio.sleep(0)
 
 
 def _parting(application: ASGIApp) -> ASGIApp:
