@@ -14,19 +14,25 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
 
+# Workers, and tests start many, begin with modules that were compiled before.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all check bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
 
+# Three files at a time, in their order: the long ones are not the last.
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m coverage run -m pytest $(BESIDE)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
 
 test-all: $(READY) $(OLDER)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "long or not long"
+	$(BIN)/python -m pytest $(BESIDE) -m "long or not long"
 	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/test_transformers_models.py
 
 # The last transformers that knows configurations in the old layout alone, beside the newest.

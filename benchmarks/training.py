@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from rich.console import Console
-from torch._dynamo.exc import BackendCompilerFailed  # its only name
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.stages.losses import PPOClip
@@ -158,6 +157,8 @@ def steps(way: Way, size: Size, batch: TrainBatch, options: argparse.Namespace) 
 
 def measure(options: argparse.Namespace, console: Console) -> list[Result]:
     """Every way in turn, as often as is asked."""
+    from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415 (takes seconds; its only name)
+
     size = Size(options.vocabulary, options.layers, options.width, options.heads, options.longest)
     batch = make_batch(size, options.batch_tokens)
     ways, results = list(WAYS), []
