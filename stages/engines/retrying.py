@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
@@ -60,7 +60,8 @@ async def retried(
     Raises:
         Exception: what `judge` made of the last failure.
     """
-    pauses, while_away = backoff.pauses(draw), backoff.pauses(draw)
+    pauses = backoff.pauses(draw)
+    while_away: Iterator[float] = iter(())
     gone_at: float | None = None
     for number in count(1):
         try:

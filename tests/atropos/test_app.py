@@ -373,7 +373,7 @@ def test_a_web_page_can_neither_change_nor_read_anything(gateway: Client, header
     assert gateway.get("/status") == {"current_step": 3, "queue_size": 1}
 
 
-@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST", "192.168.0.7:1"])
+@pytest.mark.parametrize("host", ["localhost:8000", "localhost.", "127.0.0.1", "[::1]:80", "LOCALHOST"])
 def test_addresses_and_localhost_are_nobodys_names(gateway: Client, host: str) -> None:
     assert gateway.get("/status", host=host, sec_fetch_site="none") == {"current_step": 0, "queue_size": 0}
 

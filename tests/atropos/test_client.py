@@ -7,16 +7,20 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import anyio
 import anyio.abc
-import anyio.lowlevel
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
+from anyio.lowlevel import checkpoint
+from structlog.testing import capture_logs
 
 import penstock.stages.integrations.atropos.server.hosting  # noqa: F401 (imported here, for that blocks)
 from penstock import GroupId, TrajectoryGroup, drop, memory_channel, source
@@ -25,6 +29,7 @@ from penstock.pipeline.channels.channel import ReceiveChannel
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos.api_error import AtroposAPIError
 from penstock.stages.integrations.atropos.client import AtroposClient
+from penstock.stages.integrations.atropos.contract import TrainerRegistration
 from penstock.stages.integrations.atropos.server.door import Door
 from penstock.stages.integrations.atropos.server.trainers import AtroposTrainers
 from penstock.testing import Driven, drive_sink, drive_source, group
@@ -61,7 +66,7 @@ class Server:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path_qs}")
         if request.path in self.refuses:
-            return self.refuses[request.path]
+            return copy(self.refuses[request.path])  # an answer is sent once
         match request.path:
             case "/":
                 return self.greeting()
@@ -197,18 +202,38 @@ async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attem
     received: list[Driven[TrajectoryGroup]] = []
     async with serving(batch(1.0), batch(2.0)) as server:
         server.goes_after = 1
-        async with anyio.create_task_group() as tasks:
+        with capture_logs() as events:
+            async with anyio.create_task_group() as tasks:
 
-            async def drive() -> None:
-                received.append(await driven(server, attempts=1, away_s=60, empty_s=0.05))
+                async def drive() -> None:
+                    received.append(await driven(server, attempts=1, away_s=60, empty_s=0.001))
 
-            tasks.start_soon(drive)
-            await server.gone.wait()
-            await anyio.sleep(0.1)  # longer than the queue may be empty
-            await server.listen(int(server.url.rpartition(":")[2]))
+                tasks.start_soon(drive)
+                await server.gone.wait()
+                while sum(event["event"] == "request_retried" for event in events) < 2:
+                    await checkpoint()
+                await server.listen(int(server.url.rpartition(":")[2]))
 
     assert scores(received[0]) == [1.0, 2.0]
     assert counted(received[0])["atropos/retries"] >= 2
+
+
+@pytest.mark.parametrize("status", [502, 504])
+async def test_a_proxy_that_finds_nobody_behind_it_is_a_server_that_is_away(status: int) -> None:
+    async with serving(batch(1.0)) as server:
+        server.refuses["/batch"] = web.Response(status=status)
+        with capture_logs() as events:
+            async with anyio.create_task_group() as tasks:
+
+                async def find() -> None:
+                    while sum(event["event"] == "request_retried" for event in events) < 4:
+                        await checkpoint()
+                    del server.refuses["/batch"]
+
+                tasks.start_soon(find)
+                received = await driven(server, attempts=1, away_s=60, num_steps=1)
+
+    assert scores(received) == [1.0]
 
 
 async def test_a_server_that_does_not_come_back_is_told_when_it_was_away_for_too_long() -> None:
@@ -263,7 +288,7 @@ async def test_what_is_lost_with_a_run_is_not_acknowledged() -> None:
             group = await inbox.receive()
             context.ledger.admit(group.id, [0])
             while server.polls() < 3:
-                await anyio.lowlevel.checkpoint()
+                await checkpoint()
             tasks.cancel_scope.cancel()
 
     assert server.acknowledged == []
@@ -321,6 +346,55 @@ async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_ackno
     for before, after in zip(sent, received, strict=True):
         names = before.columns().keys() - {"policy_versions"}
         assert all(np.array_equal(before.columns()[name], after.columns()[name]) for name in names)
+
+
+async def polled(session: aiohttp.ClientSession, *, lease_s: str) -> dict[str, Any]:
+    """A batch, as soon as there is one."""
+    while True:
+        answer: dict[str, Any] = await (await session.get("/batch", params={"lease_s": lease_s})).json()
+        if answer["batch"]:
+            return answer
+
+
+async def test_a_sink_ends_with_the_last_step_though_a_trainer_died_with_a_batch_that_was_counted() -> None:
+    """It comes back with one step done of the two that it was handed, and the stream does not end by itself."""
+    sink, received = AtroposTrainers(door=Door(port=0)), list[TrajectoryGroup]()
+    outbox, inbox = memory_channel[TrajectoryGroup](4)
+
+    async def trained_one_of_two() -> None:
+        url = await sink.listening.url()
+        said = TrainerRegistration(
+            wandb_group="",
+            wandb_project="",
+            batch_size=2,
+            max_token_len=64,
+            checkpoint_dir="",
+            save_checkpoint_interval=0,
+            starting_step=0,
+            num_steps=2,
+        )
+        async with aiohttp.ClientSession(url) as session:
+            await session.post(
+                "/register", data=msgspec.json.encode(said), headers={"Content-Type": "application/json"}
+            )
+            first = await polled(session, lease_s="60")
+            await polled(session, lease_s="0.001")
+            await session.post("/acknowledge", json={"lease": first["lease"]})
+        received.extend(await drive_source(client(url, batch_size=2, num_steps=2, starting_step=1, lease_s=60.0)))
+
+    context = Context()
+    async with inbox, outbox:
+        for number in range(3):
+            sent = group(instance_id=str(number))
+            context.ledger.admit(sent.id, [0, 1])
+            await outbox.send(sent)
+        with entered(context):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(trained_one_of_two)
+                await sink.run(inbox)
+
+    assert len(received) == 1
+    assert context.ledger.balance().ended["trained"] == 4
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -429,7 +503,7 @@ async def test_a_batch_that_is_none() -> None:
         error = await failure(server.url)
 
     assert error.situation == "no JSON"
-    assert f"GET {server.url}/batch?lease_s=3600: expected the JSON of a BatchAnswer" in str(error)
+    assert f"GET {server.url}/batch?lease_s=1800: expected the JSON of a BatchAnswer" in str(error)
 
 
 async def test_a_queue_that_is_empty_for_too_long() -> None:

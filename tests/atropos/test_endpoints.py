@@ -62,11 +62,12 @@ class Gateway:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[int | None, Any]:
         """Status and JSON, None where that is cut off; who asks leaves after so many messages went either way."""
+        path, _, query = path.partition("?")
         headers = [(b"content-type", b"application/json")]
         sent_body = body if isinstance(body, bytes) else json.dumps(body).encode()
         if isinstance(body, bytes):  # gzip
             headers.append((b"content-encoding", b"gzip"))
-        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
         passed, sent = 0, list[MutableMapping[str, Any]]()
 
         async def receive() -> dict[str, Any]:
@@ -125,16 +126,14 @@ async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> Non
     assert gateway.books.status().queue_size == 1
 
 
-async def test_a_batch_whose_reader_left_before_its_end_goes_to_the_next_who_asks() -> None:
+@pytest.mark.parametrize("path", ["/batch", "/batch?lease_s=3600"])
+async def test_a_batch_whose_reader_left_before_its_end_goes_to_the_next_who_asks(path: str) -> None:
     gateway = Gateway()
     await gateway.ask("POST", "/register", TRAINER)
     await gateway.ask("POST", "/scored_data", scored(8, mark=1.0))
 
-    for messages in (
-        3,
-        4,
-    ):  # it is looked at once, then come the status, the groups, and what waits until they are written
-        status, cut_off = await gateway.ask("GET", "/batch", leaves_after=messages)
+    for messages in (3, 4):  # a look, the status, the groups, what waits until they are written
+        status, cut_off = await gateway.ask("GET", path, leaves_after=messages)
         assert (status, cut_off) == (200, None)
     batch = (await gateway.ask("GET", "/batch"))[1]["batch"]
 

@@ -38,7 +38,7 @@ from penstock.stages.integrations.atropos.steps import episodes, stepwise
 from penstock.stages.integrations.atropos.steps.conversation import Action, ModelCallRefused
 from penstock.stages.integrations.atropos.steps.episodes import EnvironmentTimedOut
 from penstock.stages.integrations.atropos.steps.home import NoMoreItems
-from penstock.stages.integrations.atropos.steps.scoring import NotScored
+from penstock.stages.integrations.atropos.steps.scoring import NotScored, sampled
 from penstock.stages.integrations.atropos.steps.stepwise import (
     AtroposEnvironment,
     AtroposStepEnvironment,
@@ -554,3 +554,12 @@ async def test_gem_makes_it_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(env, BlockingStepEnvironment)
     assert isinstance(env, StepEnvironment)
     await anyio.to_thread.run_sync(env.close)
+
+
+@pytest.mark.parametrize("unknown", [None, "-1"])
+def test_logprobs_of_a_row_that_are_no_numbers_are_left_out(unknown: object) -> None:
+    row = {"tokens": [1, 5, 6], "masks": [-100, 5, 6], "inference_logprobs": [1.0, -0.5, unknown]}
+
+    told = sampled(row, [Action(text="ok", tokens=[5, 6], logprobs=[-0.5, -0.25])])
+
+    assert told == {"tokens": [1, 5, 6], "masks": [-100, 5, 6]}

@@ -15,8 +15,10 @@ from tests.atropos.gateways import TRAINER, scored
 from tests.atropos.talking import ANYWHERE, Talk, talking
 
 from penstock import SendChannel, TrajectoryGroup, memory_channel
+from penstock.errors import InvalidConfig
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposTrainers
+from penstock.stages.integrations.atropos.books.habits import Habits
 from penstock.testing import group
 
 
@@ -172,6 +174,30 @@ async def _next_batch(talk: Talk) -> list[Any]:
     while (batch := (await talk.get("/batch"))["batch"]) is None:
         await checkpoint()
     return list(batch)
+
+
+async def test_what_makes_no_batch_of_one_size_is_kept_for_a_trainer_who_wants_another() -> None:
+    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    made = [admitted(context, number, (2,) * 5) for number in range(20)]
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 64, "starting_step": 0, "num_steps": 20})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, outbox, made[:18])
+            while (await talk.get("/status"))["queue_size"] < 18:
+                assert (await talk.get("/batch"))["batch"] is None
+        await talk.post("/register", TRAINER | {"batch_size": 5, "starting_step": 0, "num_steps": 20})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, outbox, made[18:])
+            for _ in range(20):
+                await _next_batch(talk)
+
+    assert context.ledger.balance().ended["trained"] == 100
+
+
+def test_forming_batches_that_nobody_asked_for_is_refused_in_a_sink() -> None:
+    with pytest.raises(InvalidConfig, match="expected none of newest_first, got it: batches that are formed before"):
+        AtroposTrainers(habits=Habits(newest_first=True))
 
 
 async def test_the_oldest_of_what_is_passed_over_for_long_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,7 +133,7 @@ class Api:
             return Failure(
                 self._error(situation, f"{method} {path}", came + tries),
                 passing=situation != "rejected" or (isinstance(error, Failed) and error.status in PASSING),
-                away=situation in {"refused", "unreachable"} or isinstance(error, aiohttp.ConnectionTimeoutError),
+                away=situation in {"refused", "unreachable"} or _nobody_behind(error),
                 wanted_s=wanted_s(error),
             )
 
@@ -178,3 +178,10 @@ class Api:
 
     def _error(self, situation: Situation, request: str, came: str) -> AtroposAPIError:
         return AtroposAPIError(situation, self._client.url, request, came)
+
+
+def _nobody_behind(error: Exception) -> bool:
+    """Whether only what stands before a server was met: a host that takes no connections, a proxy, a tunnel."""
+    if isinstance(error, Failed):
+        return error.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
+    return isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ServerDisconnectedError)

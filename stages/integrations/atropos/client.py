@@ -80,9 +80,9 @@ class AtroposClient(Config, frozen=True):
     """Bound of the first pause, between attempts and between polls; it doubles from pause to pause."""
     longest_pause_s: float = 8.0
     """No bound is above it."""
-    empty_s: float | None = 1800.0
+    empty_s: float | None = 3600.0
     """How long there may be no batch while the server is there; None for as long as it takes."""
-    lease_s: float | None = 3600.0
+    lease_s: float | None = 1800.0
     """How long a gateway waits to hear that all of a batch has ended, before it gives it out again: more than the
     longest time from poll to optimizer step. What came before is not trained again. None for at most once, as with the
     original."""
@@ -192,9 +192,7 @@ class _Training:
         await self._api.greet()
         await self._register()
         while self._step < self._rules.num_steps:
-            answer = await self._next()
-            if await self._send(answer):
-                self._step += 1
+            await self._send(await self._next())
 
     async def _register(self) -> None:
         rules = self._rules
@@ -217,7 +215,7 @@ class _Training:
         began = empty_since = time.monotonic()
         pauses = Backoff(WITHOUT_END, rules.first_pause_s, rules.longest_pause_s).pauses(self._draw)
         while True:
-            failures = self._api.failures
+            failures, asked_at = self._api.failures, time.monotonic()
             answer = await self._api.batch(rules.lease_s)
             if answer.status == "error":
                 log.warning("trainer_unknown", url=shown(rules.api_url), told=answer.message, step=self._step)
@@ -225,16 +223,18 @@ class _Training:
             elif answer.batch:
                 current().metrics.mean("atropos/waited_s", time.monotonic() - began)
                 return answer
-            if answer.status == "error" or self._api.failures > failures:
-                empty_since = time.monotonic()  # a server that was away had nothing to be empty of
+            if answer.status == "error":
+                empty_since = time.monotonic()
+            elif self._api.failures > failures:  # a server that was away had nothing to be empty of
+                empty_since += time.monotonic() - asked_at
             if rules.empty_s is not None and time.monotonic() - empty_since > rules.empty_s:
                 raise self._api.empty(rules.empty_s)
             await anyio.sleep(next(pauses))
 
-    async def _send(self, answer: BatchAnswer) -> bool:
+    async def _send(self, answer: BatchAnswer) -> None:
         """Send the groups of a batch, one after another: each is decoded while the one before is on its way.
 
-        Returns whether there was one that was not sent before: in this run, or in one that it goes on with.
+        It is a step where there was one that was not sent before: in this run, or in one that it goes on with.
         """
         name = f"{self._name}.{next(self._numbers)}" if answer.batch_id is msgspec.UNSET else answer.batch_id
         again = name in self._sent
@@ -245,9 +245,9 @@ class _Training:
         if again or (sent and not new):
             log.warning("batch_came_again", batch=name)
             current().metrics.total("atropos/again")
+        self._step += not again and (new > 0 or not sent)
         if answer.lease is not msgspec.UNSET:
-            self._tasks.start_soon(self._acknowledge, answer.lease, sent)
-        return not again and (new > 0 or not sent)
+            self._tasks.start_soon(self._acknowledge, answer.lease, sent, self._step == self._rules.num_steps)
 
     async def _send_new(self, answer: BatchAnswer, name: str, sent: list[TrajectoryId]) -> int:
         """Send those groups that are in no books yet; `sent` is filled with all. Returns how many it were."""
@@ -276,7 +276,7 @@ class _Training:
             candidates=self._rules.candidates,
         )
 
-    async def _acknowledge(self, lease: int | str, sent: list[TrajectoryId]) -> None:
+    async def _acknowledge(self, lease: int | str, sent: list[TrajectoryId], last: bool) -> None:  # noqa: FBT001
         """When all of a batch has ended, the server need not keep it: also where that ended the run."""
         ledger = current().ledger
         try:
@@ -286,10 +286,12 @@ class _Training:
             if not any(map(ledger.is_open, sent)):
                 sent.clear()
                 with anyio.move_on_after(LEAVING_S, shield=True):
-                    await self._tell_ended(lease)
+                    await self._tell_ended(lease, last=last)
 
-    async def _tell_ended(self, lease: int | str) -> None:
+    async def _tell_ended(self, lease: int | str, *, last: bool) -> None:
         try:
+            if last:  # who handed batches out counted one that came back once only: we know better
+                await self._register()
             await self._api.acknowledge(lease)
         except AtroposAPIError as error:  # at worst the batch comes once more, as another one
             log.warning("not_acknowledged", lease=lease, reason=error.told)

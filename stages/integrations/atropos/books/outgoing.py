@@ -47,7 +47,7 @@ class Formed(Generic[G]):
 class _Lease(Generic[G]):
     formed: Formed[G]
     until: float
-    """When it comes back; what has come back is to be handed out again, and may still be acknowledged until then."""
+    """When it comes back. It may still be acknowledged, until it is handed out again."""
 
 
 class Outgoing(Generic[G]):

@@ -56,7 +56,7 @@ class Access:
     def _is_own(self, name: str) -> bool:
         try:
             host = urlsplit(f"//{name}").hostname or ""
-            return host in ("localhost", self.host.lower()) or bool(ipaddress.ip_address(host))
+            return host.removesuffix(".") in ("localhost", self.host.lower()) or bool(ipaddress.ip_address(host))
         except ValueError:
             return False
 

@@ -66,6 +66,10 @@ class Desk(Protocol[G]):
         """These were accepted."""
         ...
 
+    def registered(self) -> None:
+        """A trainer registered: how large batches are, and how many it still wants, may be other than before."""
+        ...
+
     def asked(self, batch: Batch[G] | None) -> None:
         """A trainer asked for a batch, and is handed this one; None where there was none."""
         ...
@@ -101,6 +105,9 @@ class Relay:
 
     def arrived(self, submissions: Sequence[Submission[bytes]]) -> None:
         """Trainers ask by themselves."""
+
+    def registered(self) -> None:
+        """The books know."""
 
     def asked(self, batch: Batch[bytes] | None) -> None:
         """They ask again."""

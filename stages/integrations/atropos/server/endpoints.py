@@ -46,7 +46,6 @@ from .trainer_endpoints import TrainerEndpoints
 __all__ = ["Endpoints"]
 
 G = TypeVar("G")
-T = TypeVar("T")
 
 NO_EXAMPLE = (
     "tokens",

@@ -231,6 +231,9 @@ class _Intake:
                 ledger.admit(group.id, repetitions)
         self._waiting.wake_all()
 
+    def registered(self) -> None:
+        """No trainer registers here; see `Desk`."""
+
     def asked(self, batch: Batch[TrajectoryGroup] | None) -> None:
         """No trainer asks here; see `Desk`."""
 

@@ -58,6 +58,7 @@ class TrainerEndpoints(Generic[G]):
         """POST /register."""
         registration = await self._reading.decoded(request, TrainerRegistration)
         uuid = self._books.register_trainer(registration)
+        self._desk.registered()
         self._room.wake_all()
         return Registered(uuid=uuid)
 
@@ -77,7 +78,7 @@ class TrainerEndpoints(Generic[G]):
         self._room.wake_all()
         weight = sum(group.nbytes for group in batch.groups)
         answer = await self._reading.heavy(weight, partial(self._batch, request, batch, leased=lease_s is not None))
-        return answer if lease_s is not None else Delivery(answer, partial(self._settle, batch), END_BYTES)
+        return Delivery(answer, partial(self._settle, batch, leased=lease_s is not None), END_BYTES)
 
     def _batch(self, request: Request, batch: Batch[G], *, leased: bool) -> Response:
         """The answer that holds `batch`. May block, and run in a thread."""
@@ -87,12 +88,13 @@ class TrainerEndpoints(Generic[G]):
             told = BatchAnswer(batch=groups, lease=str(batch.lease), batch_id=batch.batch_id)
         return answered(request, msgspec.json.encode(told))
 
-    def _settle(self, batch: Batch[G], there: bool) -> bool:  # noqa: FBT001
-        """Whether a client that acknowledges nothing is to have the end of its batch, which is its own then."""
+    def _settle(self, batch: Batch[G], there: bool, *, leased: bool) -> bool:  # noqa: FBT001
+        """Whether a client is to have the end of its batch, which is its own then if it will acknowledge nothing."""
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
         if not there:
             self._books.give_back(batch.lease)
-            return False
+        if leased or not there:
+            return there
         with suppress(UnknownLease):  # it took longer than SENDING_S, and went to the next who asked
             self._acknowledge(batch.lease)
             return True

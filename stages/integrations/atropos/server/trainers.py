@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from .....pipeline.channels.channel import ReceiveChannel
 from .....pipeline.context import current, drop
+from .....pipeline.errors import InvalidConfig
 from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import TrainBatch, TrajectoryGroup
@@ -65,6 +66,13 @@ class AtroposTrainers:
     """Which habits of the original are kept."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await trainers.listening.url()` returns where, as soon as it does."""
+
+    def __post_init__(self) -> None:
+        if self.habits.newest_first:
+            raise InvalidConfig(
+                "AtroposTrainers.habits: expected none of newest_first, got it: batches that are formed before anyone "
+                "asks would count as steps of a trainer that never has them"
+            )
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
@@ -169,6 +177,12 @@ class _Outlet:
             submission.payload.number = self._offered
             self._offered += 1
             self._fresh += submission.sequences
+
+    def registered(self) -> None:
+        """What made up no batch of one size may make up one of another; see `Desk`."""
+        self._fresh += self._left_over
+        self._left_over = self._seen = 0
+        self.changed.wake_all()
 
     def asked(self, batch: Batch[_Offered] | None) -> None:
         """See `Desk`."""

@@ -108,9 +108,12 @@ def _last(ids: Sequence[int], wanted: Sequence[int], end: int) -> int | None:
 def _equal(told: Any, logprobs: Mapping[int, float | None]) -> bool:
     """Whether the row has none, or these, as far as float32 has them."""
     return told is None or all(
-        logprob is not None and at < len(told) and math.isclose(told[at], logprob, rel_tol=1e-6, abs_tol=1e-6)
-        for at, logprob in logprobs.items()
+        logprob is not None and at < len(told) and _close(told[at], logprob) for at, logprob in logprobs.items()
     )
+
+
+def _close(told: Any, logprob: float) -> bool:
+    return isinstance(told, int | float) and math.isclose(told, logprob, rel_tol=1e-6, abs_tol=1e-6)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
