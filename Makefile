@@ -37,6 +37,7 @@ test-all: $(READY) $(OLDER)
 
 # The last transformers that knows configurations in the old layout alone, beside the newest.
 $(OLDER): $(READY)
+	rm -rf $@
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==4.57.6 'huggingface-hub<1' 'tokenizers<0.23' \
 		requests certifi charset-normalizer idna urllib3
 

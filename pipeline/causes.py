@@ -35,7 +35,7 @@ def alone() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         cause = sole_cause(group)
-        raise cause from cause.__cause__
+        raise cause from cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def first_cause(error: BaseException, kind: type[BaseException]) -> BaseException:

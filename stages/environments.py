@@ -439,6 +439,8 @@ def _checked(rollout: Any) -> Rollout:
         spoken = sum(isinstance(turn, Completion) for turn in turns)
         if len(turn_rewards) != spoken:
             raise InvalidRecord(f"turn_rewards: expected {spoken}, one a Completion, got {len(turn_rewards)}")
+        if not math.isclose(sum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise InvalidRecord(f"turn_rewards: expected {reward} in all, the reward, got {sum(turn_rewards)}")
     return msgspec.structs.replace(rollout, turns=turns, reward=reward, turn_rewards=turn_rewards)
 
 

@@ -37,7 +37,8 @@ class KLReward:
         estimator: of a token's divergence. As a reward, k1 is right: its mean is the divergence, and so is what a
             policy gradient makes of it.
         level: `sequence` takes the sum over a sequence's tokens off its reward; `token` takes each token's off
-            `token_rewards`, which then has to be told to what makes advantages (`rewards="both"`).
+            `token_rewards`, which then has to be told to what makes advantages: `rewards="both"`, or `"token"` where
+            the rewards of turns are there too, of which nothing but this level takes anything off.
 
     Raises:
         ValueError: a factor that is not positive, or an unknown estimator or level.

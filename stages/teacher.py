@@ -38,7 +38,7 @@ OnFailure: TypeAlias = Literal["drop", "pass"]
 
 
 FIRST_ANSWERS = 8
-"""Sequences that may fail before the first is answered, at least: one or two may be too long for the teacher."""
+"""Groups in which a sequence may fail before the first is answered: one or two may be too long for the teacher."""
 
 
 class TeacherEngine(Protocol):
@@ -114,8 +114,8 @@ class Teacher:
 
         Raises:
             TokenizersDiffer: the teacher's ids mean something else.
-            EngineFailed: the teacher failed at the first `concurrency` sequences (8, where that is less) and has never
-                answered; `__cause__` is the last failure.
+            EngineFailed: the teacher failed in the first 8 groups, and has never answered; `__cause__` is the last
+                failure.
             Exception: whatever the policy raises as it is opened.
         """
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
@@ -173,8 +173,8 @@ class _Lessons:
         self._places = anyio.Semaphore(rules.concurrency)
         """One is held for each sequence, until its group could be sent: so a slow reader is heard here."""
         self._random = jitter(current().worker)
-        self._patience: int | None = max(rules.concurrency, FIRST_ANSWERS)
-        """How many more sequences may fail before the first is answered; None once one was."""
+        self._patience: int | None = FIRST_ANSWERS
+        """In how many more groups a sequence may fail before the first is answered; None once one was."""
 
     async def begin(self, group: TrajectoryGroup) -> None:
         """Ask about every sequence of `group`; returns when all are being asked about."""
@@ -212,16 +212,17 @@ class _Lessons:
         while (failure := await self._attempt(lesson, span)) is not None:
             pause_s = next(pauses, None) if isinstance(failure, EngineFailed | OSError) else None
             if pause_s is None:
-                lesson.failed = True
+                first, lesson.failed = not lesson.failed, True
                 metrics.total("teacher/failed")
                 log.warning("teacher_failed", group=f"{group.env}/{group.instance_id}", reason=str(failure))
-                self._bear(failure)
+                if first:
+                    self._bear(failure)
                 return
             metrics.total("teacher/retries")
             await anyio.sleep(pause_s)
 
     def _bear(self, failure: Exception) -> None:
-        """Note that a sequence failed for good.
+        """Note that a group has a sequence that failed for good.
 
         Raises:
             EngineFailed: so did all before it: a teacher that never answers would have every group dropped, for ever.
@@ -231,8 +232,8 @@ class _Lessons:
         self._patience -= 1
         if not self._patience:
             raise EngineFailed(
-                f"expected a teacher that answers, got {max(self._rules.concurrency, FIRST_ANSWERS)} failures and no "
-                f"answer since the start; the last one: {failure}"
+                f"expected a teacher that answers, got failures in {FIRST_ANSWERS} groups and no answer since the "
+                f"start; the last one: {failure}"
             ) from failure
 
     async def _attempt(self, lesson: _Lesson, span: slice) -> Exception | None:

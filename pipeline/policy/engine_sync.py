@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
+import anyio
+
 from ..telemetry import get_logger
 from .shielded import shielded
 
@@ -77,15 +79,16 @@ async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
         await engine.wake_up()
         await engine.update_weights(weights.url, weights.version)
         yield engine
-    except BaseException as error:  # noqa: BLE001 (raised again)
+    except BaseException as error:
         try:
             await _fallen_asleep(engine, error)
         except Exception as failure:  # noqa: BLE001 (told with the error of the body, which is what happened first)
             told = f"{type(failure).__name__}: {failure}"
             log.warning("engine_left_awake", engine=repr(engine), reason=told)
             error.add_note(f"besides: {engine!r} did not fall asleep: {told}")
-        finally:
-            raise error  # and no cancellation that came meanwhile: whoever cancelled cancels on
+        except anyio.get_cancelled_exc_class():
+            pass  # that came meanwhile: whoever cancelled cancels on
+        raise
     await _fallen_asleep(engine, None)
 
 

@@ -20,7 +20,10 @@ async def shielded(
     within_s: float,
     hurried_s: float,
 ) -> None:
-    """Await `work()` to its end, however its caller fares, and then let the caller be cancelled.
+    """Await `work()` to its end, though anyio cancels the caller, and then let the caller be cancelled.
+
+    asyncio's own `Task.cancel` is one call and no state: one that came before does no harm, one that comes meanwhile
+    ends the work.
 
     Args:
         work: what is to be done.

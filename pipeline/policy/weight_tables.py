@@ -69,7 +69,7 @@ def _lines(expected: Mapping[str, TableSpec], found: Mapping[str, TableSpec]) ->
         wanted, had = expected.get(name), found.get(name)
         if wanted != had:
             numbers = wanted and had and had.xxh3 and wanted[:3] == had[:3]
-            why = ": it was computed from another configuration" if numbers else ""
+            why = ": from another configuration or dtype, or changed since" if numbers else ""
             yield f"{name}: expected {wanted or 'no such table'}, found {had or 'none'}{why}"
 
 

@@ -94,7 +94,7 @@ class Distillation(Term):
                 f"teacher_ids: expected room for {LEAST_RENORMALISED} candidates a token or more, a teacher's top_k of "
                 f"2 and the token itself, got {ids.shape[1]}: a single likeliest token, renormalised, is certain for "
                 f'teacher and policy alike, and their divergence 0 whatever they expect. Take mode="tail", '
-                f"SampledDistillation, or a higher top_k"
+                f"SampledDistillation, or a higher top_k; columns that do hold the two likeliest want a third of −1"
             )
         told = _Told.of(scored, least=2 if self.mode == "renormalised" else 1)
         costs = self._divergence(*told.distributions(self.mode))

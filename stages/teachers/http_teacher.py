@@ -29,7 +29,7 @@ __all__ = ["HttpTeacher"]
 PATH = "/v1/completions"
 
 AT_START = Backoff(attempts=3)
-"""How often a server is asked whether it has the model: one that is started with the pipeline is ready by then."""
+"""How often a server is asked whether it has the model: an `OutsideServer` of the pipeline is ready by then."""
 
 AT_START_S = 30.0
 """How long it may take to say so."""

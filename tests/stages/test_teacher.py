@@ -246,20 +246,32 @@ def test_failures_and_retries_are_counted() -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "pass"])
-@pytest.mark.parametrize(("concurrency", "patience"), [(1, 8), (8, 8), (12, 12)])
-def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(
-    concurrency: int, patience: int, on_failure: str
-) -> None:
+@pytest.mark.parametrize("concurrency", [1, 8, 12])
+def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(concurrency: int, on_failure: str) -> None:
     """Dropped or passed through, its groups would come to nothing for as long as there are any."""
     failure = EngineRefused("no such model")
     teacher = Scripted([failure])
     endless = [group(instance_id=str(number), completion_lengths=[2]) for number in range(100)]
 
-    with pytest.raises(EngineFailed, match=rf"got {patience} failures and no answer .*: no such model") as told:
+    with pytest.raises(EngineFailed, match=r"failures in 8 groups and no answer .*: no such model") as told:
         asked(teacher, endless, concurrency=concurrency, on_failure=on_failure)
 
     assert told.value.__cause__ is failure
-    assert len(teacher.questions) <= patience + concurrency
+    assert len(teacher.questions) <= 8 + concurrency
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 32])
+def test_a_first_group_that_is_too_long_in_all_its_sequences_is_dropped_alone(concurrency: int) -> None:
+    def refuse_the_long(tokens: NDArray[np.int32]) -> Candidates:
+        if len(tokens) > 8:
+            raise EngineRefused("too long")
+        return next_of_each(tokens)
+
+    first, second = group(instance_id="0", completion_lengths=[9] * 32), group(instance_id="1", completion_lengths=[2])
+
+    out = asked(Scripted([refuse_the_long]), [first, second], concurrency=concurrency)
+
+    assert [each.instance_id for each in out] == ["1"]
 
 
 def test_a_teacher_that_answered_once_may_fail_for_as_long_as_it_likes() -> None:
