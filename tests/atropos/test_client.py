@@ -223,17 +223,15 @@ async def test_a_proxy_that_finds_nobody_behind_it_is_a_server_that_is_away(stat
     async with serving(batch(1.0)) as server:
         server.refuses["/batch"] = web.Response(status=status)
         with capture_logs() as events:
+
+            async def find() -> None:
+                while sum(event["event"] == "request_retried" for event in events) < 4:
+                    await checkpoint()
+                del server.refuses["/batch"]
+
             async with anyio.create_task_group() as tasks:
-
-                async def find() -> None:
-                    while sum(event["event"] == "request_retried" for event in events) < 4:
-                        await checkpoint()
-                    del server.refuses["/batch"]
-
                 tasks.start_soon(find)
-                received = await driven(server, attempts=1, away_s=60, num_steps=1)
-
-    assert scores(received) == [1.0]
+                assert scores(await driven(server, attempts=1, away_s=60, num_steps=1)) == [1.0]
 
 
 async def test_a_server_that_does_not_come_back_is_told_when_it_was_away_for_too_long() -> None:
