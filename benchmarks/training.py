@@ -28,7 +28,7 @@ from penstock.stages.losses import PPOClip
 from penstock.stages.training.torch_trainer import TorchTrainer
 
 from .decoder import Decoder, Size
-from .report import command_line, median_of, print_table, short, write_json
+from .report import command_line, print_table, short, write_json
 
 __all__ = ["main"]
 
@@ -183,14 +183,14 @@ def show(results: list[Result], console: Console) -> None:
             [
                 name,
                 short(statistics.median(result.tokens_per_s for result in of_way)),
-                median_of([result.tokens_per_s / result.roofline for result in of_way], 2),
+                f"{statistics.median(result.tokens_per_s / result.roofline for result in of_way):.2f}",
                 *(
                     f"{100 * statistics.median(r.seconds[part] / w for r, w in zip(of_way, whole, strict=True)):.0f}"
                     for part in PARTS
                 ),
             ]
         )
-    print_table(console, "a step of TorchTrainer, and its parts in %", ("way", "tokens/s", "roofline", *PARTS), rows)
+    print_table(console, "a step of TorchTrainer: its share of the roofline, its parts in %", ("way", "tok/s", "share", *PARTS), rows)
 
 
 def main() -> None:
