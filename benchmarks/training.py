@@ -190,7 +190,8 @@ def show(results: list[Result], console: Console) -> None:
                 ),
             ]
         )
-    print_table(console, "a step of TorchTrainer: its share of the roofline, its parts in %", ("way", "tok/s", "share", *PARTS), rows)
+    title = "a step of TorchTrainer: its share of the roofline, and its parts in %"
+    print_table(console, title, ("way", "tok/s", "share", *PARTS), rows)
 
 
 def main() -> None:
