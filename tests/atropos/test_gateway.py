@@ -57,11 +57,11 @@ async def test_groups_of_an_environment_become_records_and_are_in_the_ledger() -
 
 
 async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() -> None:
-    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=64, max_token_len=64, door=ANYWHERE), Context()
 
     groups: list[TrajectoryGroup] = []
     async with running(source, context) as inbox, talking(source) as talk:
-        env = Environment(Config(rollout_server_url=talk.url, pace=0.001), groups=6)
+        env = Environment(Config(rollout_server_url=talk.url, pace=0.01), groups=6)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(env.env_manager)
             groups = [await inbox.receive() for _ in range(6)]
