@@ -17,7 +17,7 @@ from .weight_specs import Tensor, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "VersionMemory", "fill"]
+__all__ = ["HostMemory", "VersionMemory", "bytes_of", "fill"]
 
 
 class VersionMemory(Protocol):
@@ -58,7 +58,7 @@ class HostMemory:
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         """As `VersionMemory.store`."""
-        self.bytes[start : start + spec.nbytes] = _bytes_of(tensor, spec.dtype)
+        self.bytes[start : start + spec.nbytes] = bytes_of(tensor, spec.dtype)
 
     def flush(self) -> None:
         """There is nothing to wait for."""
@@ -80,7 +80,7 @@ class _Writable:
         }
 
 
-def _bytes_of(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
+def bytes_of(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
     """The tensor's elements in C order as bytes; a view where it has that dtype, and is contiguous and in memory."""
     if isinstance(tensor, np.ndarray) and tensor.dtype == dtype:
         flat: Array = np.ascontiguousarray(tensor).reshape(-1)

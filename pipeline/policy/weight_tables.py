@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 import xxhash
 from torch import Tensor, nn
 
+from .weight_memory import bytes_of
 from .weight_specs import TableSpec
 
 __all__ = ["published_tables", "table_differences", "tables_of"]
@@ -29,6 +29,7 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def published_tables(model: nn.Module) -> tuple[TableSpec, ...]:
     """What the tables of `model` are as they stand.
 
+    >>> import torch
     >>> class Rotary(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
@@ -74,9 +75,6 @@ def _lines(expected: Mapping[str, TableSpec], found: Mapping[str, TableSpec]) ->
 
 
 def _spec_of(name: str, table: Tensor) -> TableSpec:
-    digest = "" if table.is_meta else xxhash.xxh3_128_hexdigest(_bytes(table))
-    return TableSpec(name, str(table.dtype).removeprefix("torch."), tuple(table.shape), digest)
-
-
-def _bytes(table: Tensor) -> bytes:
-    return table.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    dtype = str(table.dtype).removeprefix("torch.")
+    digest = "" if table.is_meta else xxhash.xxh3_128_hexdigest(bytes_of(table, dtype).data)
+    return TableSpec(name, dtype, tuple(table.shape), digest)

@@ -12,7 +12,7 @@ import anyio
 
 from .backoff import Backoff
 
-__all__ = ["Failure", "retried"]
+__all__ = ["WITHOUT_END", "Failure", "retried"]
 
 T = TypeVar("T")
 

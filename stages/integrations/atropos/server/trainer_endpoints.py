@@ -93,8 +93,9 @@ class TrainerEndpoints(Generic[G]):
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
         if not there:
             self._books.give_back(batch.lease)
-        if leased or not there:
-            return there
+            return False
+        if leased:
+            return True
         with suppress(UnknownLease):  # it took longer than SENDING_S, and went to the next who asked
             self._acknowledge(batch.lease)
             return True
