@@ -99,13 +99,10 @@ class Metrics:
 
     def mean(self, name: str, values: ArrayLike, weight: ArrayLike | None = None) -> None:
         """Observe `values`; what is emitted is Σ value · weight / Σ weight."""
-        array = np.asarray(values, np.float64)
-        weights = (
-            np.ones_like(array) if weight is None else np.broadcast_to(np.asarray(weight, np.float64), array.shape)
-        )
+        weighted, weighs = _sums(values, weight)
         sums = self._means.setdefault(name, [0.0, 0.0])
-        sums[0] += float((array * weights).sum())
-        sums[1] += float(weights.sum())
+        sums[0] += weighted
+        sums[1] += weighs
 
     def total(self, name: str, amount: float = 1) -> None:
         """Add `amount`; what is emitted is the sum since the last step."""
@@ -171,6 +168,18 @@ class Metrics:
         except Exception:
             self.sinks.remove(sink)
             log.exception("metric_sink_failed", sink=repr(sink), step=step)
+
+
+def _sums(values: ArrayLike, weight: ArrayLike | None) -> tuple[float, float]:
+    """Σ value · weight, and Σ weight. Most values are single ones, and those need no array."""
+    if isinstance(values, int | float) and (weight is None or isinstance(weight, int | float)):
+        weighs = 1.0 if weight is None else float(weight)
+        return float(values) * weighs, weighs
+    array = np.asarray(values, np.float64)
+    if weight is None:
+        return float(array.sum()), float(array.size)
+    weights = np.broadcast_to(np.asarray(weight, np.float64), array.shape)
+    return float((array * weights).sum()), float(weights.sum())
 
 
 Waited: TypeAlias = Callable[[], tuple[float, float]]

@@ -29,19 +29,21 @@ FIRST = np.zeros(1, np.int64)
 class Handful:
     """One group or more."""
 
-    __slots__ = ("_groups", "_spans", "lengths", "loss_mask", "sizes")
+    __slots__ = ("_groups", "_part_names", "_spans", "lengths", "loss_mask", "sizes")
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._groups = groups
-        self.lengths = np.concatenate([group.lengths() for group in groups])
+        sizes = [len(group.rewards) for group in groups]
+        self.sizes = np.array(sizes, np.int64)
+        """[G] sequences of each group."""
+        self.lengths = _lengths(np.concatenate([group.offsets for group in groups]), self.sizes)
         """[B] tokens of each sequence."""
         self.loss_mask = np.concatenate([group.loss_mask for group in groups])
         """[N]."""
-        sizes = [len(group) for group in groups]
-        self.sizes = np.array(sizes, np.int64)
-        """[G] sequences of each group."""
         self._spans = _spans(sizes)
         """Where the sequences of each group lie among all."""
+        self._part_names = set[str]().union(*(group.reward_parts for group in groups))
+        """Of the `reward_parts` that any of the groups has."""
 
     def rewards(self) -> Floats:
         """[B].
@@ -56,14 +58,17 @@ class Handful:
     def magnitudes(self) -> Floats:
         """[B] how much was added up to each reward, as far as `reward_parts` tell: what rounding is a share of."""
         rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
-        names = sorted({name for group in self._groups for name in group.reward_parts})
         nothing = np.zeros(len(rewards))
-        return np.maximum(np.abs(rewards), sum((np.abs(self.reward_parts(name, nothing)) for name in names), nothing))
+        parts = (np.abs(self.reward_parts(name, nothing)) for name in sorted(self._part_names))
+        return np.maximum(np.abs(rewards), sum(parts, nothing))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
-        parts = [group.reward_parts.get(name, otherwise[span]) for group, span in self._each(self._spans)]
-        return np.concatenate(parts, dtype=np.float64)
+        if name not in self._part_names:
+            return otherwise
+        parts = [group.reward_parts.get(name) for group in self._groups]
+        given = [otherwise[span] if part is None else part for part, span in zip(parts, self._spans, strict=True)]
+        return np.concatenate(given, dtype=np.float64)
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
         """[N] the column over tokens of that name; 0 where it is not `used` [N], whatever stands there.
@@ -104,19 +109,18 @@ class Handful:
         Raises:
             InvalidRecord: one is not finite, which float32 may make of it; the message names whose.
         """
-        names = ["rewards", *(PART_PREFIX + name for name in parts)]
-        columns = as_column("rewards", np.stack([rewards, *parts.values()]), np.float32)
-        for name, column in zip(names, columns, strict=True):
-            self._check_finite(name, column, by_token=False)
+        columns = as_column("rewards", np.array([rewards, *parts.values()]), np.float32)
+        if not np.isfinite(columns).all():
+            names = ["rewards", *(PART_PREFIX + name for name in parts)]
+            for name, column in zip(names, columns, strict=True):
+                self._check_finite(name, column, by_token=False)
         freeze([columns])
-        checked, *added = columns
+        cut = [[column[span] for span in self._spans] for column in columns]
         return [
             msgspec.structs.replace(
-                group,
-                rewards=checked[span],
-                reward_parts=group.reward_parts | {n: part[span] for n, part in zip(parts, added, strict=True)},
+                group, rewards=own, reward_parts={**group.reward_parts, **dict(zip(parts, added, strict=True))}
             )
-            for group, span in self._each(self._spans)
+            for group, own, *added in zip(self._groups, *cut, strict=True)
         ]
 
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
@@ -142,7 +146,7 @@ class Handful:
         return self._with_advantages(checked)
 
     def _with_advantages(self, column: NDArray[np.float32]) -> list[TrajectoryGroup]:
-        column[~self.loss_mask] = 0
+        np.copyto(column, 0, where=~self.loss_mask)
         freeze([column])
         spans = _spans(len(group.tokens) for group in self._groups)
         return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
@@ -161,6 +165,14 @@ class Handful:
 
     def _each(self, spans: Sequence[slice]) -> Iterable[tuple[TrajectoryGroup, slice]]:
         return zip(self._groups, spans, strict=True)
+
+
+def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[B] how long sequences are that lie at `offsets` [B + G], group after group of `sizes` [G]."""
+    steps = offsets[1:] - offsets[:-1]
+    within = np.ones(len(steps), np.bool_)
+    within[(sizes + 1).cumsum()[:-1] - 1] = False  # from the end of a group to the start of the next, which is 0
+    return steps[within]
 
 
 def _spans(sizes: Iterable[int]) -> list[slice]:

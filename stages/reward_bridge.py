@@ -37,6 +37,9 @@ Turns: TypeAlias = list[list[str]]
 DECODE_IN_THREAD_TOKENS = 4096
 """From this many tokens on, decoding a group would hold up the event loop for milliseconds."""
 
+NOTHING = RewardConfig()
+"""Leaves every reward as it is."""
+
 OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "fallback", "clip"})
 
 
@@ -109,7 +112,7 @@ class RewardBridge:
         self, groups: Sequence[TrajectoryGroup], turns: Turns, judged: Mapping[str, NDArray[np.float64]]
     ) -> list[TrajectoryGroup]:
         """`groups` with their rewards, given their text, where that is read, and what the functions said [B]."""
-        if not judged and self.config == RewardConfig():
+        if not judged and self.config == NOTHING:
             return list(groups)
         handful = Handful(groups)
         scores = handful.rewards()

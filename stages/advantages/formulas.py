@@ -76,13 +76,15 @@ class Groups:
     differs from 0 by an ulp of 0.3.
     """
 
-    __slots__ = ("centred", "counts", "deviations", "owners")
+    __slots__ = ("_filled", "_starts", "centred", "counts", "deviations", "owners")
 
     def __init__(
         self, rewards: Rewards, live: Flags, sizes: Counts, *, magnitudes: Floats | None = None, noise: float = NOISE
     ) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
         number = len(sizes)
+        self._filled = sizes > 0
+        self._starts = (sizes.cumsum() - sizes)[self._filled]
         self.owners = np.arange(number).repeat(sizes)
         """[B] the group of each sequence."""
         self.counts = np.bincount(self.owners, live, number)
@@ -98,8 +100,9 @@ class Groups:
         """[G] σ; exactly 0 where all live sequences have the same reward, or there are fewer than two."""
 
     def _largest(self, values: Floats) -> Floats:
+        """[G] the largest magnitude in each group; 0 where it has no sequences."""
         largest = np.zeros(len(self.counts))
-        np.maximum.at(largest, self.owners, np.abs(values))
+        largest[self._filled] = np.maximum.reduceat(np.abs(values), self._starts)
         return largest
 
 
