@@ -147,7 +147,9 @@ class _Filling:
 
     def _useless(self, group: TrajectoryGroup) -> str:
         """Why nothing can be learned from the group; empty if something can."""
-        if not group.loss_mask.any():
+        mask = group.loss_mask
+        ends_in_training = len(mask) and mask[-1]  # almost always, and cheap to tell
+        if not ends_in_training and not mask.any():
             return "nothing to train"
         if not self._rules.drop_zero_variance:
             return ""

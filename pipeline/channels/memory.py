@@ -37,7 +37,7 @@ class _Queue(Generic[T]):
     capacity: int
     capacity_bytes: int | None
     records: deque[tuple[T, int]] = field(default_factory=deque)
-    """Each with the bytes that it counts for."""
+    """Each with the bytes that it counts for: none where they are not bounded."""
     counted: int = 0
     """Bytes that all of them count for."""
     senders: int = 0
@@ -47,13 +47,10 @@ class _Queue(Generic[T]):
     waiting_senders: Waiters = field(default_factory=Waiters)
     waiting_receivers: Waiters = field(default_factory=Waiters)
 
-    def size_of(self, record: T) -> int:
-        """Bytes that count: none where they are not bounded, for measuring takes longer than handing over."""
-        return 0 if self.capacity_bytes is None else _nbytes_of(record)
-
     def has_room(self, nbytes: int) -> bool:
-        fits = self.capacity_bytes is None or self.counted + nbytes <= self.capacity_bytes
-        return fits and len(self.records) < self.capacity
+        if len(self.records) >= self.capacity:
+            return False
+        return self.capacity_bytes is None or self.counted + nbytes <= self.capacity_bytes
 
     def statistics(self, clock: WaitClock) -> ChannelStatistics:
         return ChannelStatistics(
@@ -131,7 +128,7 @@ class MemorySender(_End[T]):
             raise anyio.ClosedResourceError
         if not queue.receivers:
             raise PeerClosed("the receiving end of this memory channel is closed")
-        nbytes = queue.size_of(record)
+        nbytes = 0 if queue.capacity_bytes is None else _nbytes_of(record)  # measuring takes longer than handing over
         if not queue.has_room(nbytes):
             if queue.capacity_bytes is not None and nbytes > queue.capacity_bytes:
                 raise RecordTooLarge(
