@@ -46,7 +46,7 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
     Raises:
         InvalidRecord: it is not what its schema says.
     """
-    form, lengths, plain = group.schema.laid_out(group.columns())
+    form, lengths, plain = group.schema.laid_out(group)
     contents = encode_contents(Contents.alone(group.schema.kind, form, lengths, group.header()))
     body: list[bytes | memoryview] = [contents, _padding(_HEAD.size + len(contents))]
     for column in plain:

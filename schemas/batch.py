@@ -6,6 +6,7 @@ own memory, so that the slot a group came from is free again as soon as `add` re
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
@@ -51,10 +52,11 @@ class PackedGroup(NamedTuple):
         Raises:
             InvalidRecord: one is none.
         """
-        headers = decode_headers([part.header for part in parts])
         return [
-            cls(env, instance_id, part.sequences, meta)
-            for (env, instance_id, meta), part in zip(headers, parts, strict=True)
+            cls(env, instance_id, sequences, meta)
+            for (env, instance_id, meta), (_, sequences, _) in zip(
+                decode_headers([header for _, _, header in parts]), parts, strict=True
+            )
         ]
 
 
@@ -266,8 +268,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def columns(self) -> dict[str, Array]:
         """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
-        present = {name: column for name in BATCH_RULES if (column := getattr(self, name)) is not None}
-        return present | {PART_PREFIX + name: column for name, column in self.reward_parts.items()}
+        return self.schema.columns(self)
 
     def header(self) -> bytes:
         """What is not a column, as msgpack."""
@@ -350,20 +351,14 @@ class Packer:
         """Whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
-    def room(self, form: Form, candidates: int, tokens: Iterable[int]) -> int:
-        """How many of some groups of this form, one after another with so many `tokens` each, have room.
+    def room(self, form: Form, candidates: int, ends: Sequence[int], first: int = 0) -> int:
+        """How many of some groups of this form have room, from number `first` on: group i ends at token `ends[i + 1]`.
 
         None where their columns are not those of the groups before them.
         """
         if self._block is not None and not self._plan.suits(form, candidates):
             return 0
-        filled, count = self._tokens, 0
-        for more in tokens:
-            filled += more
-            if filled > self.max_tokens:
-                break
-            count += 1
-        return count
+        return bisect_right(ends, ends[first] + self.max_tokens - self._tokens, first) - 1 - first
 
     def add(self, group: TrajectoryGroup) -> None:
         """Copy `group` in.
@@ -371,22 +366,25 @@ class Packer:
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        form, lengths, plain = GROUP_SCHEMA.laid_out(group.columns())
-        tokens = [lengths.tokens]
-        if not self.room(form, lengths.candidates, tokens):
+        form, lengths, plain = GROUP_SCHEMA.laid_out(group)
+        ends = (0, lengths.tokens)
+        if not self.room(form, lengths.candidates, ends):
             raise self._refusal(group, form, lengths)
         packed = PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta)
-        self.copy(form, lengths.candidates, plain, [packed], tokens)
+        self.copy(form, lengths.candidates, plain, [packed], ends)
 
     def copy(
-        self, form: Form, candidates: int, columns: Iterable[Any], groups: list[PackedGroup], tokens: Iterable[int]
+        self, form: Form, candidates: int, columns: Iterable[Any], groups: list[PackedGroup], ends: Sequence[int]
     ) -> None:
-        """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other."""
+        """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other.
+
+        Group i lies at the tokens from `ends[i]` to before `ends[i + 1]`, less `ends[0]`.
+        """
         views = (self._block or self._open(form, candidates)).typed
-        first = last = self._tokens
-        for more in tokens:
-            self._starts.append(last)
-            last += more
+        first = self._tokens
+        shift = first - ends[0]
+        last = shift + ends[-1]
+        self._starts += [shift + end for end in ends[:-1]]
         for target, chunks, column in zip(self._plan.targets, self._chunks, columns, strict=True):
             if target is None:
                 chunks.append(column.tobytes())

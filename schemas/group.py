@@ -10,8 +10,7 @@ code that already holds checked columns. A group is immutable: `with_…` method
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias
 
 import msgspec
@@ -50,9 +49,6 @@ GROUP_RULES: dict[str, ColumnRule] = {
 }
 
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
-
-_all_columns = attrgetter(*GROUP_RULES)
-"""The values of all fields that are columns, None included, in one step."""
 
 TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
 """Columns that always have an entry a token; `policy_versions` may."""
@@ -382,12 +378,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def columns(self) -> dict[str, Array]:
         """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
-        present = {
-            name: column for name, column in zip(GROUP_RULES, _all_columns(self), strict=True) if column is not None
-        }
-        if self.reward_parts:
-            present |= {PART_PREFIX + name: column for name, column in self.reward_parts.items()}
-        return present
+        return self.schema.columns(self)
 
     def header(self) -> bytes:
         """What is not a column, as msgpack."""
@@ -424,14 +415,18 @@ _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
 
 
-def decode_headers(headers: Iterable[bytes]) -> list[tuple[str, str, JsonObject]]:
+_ARRAY = b"\xdd"
+"""How an array begins in msgpack, before the number of its items in 4 bytes."""
+
+
+def decode_headers(headers: Sequence[bytes]) -> list[tuple[str, str, JsonObject]]:
     """Those of several groups at once.
 
     Raises:
         InvalidRecord: one is no header.
     """
     try:
-        return _decode_headers(_encode_header([msgspec.Raw(header) for header in headers]))
+        return _decode_headers(b"".join([_ARRAY, len(headers).to_bytes(4), *headers]))
     except UNREADABLE as error:
         raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
 

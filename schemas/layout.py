@@ -13,13 +13,13 @@ Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candida
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, check_axes
 from .errors import UNREADABLE, InvalidRecord
@@ -27,8 +27,10 @@ from .errors import UNREADABLE, InvalidRecord
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
+    "Columned",
     "Contents",
     "Form",
+    "Items",
     "Layout",
     "Lengths",
     "Part",
@@ -50,8 +52,10 @@ KNOWN_FORMS = 64
 KNOWN_LAYOUTS = 1024
 """Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
 
-_traits = attrgetter("__class__", "shape", "dtype")
-"""What tells whether an array can be copied as it is, read in one step: this is done for every column that is sent."""
+AXES = ("N", "S", "F", "NK")
+"""In the order in which `Lengths.items` counts them."""
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 _ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
 _INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -71,6 +75,10 @@ def _cast(view: memoryview, item: Any) -> memoryview:
     return view.cast(item)
 
 
+Items: TypeAlias = tuple[int, int, int, int]
+"""Entries of a column over each of `AXES`."""
+
+
 class Lengths(NamedTuple):
     """How long the axes of a record are, or of several that lie together."""
 
@@ -79,6 +87,11 @@ class Lengths(NamedTuple):
     candidates: int
     """Teacher candidates a token; 0 where there are none."""
     records: int = 1
+
+    def items(self) -> Items:
+        """Entries of a column over each of `AXES`."""
+        tokens, sequences, candidates, records = self
+        return tokens, sequences, sequences + records, tokens * candidates
 
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -120,9 +133,9 @@ class Contents(NamedTuple):
         except UNREADABLE as error:
             raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
 
-    def lengths(self, first: int = 0, last: int | None = None) -> Lengths:
-        """How long the axes of all records are together, or of those from `first` to before `last`."""
-        parts = self.parts[first:last]
+    def lengths(self) -> Lengths:
+        """How long the axes of all records are together."""
+        parts = self.parts
         return Lengths(
             sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.candidates, len(parts)
         )
@@ -147,14 +160,22 @@ class Layout(NamedTuple):
 
     nbytes: int
     places: tuple[Place, ...]
-    plain: list[tuple[object, ...]]
-    """`_traits` of each column, where all have one axis."""
 
 
 class Form:
     """Which columns a record has, in order, with their dtypes and axes."""
 
-    __slots__ = ("_axes", "_dtypes", "_layouts", "_offsets", "encoded", "names", "shaped", "versions_by_token")
+    __slots__ = (
+        "_axes",
+        "_dtypes",
+        "_layouts",
+        "_offsets",
+        "_weights",
+        "encoded",
+        "names",
+        "shaped",
+        "versions_by_token",
+    )
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
@@ -164,9 +185,12 @@ class Form:
         """Columns with more than one axis."""
         self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """Whether weights changed mid-rollout."""
-        self._axes = tuple(axes for _, _, axes in columns)
-        self._offsets = self._axes.index("F") if "F" in self._axes else -1
+        self._axes = tuple(AXES.index(axes) for _, _, axes in columns)
+        """Of each column, as an index into `AXES`."""
+        self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
+        self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
+        """Bytes of an item of all columns over each of `AXES`."""
         self._layouts: dict[Lengths, Layout] = {}
 
     def layout(self, lengths: Lengths) -> Layout:
@@ -185,25 +209,37 @@ class Form:
     def _lay_out(self, lengths: Lengths) -> Layout:
         if min(lengths) < 0:
             raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
-        items = _items(lengths)
+        items = lengths.items()
         places, offset = [], 0
         for index, axes in zip(self._dtypes, self._axes, strict=True):
-            first = offset // _ITEM_BYTES[index]
-            places.append((index, first, first + items[axes]))
-            offset = aligned(offset + items[axes] * _ITEM_BYTES[index])
-        return Layout(
-            offset,
-            tuple(places),
-            [(np.ndarray, (last - first,), DTYPES[index]) for index, first, last in places],
-        )
+            first, size = offset // _ITEM_BYTES[index], items[axes]
+            places.append((index, first, first + size))
+            offset = aligned(offset + size * _ITEM_BYTES[index])
+        return Layout(offset, tuple(places))
 
-    def within(self, layout: Layout, before: Lengths, these: Lengths) -> list[Place]:
-        """Where the columns of some records of a bundle lie: `these`, which come after those `before`."""
-        skipped, taken = _items(before), _items(these)
-        return [
-            (index, first + skipped[axes], first + skipped[axes] + taken[axes])
-            for (index, first, _), axes in zip(layout.places, self._axes, strict=True)
-        ]
+    def nbytes(self, lengths: Lengths) -> int:
+        """Bytes of columns of these lengths, without what aligns them."""
+        tokens, sequences, offsets, candidates = lengths.items()
+        by_token, by_sequence, by_offset, by_candidate = self._weights
+        return tokens * by_token + sequences * by_sequence + offsets * by_offset + candidates * by_candidate
+
+    @property
+    def slack(self) -> int:
+        """Bytes that aligning the columns takes at most."""
+        return (ALIGNMENT - 1) * len(self.names)
+
+    def between(self, columns: Sequence[memoryview], first: Items, last: Items) -> list[memoryview]:
+        """What some records of a bundle have of its `columns`: from `first` to before `last` on each axis."""
+        return [column[first[axes] : last[axes]] for column, axes in zip(columns, self._axes, strict=True)]
+
+    def within(self, places: Iterable[Place], first: Items, last: Items) -> tuple[Place, ...]:
+        """Where what `between` gives lies, of columns that lie at `places`."""
+        return tuple(
+            [
+                (index, begin + first[axes], begin + last[axes])
+                for (index, begin, _), axes in zip(places, self._axes, strict=True)
+            ]
+        )
 
     def view(self, places: Iterable[Place], payload: Array, candidates: int) -> dict[str, Array]:
         """The columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
@@ -216,25 +252,17 @@ class Form:
         Raises:
             InvalidRecord: those of a record do not run from 0 to its tokens, or decrease.
         """
-        column = columns[self._offsets]
-        offsets = np.frombuffer(column, np.int64)
-        falls = offsets[1:] < offsets[:-1]
+        offsets: list[int] = columns[self._offsets].tolist()
         first = 0
         for tokens, sequences, _ in parts:
             last = first + sequences
-            if column[first] or column[last] != tokens:
-                raise self._unordered(offsets[first : last + 1], tokens)
-            falls[last : last + 1] = False  # the next record begins at 0 again
+            found = offsets[first : last + 1]
+            if found[0] or found[-1] != tokens or found != sorted(found):
+                raise InvalidRecord(
+                    f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
+                    f"decrease, got {found}"
+                )
             first = last + 1
-        if falls.any():
-            where = int(falls.argmax())
-            raise self._unordered(offsets[where : where + 2], int(offsets[-1]))
-
-    def _unordered(self, offsets: NDArray[np.int64], tokens: int) -> InvalidRecord:
-        return InvalidRecord(
-            f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
-            f"decrease, got {offsets.tolist()}"
-        )
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -244,10 +272,16 @@ class Form:
 
     def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
         """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so."""
-        try:
-            return not self.shaped and list(map(_traits, columns)) == self.layout(lengths).plain
-        except AttributeError:  # one is no array at all
-            return False
+        items = lengths.items()
+        return not self.shaped and all(
+            type(column) is np.ndarray and column.dtype == DTYPES[index] and column.shape == (items[axes],)
+            for column, index, axes in zip(columns, self._dtypes, self._axes, strict=True)
+        )
+
+    def shapes(self, lengths: Lengths) -> tuple[tuple[int], ...]:
+        """Of each column, where all have one axis."""
+        tokens, sequences, offsets, candidates = lengths.items()
+        return tuple(map(((tokens,), (sequences,), (offsets,), (candidates,)).__getitem__, self._axes))
 
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
@@ -270,10 +304,37 @@ class Form:
         return self._shape(columns, lengths.candidates)
 
 
-def _items(lengths: Lengths) -> dict[str, int]:
-    """Entries of a column, by its axes."""
-    tokens, sequences, candidates, records = lengths
-    return {"N": tokens, "S": sequences, "F": sequences + records, "NK": tokens * candidates}
+class _Usual(NamedTuple):
+    """A record that could be copied as it is, and all that tells whether another one is like it but for its lengths."""
+
+    form: Form
+    types: tuple[type, ...]
+    """Of all fields that are columns, None included, and of the reward parts."""
+    parts: tuple[str, ...]
+    """Names of the reward parts."""
+    present: tuple[bool, ...]
+    """Which of the fields are not None."""
+    dtypes: tuple[np.dtype[Any], ...]
+    """Of the columns that are present."""
+
+
+class Columned(Protocol):
+    """A record, as its schema sees it: it has an attribute for each of the rules, these among them."""
+
+    @property
+    def tokens(self) -> Array:
+        """[N]."""
+        ...
+
+    @property
+    def rewards(self) -> Array:
+        """[S]."""
+        ...
+
+    @property
+    def reward_parts(self) -> Mapping[str, Array]:
+        """Columns that nobody knew beforehand, by name."""
+        ...
 
 
 class Schema:
@@ -287,7 +348,11 @@ class Schema:
         self._required = frozenset(name for name, rule in rules.items() if rule.required)
         self._either = tuple(name for name, rule in rules.items() if rule.axes == ("S", "N"))
         """Columns with a value a sequence or a value a token."""
+        self._values = attrgetter(*rules)
+        """The values of all fields of a record that are columns, None included, in one step."""
         self._sent: dict[tuple[object, ...], Form] = {}
+        self._usual: _Usual | None = None
+        """What the last record was like that was not like the one before it: most are alike."""
         self._received: dict[bytes, Form] = {}
 
     def __repr__(self) -> str:
@@ -295,15 +360,49 @@ class Schema:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def laid_out(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths, Collection[Array]]:
+    def columns(self, record: Columned) -> dict[str, Array]:
+        """The arrays that are present in a record, by name; reward parts with their prefix."""
+        present = {
+            name: column for name, column in zip(self.rules, self._values(record), strict=True) if column is not None
+        }
+        if record.reward_parts:
+            present |= {self._part_prefix + name: column for name, column in record.reward_parts.items()}
+        return present
+
+    def laid_out(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
         """The form and the lengths of a record, and its columns as they can be copied: as they are, or `plain`.
 
         Raises:
             InvalidRecord: naming the first column that breaks its rule.
         """
+        given, parts, usual = self._values(record), record.reward_parts, self._usual
+        if parts:
+            given += tuple(parts.values())
+        if usual is not None and tuple(map(type, given)) == usual.types and tuple(parts) == usual.parts:
+            columns = tuple(compress(given, usual.present))
+            lengths, form = Lengths(len(record.tokens), len(record.rewards), 0), usual.form
+            if (
+                tuple(map(_dtype, columns)) == usual.dtypes
+                and tuple(map(_shape, columns)) == form.shapes(lengths)
+                and not (form.versions_by_token and lengths.tokens == lengths.sequences)  # they count as by sequence
+            ):
+                return form, lengths, columns
+        return self._laid_out_anew(record)
+
+    def _laid_out_anew(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
+        columns = self.columns(record)
         form, lengths = self.measure(columns)
-        given = columns.values()
-        return form, lengths, given if form.plain(lengths, given) else self.plain(columns)
+        if not form.plain(lengths, columns.values()):
+            return form, lengths, self.plain(columns)
+        given = (*self._values(record), *record.reward_parts.values())
+        self._usual = _Usual(
+            form,
+            tuple(map(type, given)),
+            tuple(record.reward_parts),
+            tuple(column is not None for column in given),
+            tuple(map(_dtype, columns.values())),
+        )
+        return form, lengths, tuple(columns.values())
 
     def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:
         """The form and the lengths of a record that is to be sent, without looking at every column.

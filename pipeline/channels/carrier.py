@@ -21,7 +21,7 @@ import zmq
 
 from ...schemas import Array, Packer
 from ...schemas.descriptor import Descriptor
-from ...schemas.layout import Form, Lengths, Schema
+from ...schemas.layout import Columned, Form, Lengths, Schema
 from .keys import Key
 from .silence import expect_signs_of_life
 
@@ -49,7 +49,7 @@ Frames: TypeAlias = Sequence[Any]
 """Payload frames of a ZeroMQ message: none for shm."""
 
 
-class Record(Protocol):
+class Record(Columned, Protocol):
     """What a remote channel can carry: columns, and a header for all that is not a column."""
 
     schema: ClassVar[Schema]

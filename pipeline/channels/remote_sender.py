@@ -145,7 +145,7 @@ class SenderLine:
     def _place(self, record: Record) -> bool:
         if self.outlet.full:
             return False
-        form, lengths, plain = record.schema.laid_out(record.columns())
+        form, lengths, plain = record.schema.laid_out(record)
         return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
     def full(self) -> ChannelFull:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,11 @@ class SegmentWriter:
         _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, 0, len(contents), span.generation, 0, 0)
         at = self._payload + span.start * self.slot_bytes
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
-        for columns, (index, first, _) in zip(zip(*records, strict=True), layout.places, strict=True):
+        for columns, (index, first, last) in zip(zip(*records, strict=True), layout.places, strict=True):
+            if last - first <= JOINED_ITEMS:
+                itemsize = _ITEM_BYTES[index]
+                target[at + first * itemsize : at + last * itemsize] = _joined(columns)
+                continue
             view, begin = views[index], bases[index] + first
             for column in columns:
                 end = begin + len(column)
@@ -115,6 +119,16 @@ def _mapped(fd: int, nbytes: int, protection: int) -> mmap.mmap:
             f"(ulimit -v), or lower capacity_bytes"
         ) from error
 
+
+def _joined(columns: Sequence[Any]) -> bytes:
+    try:
+        return b"".join(columns)
+    except TypeError:  # one has gaps between its items
+        return b"".join([column.tobytes() for column in columns])
+
+
+JOINED_ITEMS = 1024
+"""Columns of so few items in all are joined before they are copied: a copy of each costs more than its bytes."""
 
 _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
 

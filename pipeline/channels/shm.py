@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import socket as sockets
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -21,7 +22,7 @@ from anyio.abc import SocketListener
 from ...schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
 from ...schemas.control import Offer, Publish, encode
 from ...schemas.descriptor import Descriptor
-from ...schemas.layout import Contents, Form, Layout, Lengths, Part, Place, Schema, aligned, encode_contents
+from ...schemas.layout import Contents, Form, Items, Lengths, Part, Schema, aligned, encode_contents
 from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from .carrier import Inlet, Parcel, R, Released, dealer, router
@@ -53,17 +54,20 @@ CONTENTS_BYTES, PART_BYTES = 64, 32
 class _Bundle:
     """Records of one form that will be written side by side; the span has room for all of them."""
 
-    __slots__ = ("candidates", "columns", "form", "nbytes", "parts", "span")
+    __slots__ = ("candidates", "columns", "form", "parts", "room", "sequences", "span", "tokens")
 
-    def __init__(self, span: Span, form: Form, candidates: int, nbytes: int) -> None:
+    def __init__(self, span: Span, form: Form, candidates: int, room: int) -> None:
         self.span = span
         self.form = form
         self.candidates = candidates
-        self.nbytes = nbytes
-        """Bytes that they take at most."""
+        self.room = room
+        """Bytes that are left in the span."""
+        self.tokens = 0
+        self.sequences = 0
         self.columns: list[Collection[Array]] = []
         """Of each record."""
-        self.parts: list[Part] = []
+        self.parts: list[tuple[int, int, bytes]] = []
+        """A `Part` each."""
 
 
 class SlotOutlet:
@@ -92,48 +96,41 @@ class SlotOutlet:
         """Make a record part of the bundle that is being filled, or begin one; see `Outlet.place`."""
         if self.full:
             return False
-        nbytes = form.layout(lengths).nbytes + aligned(PART_BYTES + len(header))
+        tokens, sequences, candidates, _ = lengths
+        nbytes = form.nbytes(lengths) + aligned(PART_BYTES + len(header))
         bundle = self._bundle
-        if bundle is None or not self._joins(bundle, form, lengths, nbytes):
+        if bundle is None or nbytes > bundle.room or form is not bundle.form or candidates != bundle.candidates:
             self._complete()
-            bundle = self._begin(form, lengths, nbytes)
+            bundle = self._begin(form, candidates, nbytes)
             if bundle is None:
                 return False
+        bundle.room -= nbytes
+        bundle.tokens += tokens
+        bundle.sequences += sequences
         bundle.columns.append(columns)
-        bundle.parts.append(Part(lengths.tokens, lengths.sequences, header))
+        bundle.parts.append((tokens, sequences, header))
         self.items += 1
         self._sequence = sequence
-        if len(bundle.parts) >= self._most or bundle.nbytes >= self._most_bytes:
+        if len(bundle.parts) >= self._most:
             self._complete()
         return True
 
-    def _joins(self, bundle: _Bundle, form: Form, lengths: Lengths, nbytes: int) -> bool:
-        """Whether a record can lie beside those of `bundle`; if so its bytes are taken."""
-        together = bundle.nbytes + nbytes
-        if bundle.form is not form or bundle.candidates != lengths.candidates or together > self._most_bytes:
-            return False
-        more = -(-together // self._segment.slot_bytes) - bundle.span.count
-        if more > 0:
-            if not self._table.extend(bundle.span, more):
-                return False
-            self.nbytes += more * self._segment.slot_bytes
-        bundle.nbytes = together
-        return True
-
-    def _begin(self, form: Form, lengths: Lengths, nbytes: int) -> _Bundle | None:
-        segment = self._segment
-        nbytes += aligned(CONTENTS_BYTES + len(form.encoded))
-        slots = -(-nbytes // segment.slot_bytes)
-        if slots > segment.slots:
+    def _begin(self, form: Form, candidates: int, nbytes: int) -> _Bundle | None:
+        """A bundle for a record that takes `nbytes`, with room for more like it if the free slots there have it."""
+        slot_bytes = self._segment.slot_bytes
+        around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded))
+        slots, room = -(-(around + nbytes) // slot_bytes), self._segment.slots
+        if slots > room:
             raise RecordTooLarge(
-                f"expected a record of at most {segment.slots * segment.slot_bytes} bytes (capacity_bytes of the "
-                f"channel), got one of {nbytes}: raise capacity_bytes or make the group smaller"
+                f"expected a record of at most {room * slot_bytes} bytes (capacity_bytes of the channel), "
+                f"got one of {around + nbytes}: raise capacity_bytes or make the group smaller"
             )
-        span = self._table.allocate(slots)
+        most = -(-min(self._most_bytes, around + nbytes * self._most) // slot_bytes)
+        span = self._table.allocate(slots, most)
         if span is None:
             return None
-        self.nbytes += slots * segment.slot_bytes
-        self._bundle = _Bundle(span, form, lengths.candidates, nbytes)
+        self.nbytes += span.count * slot_bytes
+        self._bundle = _Bundle(span, form, candidates, span.count * slot_bytes - around)
         return self._bundle
 
     def _complete(self) -> None:
@@ -141,13 +138,14 @@ class SlotOutlet:
         bundle, self._bundle = self._bundle, None
         if bundle is None:
             return
-        span, form, parts = bundle.span, bundle.form, tuple(bundle.parts)
-        contents = Contents(self._kind, form.encoded, bundle.candidates, parts)
-        encoded, layout = encode_contents(contents), form.layout(contents.lengths())
-        nbytes = layout.nbytes + aligned(len(encoded))
-        self._segment.write(span, encoded, bundle.columns, layout)
+        span, form, parts, slot_bytes = bundle.span, bundle.form, bundle.parts, self._segment.slot_bytes
+        layout = form.layout(Lengths(bundle.tokens, bundle.sequences, bundle.candidates, len(parts)))
+        contents = encode_contents((self._kind, form.encoded, bundle.candidates, parts))
+        nbytes = layout.nbytes + aligned(len(contents))
+        self._segment.write(span, contents, bundle.columns, layout)
+        self.nbytes -= self._table.trim(span, -(-nbytes // slot_bytes)) * slot_bytes
         self._table.publish(span, self._sequence, len(parts))
-        self._segment.publish(span, len(encoded), nbytes)
+        self._segment.publish(span, len(contents), nbytes)
         self._ready.append(Descriptor(self._sequence, len(parts), span.start, span.count, span.generation, nbytes))
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
@@ -169,8 +167,29 @@ class SlotOutlet:
         self._segment.close()
 
 
-_Reading: TypeAlias = tuple[Contents, Form, Layout]
-"""What the contents of a bundle say."""
+class _Reading:
+    """A bundle of which records are being taken, and what its contents say: held to the schema, and to themselves."""
+
+    __slots__ = ("candidates", "columns", "descriptor", "form", "groups", "layout", "parts", "rows", "tokens")
+
+    def __init__(self, descriptor: Descriptor, form: Form, candidates: int, parts: Sequence[Part]) -> None:
+        self.descriptor = descriptor
+        self.form = form
+        self.candidates = candidates
+        self.parts = parts
+        self.tokens = list(accumulate([tokens for tokens, _, _ in parts], initial=0))
+        """Before each record, and of all."""
+        self.rows = list(accumulate([sequences for _, sequences, _ in parts], initial=0))
+        """Sequences before each record, and of all."""
+        self.layout = form.layout(Lengths(self.tokens[-1], self.rows[-1], candidates, len(parts)))
+        self.columns: list[memoryview] = []
+        """Of all records."""
+        self.groups: list[PackedGroup] = []
+        """Where the records are groups and go into a batch: their names and sizes."""
+
+    def items(self, index: int) -> Items:
+        """Entries on each axis before record `index`."""
+        return Lengths(self.tokens[index], self.rows[index], self.candidates, index).items()
 
 
 class SlotInlet:
@@ -179,51 +198,51 @@ class SlotInlet:
     def __init__(self, segment: SegmentReader, schema: Schema) -> None:
         self._segment = segment
         self._schema = schema
-        self._open: tuple[Descriptor, _Reading] | None = None
+        self._open: _Reading | None = None
         """The bundle that was read last: its records are mostly taken one after the other."""
 
     def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Views of a record that release it when the last one dies; see `Inlet.fetch`."""
         descriptor = parcel[0]
-        contents, form, layout = self._read(descriptor)
-        places, part = self._places(contents, form, layout, index, index + 1), contents.parts[index]
-        form.check_offsets(self._segment.columns(descriptor, places), [part])
-        return part.header, form.view(places, self._segment.lease(descriptor, released), contents.candidates)
+        bundle = self._read(descriptor)
+        form, places = bundle.form, bundle.layout.places
+        if len(bundle.parts) > 1:
+            places = form.within(places, bundle.items(index), bundle.items(index + 1))
+        lease = self._segment.lease(descriptor, released)
+        return bundle.parts[index].header, form.view(places, lease, bundle.candidates)
 
     def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
         """Copy groups from their span into `packer`; see `Inlet.pack`."""
-        descriptor = parcel[0]
-        contents, form, layout = self._read(descriptor)
-        count = packer.room(form, contents.candidates, [part.tokens for part in contents.parts[index:]])
+        bundle = self._read(parcel[0])
+        form, columns = bundle.form, bundle.columns
+        count = packer.room(form, bundle.candidates, bundle.tokens, index)
         if count:
-            parts = contents.parts[index : index + count]
-            columns = self._segment.columns(descriptor, self._places(contents, form, layout, index, index + count))
-            form.check_offsets(columns, parts)
-            groups = PackedGroup.decode(parts)
-            packer.copy(form, contents.candidates, columns, groups, [part.tokens for part in parts])
+            last = index + count
+            if not bundle.groups:
+                bundle.groups = PackedGroup.decode(bundle.parts)
+            if count < len(bundle.parts):
+                columns = form.between(columns, bundle.items(index), bundle.items(last))
+            packer.copy(form, bundle.candidates, columns, bundle.groups[index:last], bundle.tokens[index : last + 1])
         return count
 
     def _read(self, descriptor: Descriptor) -> _Reading:
-        if self._open is None or self._open[0] is not descriptor:
-            self._open = descriptor, self._read_anew(descriptor)
-        return self._open[1]
+        """The bundle that lies there; read once, however many records are taken of it."""
+        bundle = self._open
+        if bundle is None or bundle.descriptor is not descriptor:
+            bundle = self._open = self._read_anew(descriptor)
+        return bundle
 
     def _read_anew(self, descriptor: Descriptor) -> _Reading:
         encoded = self._segment.contents(descriptor)
         contents = Contents.decode(encoded)
         form = self._schema.received(contents)
-        lengths = contents.lengths()
-        layout = form.layout(lengths)
-        if layout.nbytes + aligned(len(encoded)) != descriptor.nbytes or lengths.records != descriptor.records:
-            raise InvalidRecord(f"{lengths}: expected columns of {layout.nbytes} bytes, got {descriptor}")
-        return contents, form, layout
-
-    @staticmethod
-    def _places(contents: Contents, form: Form, layout: Layout, first: int, last: int) -> Iterable[Place]:
-        """Where the columns of records `first` to before `last` lie."""
-        if not first and last == len(contents.parts):
-            return layout.places
-        return form.within(layout, contents.lengths(0, first), contents.lengths(first, last))
+        bundle = _Reading(descriptor, form, contents.candidates, contents.parts)
+        expected = bundle.layout.nbytes + aligned(len(encoded))
+        if expected != descriptor.nbytes or len(bundle.parts) != descriptor.records:
+            raise InvalidRecord(f"expected {len(bundle.parts)} records in {expected} bytes, got {descriptor}")
+        bundle.columns = self._segment.columns(descriptor, bundle.layout.places)
+        form.check_offsets(bundle.columns, bundle.parts)
+        return bundle
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """What the headers say was published; see `Inlet.salvage`."""

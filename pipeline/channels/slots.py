@@ -4,8 +4,8 @@ A slot is a fixed-size cell of a segment. A bundle of records takes a *span* of 
 address first, so that a small hot set of slots is used again and again and stays in the cache. Only the producer
 allocates in its own segment, so there is no lock and nothing for a killed process to leave locked.
 
-    free ──allocate, extend──▶ writing ──publish──▶ published ──release of every record──▶ free
-                                  └──────abandon─────▶ free
+    free ──allocate──▶ writing ──publish──▶ published ──release of every record──▶ free
+                          └──abandon (trim: of its end)──▶ free
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ class SlotTable:
         """Slots that no span uses."""
         return sum(count for _, count in self._free)
 
-    def allocate(self, count: int) -> Span | None:
+    def allocate(self, count: int, most: int = 0) -> Span | None:
         """A span of `count` slots in state writing, or None while there is no run that long.
+
+        Where `most` is more, it has as many as lie there, up to that; what is not needed is given back by `trim`.
 
         Raises:
             RecordTooLarge: there never will be.
@@ -80,17 +82,13 @@ class SlotTable:
             raise RecordTooLarge(f"expected a span of at most {self.slots} slots, got one of {count}")
         for index, (start, length) in enumerate(self._free):
             if length >= count:
-                self._take(index, count)
-                return self._open(start, count)
+                taken = min(length, max(count, most))
+                if taken == length:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + taken, length - taken)
+                return self._open(start, taken)
         return None
-
-    def _take(self, index: int, count: int) -> None:
-        """The first `count` slots of a free run are free no more."""
-        start, length = self._free[index]
-        if length == count:
-            del self._free[index]
-        else:
-            self._free[index] = (start + count, length - count)
 
     def _open(self, start: int, count: int) -> Span:
         generation = self._generations[start] = self._generations[start] + 1
@@ -98,20 +96,20 @@ class SlotTable:
         self._stories[start].append(("allocated as generation", generation))
         return span
 
-    def extend(self, span: Span, count: int) -> bool:
-        """Let `span`, which is being written, have `count` slots more; whether those behind it were free.
+    def trim(self, span: Span, count: int) -> int:
+        """Let `span`, which is being written, keep its first `count` slots; how many are free again.
 
         Raises:
             IllegalTransition: the span is not being written.
+            ValueError: it has fewer, or would keep none.
         """
-        self._expect(span, "writing", "extend")
-        end = span.start + span.count
-        index = bisect_left(self._free, (end, 0))
-        if index == len(self._free) or self._free[index][0] != end or self._free[index][1] < count:
-            return False
-        self._take(index, count)
-        span.count += count
-        return True
+        self._expect(span, "writing", "trim")
+        if not 0 < count <= span.count:
+            raise ValueError(f"expected to keep 1 to {span.count} slots of {span}, got {count}")
+        given_back, span.count = span.count - count, count
+        if given_back:
+            self._put_back(span.start + count, given_back)
+        return given_back
 
     def publish(self, span: Span, sequence: int, records: int = 1) -> None:
         """`span` holds `records` up to number `sequence`, and belongs to the reader until each is released.
@@ -162,7 +160,10 @@ class SlotTable:
         del self._live[span.start]
         span.state = "free"
         self._stories[span.start].append((how, span.generation))
-        start, count = span.start, span.count
+        self._put_back(span.start, span.count)
+
+    def _put_back(self, start: int, count: int) -> None:
+        """These slots are free again."""
         index = bisect_left(self._free, (start, 0))
         if index < len(self._free) and self._free[index][0] == start + count:
             count += self._free.pop(index)[1]

@@ -107,12 +107,13 @@ class FrameInlet:
         """Copy a group from its frames into `packer`; see `Inlet.pack`."""
         contents, form, buffers = self._read(parcel)
         part = contents.parts[index]
-        if not packer.room(form, contents.candidates, [part.tokens]):
+        ends = (0, part.tokens)
+        if not packer.room(form, contents.candidates, ends):
             return 0
         flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
         form.check_offsets(flat, contents.parts)
         [group] = PackedGroup.decode([part])
-        packer.copy(form, contents.candidates, flat, [group], [part.tokens])
+        packer.copy(form, contents.candidates, flat, [group], ends)
         return 1
 
     def _read(self, parcel: Parcel) -> tuple[Contents, Form, list[memoryview]]:

@@ -171,7 +171,7 @@ def test_columns_with_any_bytes_changed_are_an_error_or_a_record(published: Publ
 
 
 def test_offsets_that_lead_astray_are_refused_where_they_come_in(published: Published) -> None:
-    places = published.groups._read(published.bundle)[2].places
+    places = published.groups._read(published.bundle).layout.places
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES + places[0][1] * 8
     for position, said in ((0, 1), (1, 2**40), (2, 3), (1, -1), (5, 10_000)):
         with _changed(published, offsets_at + 8 * position, said.to_bytes(8, "little", signed=True)):

@@ -106,7 +106,7 @@ class Bundler:
         size = self.halves[self.placed]
         if self.writing is None or not self._joins(self.writing, size):
             self.complete()
-            self.writing = self.table.allocate(-(-size // 2))
+            self.writing = self.table.allocate(-(-size // 2), min(SLOTS, -(-size * MOST // 2)))
             if self.writing is None:
                 return
         self.filled.append(size)
@@ -115,24 +115,24 @@ class Bundler:
             self.complete()
 
     def _joins(self, span: Span, size: int) -> bool:
-        more = -(-(sum(self.filled) + size) // 2) - span.count
-        return more <= 0 or self.table.extend(span, more)
+        return sum(self.filled) + size <= 2 * span.count
 
     def complete(self) -> None:
         """The bundle is written, then published."""
         span, self.writing = self.writing, None
         if span is None:
             return
-        records, self.filled = len(self.filled), []
+        records, slots, self.filled = len(self.filled), -(-sum(self.filled) // 2), []
+        self.write(span.start, slots)
+        self.table.trim(span, slots)
         header = Header(self.placed, records, span.start, span.count, span.generation)
-        self.write(header)
         self.table.publish(span, self.placed, records)
         self.headers[span.start] = self.spans[span.start, span.generation] = header
         self.ready.append(header)
 
-    def write(self, header: Header) -> None:
+    def write(self, start: int, slots: int) -> None:
         """All its columns are copied."""
-        self.contents[header.slot : header.slot + header.slots] = [header.sequence] * header.slots
+        self.contents[start : start + slots] = [self.placed] * slots
 
     def flush(self) -> None:
         """Whatever was placed leaves."""

@@ -171,7 +171,7 @@ class CommitsHalf(Ledger):
         except LedgerImbalance:
             for one in batch.ids:
                 if self.is_open(one):
-                    self._leave(one.group, 1 << one.repetition_id, "trained", "")
+                    self._leave([(one.group, 1 << one.repetition_id)], "trained", "")
             raise
 
 

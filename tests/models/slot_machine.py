@@ -45,11 +45,13 @@ class SlotMachine(RuleBasedStateMachine):
         self.held: dict[int, int] = {}
         """Records of the span that begins at a slot which were not released."""
 
-    @rule(count=st.integers(1, SLOTS))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(1, SLOTS), more=st.integers(0, 3))
+    def allocate(self, count: int, more: int) -> None:
         free = [start for start in range(SLOTS - count + 1) if self.owners[start : start + count] == [None] * count]
-        span = self.real.allocate(count)
+        span = self.real.allocate(count, count + more)
         place = None if span is None else (span.start, span.count)
+        while free and more and self.owners[free[0] + count : free[0] + count + 1] == [None]:
+            count, more = count + 1, more - 1
         hold(FIRST_FIT, place == ((free[0], count) if free else None), f"{place} of {free} for {count}")
         if span is not None:
             self.uses[span.start] += 1
@@ -58,15 +60,14 @@ class SlotMachine(RuleBasedStateMachine):
             self.writing.append(span)
 
     @precondition(lambda self: self.writing)
-    @rule(pick=PICKS, count=st.integers(1, 3))
-    def extend(self, pick: int, count: int) -> None:
+    @rule(pick=PICKS, fewer=st.integers(0, 3))
+    def trim(self, pick: int, fewer: int) -> None:
         span = any_of(self.writing, pick)
+        keeps = max(1, span.count - fewer)
         end = span.start + span.count
-        free = self.owners[end : end + count] == [None] * count
-        hold(FIRST_FIT, self.real.extend(span, count) == free, f"{count} behind {span} of {self.owners}")
-        if free:
-            hold(OWNERS, span.start + span.count == end + count, span)
-            self.owners[end : end + count] = [span] * count
+        hold(OWNERS, self.real.trim(span, keeps) == end - span.start - keeps, span)
+        hold(OWNERS, span.count == keeps, span)
+        self.owners[span.start + keeps : end] = [None] * (end - span.start - keeps)
 
     @rule(beyond=st.integers(1, 3))
     def allocate_too_much(self, beyond: int) -> None:
@@ -140,7 +141,7 @@ class SlotMachine(RuleBasedStateMachine):
         span = any_of(self.published, pick)
         self._refused(REFUSED, IllegalTransition, self.real.publish, span, self.sequence)
         self._refused(REFUSED, IllegalTransition, self.real.abandon, span)
-        self._refused(REFUSED, IllegalTransition, self.real.extend, span, 1)
+        self._refused(REFUSED, IllegalTransition, self.real.trim, span, 1)
 
     def _refused(self, name: str, error: type[PenstockError], step: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -93,8 +93,8 @@ class AnyGenerationIsReleased(SlotTable):
         super().__init__(slots)
         self.newest: dict[int, int] = {}
 
-    def allocate(self, count: int) -> Span | None:
-        span = super().allocate(count)
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
         if span is not None:
             self.newest[span.start] = span.generation
         return span
@@ -106,8 +106,8 @@ class AnyGenerationIsReleased(SlotTable):
 class GenerationsStandStill(SlotTable):
     """Every span is of the first generation."""
 
-    def allocate(self, count: int) -> Span | None:
-        span = super().allocate(count)
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
         if span is not None:
             span.generation = 1
         return span
@@ -120,12 +120,17 @@ class FreeRunsStayApart(SlotTable):
         super().__init__(slots)
         self.runs = [set(range(slots))]
 
-    def allocate(self, count: int) -> Span | None:
+    def allocate(self, count: int, most: int = 0) -> Span | None:
         apart = count <= self.slots and all(len(free) < count for free in self.runs)
-        span = None if apart else super().allocate(count)
+        span = None if apart else super().allocate(count, most)
         if span is not None:
-            self.runs = [free - set(range(span.start, span.start + count)) for free in self.runs]
+            self.runs = [free - set(range(span.start, span.start + span.count)) for free in self.runs]
         return span
+
+    def trim(self, span: Span, count: int) -> int:
+        fewer = super().trim(span, count)
+        self.runs.append(set(range(span.start + count, span.start + count + fewer)))
+        return fewer
 
     def abandon(self, span: Span) -> None:
         super().abandon(span)
@@ -140,9 +145,9 @@ class FreeRunsStayApart(SlotTable):
 class SpansOverlap(SlotTable):
     """A span is said to be one slot longer than what was taken for it."""
 
-    def allocate(self, count: int) -> Span | None:
-        span = super().allocate(count)
-        if span is not None and span.start + count < self.slots:
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
+        if span is not None and span.start + span.count < self.slots:
             span.count += 1
         return span
 
@@ -154,8 +159,8 @@ class WhatIsWrittenIsReleased(SlotTable):
         super().__init__(slots)
         self.writing: dict[tuple[int, int], Span] = {}
 
-    def allocate(self, count: int) -> Span | None:
-        span = super().allocate(count)
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
         if span is not None:
             self.writing[span.start, span.generation] = span
         return span
@@ -185,15 +190,14 @@ class AnyReleaseFrees(SlotTable):
         super().publish(span, sequence)
 
 
-class SpansGrowOver(SlotTable):
-    """A span is extended without looking at what lies behind it."""
+class TrimsKeepTheirSlots(SlotTable):
+    """What a span gives back is said to be free, and still belongs to it."""
 
-    def extend(self, span: Span, count: int) -> bool:
-        free = super().extend(span, count)
-        if not free and span.start + span.count + count <= self.slots:
-            span.count += count
-            return True
-        return free
+    def trim(self, span: Span, count: int) -> int:
+        kept = span.count
+        fewer = super().trim(span, count)
+        span.count = kept
+        return fewer
 
 
 class SlotsLeak(SlotTable):
@@ -217,8 +221,8 @@ class SlotsLeak(SlotTable):
 class TooLargeWaits(SlotTable):
     """A span that can never be is waited for."""
 
-    def allocate(self, count: int) -> Span | None:
-        return super().allocate(count) if count <= self.slots else None
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        return super().allocate(count, most) if count <= self.slots else None
 
 
 # -- faults of what stands around it -----------------------------------------------------------------------------------
@@ -557,7 +561,7 @@ MUTANTS = [
     Mutant(PublishedIsAbandoned, machine(SlotMachine, table=PublishedIsAbandoned), slot_machine.REFUSED),
     Mutant(SlotsLeak, machine(SlotMachine, table=SlotsLeak), slot_machine.OWNERS),
     Mutant(AnyReleaseFrees, machine(SlotMachine, table=AnyReleaseFrees), slot_machine.OWNERS),
-    Mutant(SpansGrowOver, machine(SlotMachine, table=SpansGrowOver), slot_machine.FIRST_FIT),
+    Mutant(TrimsKeepTheirSlots, machine(SlotMachine, table=TrimsKeepTheirSlots), slot_machine.OWNERS),
     Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
     Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
     Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),
