@@ -15,7 +15,7 @@ uses it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,7 +25,7 @@ import msgspec
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from .errors import LedgerImbalance
 from .processes.account import END_STATES, Account, EndState
-from .repetitions import bits, mask_of, noted
+from .repetitions import bits, mask_in, mask_of, masks_in, noted
 from .waiting import Waiters
 
 __all__ = ["Balance", "CheckpointHearer", "EndState", "Ledger", "Origin"]
@@ -171,8 +171,7 @@ class Ledger:
         leaving = _masks(what)
         for group, mask in leaving:
             self._expect_in_flight(group, mask, state)
-        for group, mask in leaving:
-            self._leave(group, mask, state, reason)
+        self._leave(leaving, state, reason)
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
@@ -180,20 +179,18 @@ class Ledger:
         Raises:
             LedgerImbalance: one of them was trained before, or is not in flight. Nothing is counted.
         """
-        repetitions = batch.repetition_ids.tolist()
         trained: dict[GroupId, int] = {}
-        first = 0
-        for packed in batch.groups:
-            group, mask = packed.id, mask_of(repetitions[first : first + packed.sequences])
-            first += packed.sequences
+        masks = masks_in(batch.repetition_ids, [packed.sequences for packed in batch.groups])
+        for packed, mask in zip(batch.groups, masks, strict=True):
+            group = packed.id
             earlier = trained.get(group, 0)
             if again := (self._committed.get(group, 0) | earlier) & mask:
                 raise LedgerImbalance(f"{_name(group, again)} was trained before and is committed again")
             self._expect_in_flight(group, mask, "trained")
             trained[group] = earlier | mask
         self.step = max(self.step, step)
+        self._leave(trained.items(), "trained", "")
         for group, mask in trained.items():
-            self._leave(group, mask, "trained", "")
             self._committed[group] = self._committed.get(group, 0) | mask
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
@@ -266,10 +263,9 @@ class Ledger:
     def lose(self, reason: str) -> int:
         """The run is over: whatever is in flight is lost, with `reason`. Returns how many trajectories that were."""
         lost = sum(self.close_account(account, reason) for account in list(self._accounts))
-        for group, mask in list(self._open.items()):
-            lost += mask.bit_count()
-            self._leave(group, mask, "lost", reason)
-        return lost
+        left = list(self._open.items())
+        self._leave(left, "lost", reason)
+        return lost + sum(mask.bit_count() for _, mask in left)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -352,7 +348,7 @@ class Ledger:
 
     def _entering(
         self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
-    ) -> Iterable[tuple[GroupId, int]]:
+    ) -> Collection[tuple[GroupId, int]]:
         """What is about to enter, by group. Those that are `begun` are no copies."""
         entering = _masks(record)
         if isinstance(record, TrainBatch):
@@ -406,23 +402,34 @@ class Ledger:
                 f"expected every trajectory to be admitted once and to end once"
             )
 
-    def _leave(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
-        """These end, which are in flight."""
+    def _leave(self, leaving: Collection[tuple[GroupId, int]], state: EndState, reason: str) -> None:
+        """These end, which are in flight: no group twice. Who sampled them is told when the books are right again."""
         if self._admits_on_end:
+            self._admit_absent(leaving)
+        ended = 0
+        for group, mask in leaving:
+            self._remove(group, mask)
+            ended += mask.bit_count()
+        self._count(state, reason, ended)
+        if self._account is not None:
+            self._account.end(state, ended)
+        own = []
+        for group, mask in leaving:
+            origins = self._origins.get(group)
+            if origins is not None:
+                self._tell(origins, group, mask, state)
+            else:
+                own.append(mask.bit_count())
+        if own and state == "trained":
+            self._pace.trained(self.step, sum(own))
+        if self._room:
+            self._room.wake_all()
+
+    def _admit_absent(self, leaving: Collection[tuple[GroupId, int]]) -> None:
+        for group, mask in leaving:
             absent = mask & ~self._open.get(group, 0)
             self._add(group, absent)
             self._admitted += absent.bit_count()
-        self._remove(group, mask)
-        self._count(state, reason, mask.bit_count())
-        if self._account is not None:
-            self._account.end(state, mask.bit_count())
-        origins = self._origins.get(group)
-        if origins is not None:
-            self._tell(origins, group, mask, state)
-        elif state == "trained":
-            self._pace.trained(self.step, mask.bit_count())
-        if self._room:
-            self._room.wake_all()
 
     def _tell(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
         """Tell every process that sampled some of these how they ended."""
@@ -439,10 +446,10 @@ class Ledger:
             self._reasons[state, reason] += count
 
 
-def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Iterable[tuple[GroupId, int]]:
+def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
     """Repetitions by group, as bit masks."""
     if isinstance(what, TrajectoryGroup):
-        return [(what.id, mask_of(what.repetition_ids.tolist()))]
+        return [(what.id, mask_in(what.repetition_ids))]
     masks: dict[GroupId, int] = {}
     for trajectory in what.ids if isinstance(what, TrainBatch) else what:
         group = trajectory.group

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
 
-__all__ = ["bits", "mask_of", "noted", "trajectories", "without"]
+__all__ = ["bits", "mask_in", "mask_of", "masks_in", "noted", "trajectories", "without"]
+
+MASKS_KEPT = 16
+"""Columns of which the mask is remembered: groups of one size mostly number their repetitions alike."""
 
 
 def mask_of(repetitions: Iterable[int]) -> int:
@@ -21,6 +27,26 @@ def mask_of(repetitions: Iterable[int]) -> int:
     for repetition in repetitions:
         mask |= 1 << repetition
     return mask
+
+
+def mask_in(column: NDArray[np.int64]) -> int:
+    """The bit mask of all repetitions in `column`."""
+    return _mask_in(column.tobytes())
+
+
+def masks_in(column: NDArray[np.int64], counts: Iterable[int]) -> list[int]:
+    """The bit masks of groups of `counts` repetitions each, which lie one behind the other in `column`.
+
+    >>> [bin(mask) for mask in masks_in(np.array([0, 3, 1]), [2, 1])]
+    ['0b1001', '0b10']
+    """
+    raw, width = column.tobytes(), column.itemsize
+    return [_mask_in(raw[a * width : b * width]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+@lru_cache(maxsize=MASKS_KEPT)
+def _mask_in(column: bytes) -> int:
+    return mask_of(memoryview(column).cast("q"))
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -50,7 +76,7 @@ def noted(masks: dict[GroupId, int], group: GroupId, mask: int) -> None:
 
 def without(record: TrajectoryGroup, mask: int) -> TrajectoryGroup | None:
     """`record` less the repetitions in `mask`: itself where it has none of them, None where it has no others."""
-    here = mask_of(record.repetition_ids.tolist())
+    here = mask_in(record.repetition_ids)
     if not here & mask:
         return record
     if not here & ~mask:
