@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -58,17 +58,21 @@ class Handful:
     def magnitudes(self) -> Floats:
         """[B] how much was added up to each reward, as far as `reward_parts` tell: what rounding is a share of."""
         rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
-        nothing = np.zeros(len(rewards))
-        parts = (np.abs(self.reward_parts(name, nothing)) for name in sorted(self._part_names))
-        return np.maximum(np.abs(rewards), sum(parts, nothing))
+        nothing, names = np.zeros(len(rewards)), sorted(self._part_names)
+        if not names:
+            return np.abs(rewards)
+        parts = np.concatenate([part for name in names for part in self._parts(name, nothing)], dtype=np.float64)
+        return np.maximum(np.abs(rewards), sum(np.abs(parts).reshape(len(names), -1), nothing))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
         if name not in self._part_names:
             return otherwise
+        return np.concatenate(self._parts(name, otherwise), dtype=np.float64)
+
+    def _parts(self, name: str, otherwise: Floats) -> list[NDArray[Any]]:
         parts = [group.reward_parts.get(name) for group in self._groups]
-        given = [otherwise[span] if part is None else part for part, span in zip(parts, self._spans, strict=True)]
-        return np.concatenate(given, dtype=np.float64)
+        return [otherwise[span] if part is None else part for part, span in zip(parts, self._spans, strict=True)]
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
         """[N] the column over tokens of that name; 0 where it is not `used` [N], whatever stands there.
