@@ -36,13 +36,14 @@ __all__ = [
     "Release",
     "Resume",
     "Subscribe",
+    "Wanting",
     "Weights",
     "Welcome",
     "decode",
     "encode",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
 
 
@@ -114,6 +115,10 @@ class Publish(_Message, frozen=True):
     """Bundles that lie ready."""
 
     descriptors: tuple[Descriptor, ...]
+
+
+class Wanting(_Message, frozen=True):
+    """The sender has too little credit for what it is to send: what the receiver holds back shall come now."""
 
 
 class Observed(_Message, frozen=True):
@@ -233,6 +238,7 @@ Message = (
     | Offer
     | Ready
     | Publish
+    | Wanting
     | Observed
     | Goodbye
     | Release

@@ -32,6 +32,7 @@ from ...schemas.control import (
     Observed,
     Publish,
     Release,
+    Wanting,
     Welcome,
     decode,
     encode,
@@ -56,14 +57,16 @@ __all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
 log = get_logger("penstock.channel")
 
 GATHERING_TICKS = 8
-"""Ticks that credit is held back while there are records to read: every message wakes four threads. Where the loop has
-nothing else to do they take some ten microseconds; where it has, the sender has credit left for longer than that."""
+"""Ticks that credit is held back from a sender that wants it while there are records of it to read: every message wakes
+four threads. Where the loop has nothing else to do these ticks take some ten microseconds."""
 
 DRAIN_AT_ONCE = 1024
 """Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
 
 RELEASE_AT = 32
-"""Releases after which credit goes back at once, where half of the capacity is more."""
+"""Records whose credit goes back unasked, where half of the capacity is more."""
+
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what an exception does
 
 
 class Peer:
@@ -93,11 +96,18 @@ class Peer:
         """Records that were handed to whoever receives."""
         self.returned = 0
         """Records whose credit went back."""
-        self.returned_bytes = 0
+        self.released_bytes = 0
+        """Bytes of the records that were released, whether or not their credit went back."""
         self.nbytes = 0
         """Bytes of all its records that arrived."""
         self.releases: deque[tuple[Descriptor, int]] = deque()
-        """Records whose credit has not been sent yet; appended to by any thread, which is all that one may do here."""
+        """Records that were released since the last look; appended to by any thread, which is all that one may do."""
+        self.owed: list[tuple[int, int, int]] = []
+        """Slot, generation and records of bundles whose credit has not gone back."""
+        self.owed_records = 0
+        self.owed_bytes = 0
+        self.wanting = False
+        """Whether it waits for credit; told once, and answered once."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
         self._schedule = schedule
@@ -110,6 +120,16 @@ class Peer:
         """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
         self.releases.append((descriptor, records))
         self._schedule(self)
+
+    def gather(self) -> None:
+        """Count what was released since the last look."""
+        while self.releases:
+            released, records = self.releases.popleft()
+            nbytes = _bytes_of(released, records)
+            self.owed.append((released.slot, released.generation, records))
+            self.owed_records += records
+            self.owed_bytes += nbytes
+            self.released_bytes += nbytes
 
     def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
         """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
@@ -204,7 +224,8 @@ class RemoteReceiver(Receiving[R]):
         self._dirty: dict[bytes, Peer] = {}
         """Peers that are owed a message."""
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
-        """Releases after which credit goes back, while a sender is ahead: every message wakes it once."""
+        """Records whose credit goes back unasked: every message wakes the sender once."""
+        self._release_bytes_at = -(-terms.capacity_bytes // 2)
         self._flush_scheduled = False
         self._ticks_gathered = 0
         """For how many ticks some credit has been held back."""
@@ -270,10 +291,9 @@ class RemoteReceiver(Receiving[R]):
             if heard == most:
                 self._loop.call_soon(self._on_readable)  # the descriptor will not tell of them again
                 return
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
-            except zmq.Again:
+            if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
             heard += 1
             self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
 
@@ -286,6 +306,9 @@ class RemoteReceiver(Receiving[R]):
             match decode(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
                 case Publish(descriptors):
                     self._arrive(peer, descriptors, frames[1:])
+                case Wanting():
+                    peer.wanting = True
+                    self._schedule(peer)
                 case Observed(payload):
                     if self._listener is not None:
                         self._listener.observed(peer, payload)
@@ -390,34 +413,44 @@ class RemoteReceiver(Receiving[R]):
                 self._loop.call_soon_threadsafe(self._flush_tick)
 
     def _flush_tick(self) -> None:
-        """Answer those who wait for it; while there is more to read of the others, let their credit gather a little."""
+        """Answer whom it is time to answer; while there is more to read of them, let credit gather a little."""
         self._flush_scheduled = False
         self._ticks_gathered += 1
-        for peer in list(self._dirty.values()):
-            if self._ticks_gathered >= GATHERING_TICKS or peer.endings or peer.taken == peer.sequence:
-                self._flush_peer(peer)
+        waited = self._ticks_gathered >= GATHERING_TICKS
+        self._flush(lambda peer: waited or peer.taken == peer.sequence)
         for peer in list(self._dirty.values()):
             self._schedule(peer)
         if not self._dirty:
             self._ticks_gathered = 0
-        self._on_readable()
 
-    def _flush(self) -> None:
-        """Answer everyone."""
+    def _flush(self, enough: Callable[[Peer], bool]) -> None:
+        """Answer whom it is time to answer: those that want credit if there is `enough`, others if they are owed much.
+
+        Who has credit left is not woken for more of it.
+        """
+        said = False
         for peer in list(self._dirty.values()):
-            self._flush_peer(peer)
-        self._on_readable()
+            peer.gather()
+            if self._is_due(peer) or (peer.wanting and peer.owed and enough(peer)):
+                self._flush_peer(peer)
+                said = True
+            elif not (peer.wanting and peer.owed):
+                del self._dirty[peer.identity]
+        if said:
+            self._on_readable()
+
+    def _is_due(self, peer: Peer) -> bool:
+        return bool(peer.endings) or peer.owed_records >= self._release_at or peer.owed_bytes >= self._release_bytes_at
 
     def _flush_peer(self, peer: Peer) -> None:
         self._dirty.pop(peer.identity, None)
-        spans: list[tuple[int, int, int]] = []
-        while peer.releases:
-            released, records = peer.releases.popleft()
-            spans.append((released.slot, released.generation, records))
-            peer.returned += records
-            peer.returned_bytes += _bytes_of(released, records)
-        if spans:
-            self._say(peer, Release(tuple(spans)))
+        peer.gather()
+        if peer.owed:
+            owed, peer.owed = tuple(peer.owed), []
+            peer.returned += peer.owed_records
+            peer.owed_records = peer.owed_bytes = 0
+            peer.wanting = False
+            self._say(peer, Release(owed))
         if peer.endings:
             endings, peer.endings = peer.endings, []
             self._say(peer, Ended(tuple(endings)))
@@ -479,8 +512,10 @@ class RemoteReceiver(Receiving[R]):
         """More records of `peer` were handed over; credit goes back where enough has gathered."""
         self._received += records
         self._pass_over(peer, parcel, records)
-        if len(peer.releases) * records >= self._release_at:
-            self._flush_peer(peer)
+        if peer.releases:
+            peer.gather()
+            if self._is_due(peer):
+                self._flush_peer(peer)
 
     def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
         """What is left of a bundle cannot be read."""
@@ -557,7 +592,7 @@ class RemoteReceiver(Receiving[R]):
 
     async def _wait(self) -> None:
         with self._clock.waiting("record"):
-            self._flush()
+            self._flush(lambda _: True)
             if not self._arrivals and not self._ended():
                 await self._waiting.wait()
 
@@ -574,12 +609,14 @@ class RemoteReceiver(Receiving[R]):
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
         peers = [peer for peer in self._peers.values() if peer.open]
+        for peer in peers:
+            peer.gather()
         return ChannelStatistics(
             carrier=self._carrier,
             capacity=self._terms.capacity * max(1, len(peers)),
-            items=sum(peer.sequence - peer.returned for peer in peers),
+            items=sum(peer.sequence - peer.returned - peer.owed_records for peer in peers),
             capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
-            nbytes=sum(peer.nbytes - peer.returned_bytes for peer in peers),
+            nbytes=sum(peer.nbytes - peer.released_bytes for peer in peers),
             sent=self._received + self._waiting_here,
             received=self._received,
             senders=len(peers),
@@ -591,7 +628,8 @@ class RemoteReceiver(Receiving[R]):
         """Close this end; senders get PeerClosed. Closing twice is fine."""
         if self._closed:
             return
-        self._flush()
+        for peer in self._peers.values():
+            self._flush_peer(peer)
         self._closed = True
         self._loop.remove_reader(self._fd)
         if self._severances is not None:

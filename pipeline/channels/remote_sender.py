@@ -26,6 +26,7 @@ from ...schemas.control import (
     Publish,
     Refused,
     Release,
+    Wanting,
     Welcome,
     decode,
     encode,
@@ -49,7 +50,7 @@ EVENTS = int(zmq.EVENTS)  # asking costs half of what an exception does
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 FLUSH_AT = 64
-"""Records in one message: beyond this a message a batch costs nothing measurable."""
+"""Records in one message, where half of the capacity is more: the receiver reads these while others are written."""
 
 PARTING_S = 10.0
 """How long a closing sender waits for a receiver that lives but does not answer."""
@@ -82,6 +83,9 @@ class SenderLine:
         self._silence_s = silence_s
         """How long the receiver may be silent."""
         self._loop = asyncio.get_running_loop()
+        self._flush_at = min(FLUSH_AT, -(-welcome.capacity // 2))
+        self._asked = False
+        """Whether the receiver was told that credit is wanted, and gave none since."""
         self._unposted = 0
         """Records that were taken in since the last message."""
         self._severed = False
@@ -129,13 +133,16 @@ class SenderLine:
             raise self.failure
         if self._severed:
             return False
-        if not self._place(record):
-            self.drain()
-            if not self._place(record):
-                return False
+        while not self._place(record):
+            if self._asked:
+                self.drain()
+                if self._asked:
+                    return False
+            else:
+                self._ask()
         self.sent += 1
         self._unposted += 1
-        if self._unposted >= FLUSH_AT:
+        if self._unposted >= self._flush_at:
             self.flush()
         elif not self._flush_scheduled:
             self._flush_scheduled = True
@@ -147,6 +154,11 @@ class SenderLine:
             return False
         form, lengths, plain = record.schema.laid_out(record)
         return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
+
+    def _ask(self) -> None:
+        """Want the credit that the receiver holds back: it gives little of it unasked."""
+        self._asked = True
+        self.tell(Wanting())
 
     def full(self) -> ChannelFull:
         """The error that says what is in flight."""
@@ -212,6 +224,7 @@ class SenderLine:
     def _heed(self, message: Message) -> None:
         match message:
             case Release(spans):
+                self._asked = False
                 for slot, generation, records in spans:
                     self.outlet.free(slot, generation, records)
                 self.waiting.wake_one()

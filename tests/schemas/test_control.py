@@ -18,6 +18,7 @@ MESSAGES: list[c.Message] = [
     c.Observed(b"payload"),
     c.Goodbye(7),
     c.Release(((0, 1, 1), (5, 2**40, 8))),
+    c.Wanting(),
     c.Ended(((GroupId("env", "17"), (0, 3), "trained", 4),)),
     c.Farewell(),
     c.Closed(),
