@@ -107,6 +107,24 @@ async def test_who_takes_and_never_waits_lets_others_run() -> None:
     assert max(after - before for before, after in pairwise(turns)) <= AT_ONCE
 
 
+async def test_a_handful_that_is_sent_to_one_who_keeps_up_arrives_whole() -> None:
+    outbox, inbox = memory_channel[int](AT_ONCE)
+    handfuls = 5
+    given: list[int] = []
+
+    async def take() -> None:
+        given.extend([len(handful) async for handful in at_hand(inbox)])
+
+    async with inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(take)
+        for _ in range(handfuls):
+            await send_each(outbox, list(range(AT_ONCE)))
+            await anyio.wait_all_tasks_blocked()
+        await outbox.aclose()
+
+    assert given == [AT_ONCE] * handfuls
+
+
 class Record:
     """Something that can be seen to die."""
 
