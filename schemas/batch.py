@@ -403,15 +403,13 @@ class Packer:
         """
         if self._block is None:
             raise InvalidRecord("pack: expected at least one group, got none")
-        columns = self._plan.columns(self._block.array, self._tokens)
-        chunks = {name: chunks for name, chunks in zip(self._plan.form.names, self._chunks, strict=True) if chunks}
-        counts = [group.sequences for group in self._groups]
-        bounds = _join_offsets(chunks.pop("offsets"), self._starts, counts)
-        versions = np.frombuffer(b"".join(chunks.pop("policy_versions")), np.int64)
-        if any(self._by_token):
-            versions = _by_token_or_sequence(versions, self._by_token, self._starts, counts, bounds)
-        columns["policy_versions"] = versions
-        columns |= {name: np.frombuffer(b"".join(kept), GROUP_SCHEMA.rule(name).dtype) for name, kept in chunks.items()}
+        columns = self._plan.columns(self._block.array, self._tokens, self._chunks)
+        counts = [sequences for _, _, sequences, _ in self._groups]
+        bounds = _join_offsets(columns.pop("offsets"), self._starts, counts)
+        if True in self._by_token:
+            columns["policy_versions"] = _by_token_or_sequence(
+                columns["policy_versions"], self._by_token, self._starts, counts, bounds
+            )
         batch = _finish(tuple(self._groups), columns, bounds)
         self._block = None
         self._chunks, self._groups, self._starts, self._by_token, self._tokens = [], [], [], [], 0
@@ -448,6 +446,8 @@ class _Plan(NamedTuple):
     form: Form
     candidates: int
     nbytes: int
+    dtypes: list[np.dtype[Any]]
+    """Of each column."""
     targets: list[tuple[int, int, int] | None]
     """Of each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
 
@@ -458,21 +458,23 @@ class _Plan(NamedTuple):
             (index, first, candidates if name in form.shaped else 1) if name in TOKEN_COLUMNS else None
             for name, (index, first, _) in zip(form.names, layout.places, strict=True)
         ]
-        return cls(form, candidates, layout.nbytes, targets)
+        return cls(form, candidates, layout.nbytes, [DTYPES[index] for index, _, _ in layout.places], targets)
 
     def suits(self, form: Form, candidates: int) -> bool:
         """Whether it is a plan for columns of that form."""
         return (form is self.form or form.names == self.form.names) and candidates == self.candidates
 
-    def columns(self, memory: NDArray[np.uint8], tokens: int) -> dict[str, Array]:
-        """The columns over tokens, so many `tokens` long, as views on `memory`."""
-        columns = {}
-        for name, target in zip(self.form.names, self.targets, strict=True):
-            if target is not None:
-                index, first, width = target
-                dtype = DTYPES[index]
-                column = memory[first * dtype.itemsize : (first + tokens * width) * dtype.itemsize].view(dtype)
-                columns[name] = column.reshape(tokens, width) if name in self.form.shaped else column
+    def columns(self, memory: NDArray[np.uint8], tokens: int, chunks: list[list[bytes]]) -> dict[str, Array]:
+        """All columns: those over tokens, so many `tokens` long, as views on `memory`, the others joined."""
+        columns: dict[str, Array] = {}
+        for name, dtype, target, kept in zip(self.form.names, self.dtypes, self.targets, chunks, strict=True):
+            if target is None:
+                columns[name] = np.frombuffer(b"".join(kept), dtype)
+            else:
+                _, first, width = target
+                columns[name] = np.frombuffer(memory, dtype, tokens * width, first * dtype.itemsize)
+        for name in self.form.shaped:
+            columns[name] = columns[name].reshape(tokens, self.candidates)
         return columns
 
 
@@ -494,9 +496,8 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
     return oldest
 
 
-def _join_offsets(chunks: Iterable[bytes], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
+def _join_offsets(joined: NDArray[np.int64], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
     """[B + 1] where each sequence of a batch begins, from the offsets of its groups, which each begin with 0."""
-    joined = np.frombuffer(b"".join(chunks), np.int64)
     bounds = np.zeros(len(joined) - len(counts) + 1, np.int64)
     if len(set(counts)) == 1:
         by_group = joined.reshape(len(counts), -1)[:, 1:]

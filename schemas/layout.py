@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -271,10 +271,13 @@ class Form:
         return columns
 
     def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
-        """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so."""
+        """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so.
+
+        A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
+        """
         items = lengths.items()
         return not self.shaped and all(
-            type(column) is np.ndarray and column.dtype == DTYPES[index] and column.shape == (items[axes],)
+            type(column) is np.ndarray and column.dtype is DTYPES[index] and column.shape == (items[axes],)
             for column, index, axes in zip(columns, self._dtypes, self._axes, strict=True)
         )
 
@@ -315,7 +318,7 @@ class _Usual(NamedTuple):
     present: tuple[bool, ...]
     """Which of the fields are not None."""
     dtypes: tuple[np.dtype[Any], ...]
-    """Of the columns that are present."""
+    """Of the columns that are present: these very objects."""
 
 
 class Columned(Protocol):
@@ -382,7 +385,7 @@ class Schema:
             columns = tuple(compress(given, usual.present))
             lengths, form = Lengths(len(record.tokens), len(record.rewards), 0), usual.form
             if (
-                tuple(map(_dtype, columns)) == usual.dtypes
+                all(map(is_, map(_dtype, columns), usual.dtypes))
                 and tuple(map(_shape, columns)) == form.shapes(lengths)
                 and not (form.versions_by_token and lengths.tokens == lengths.sequences)  # they count as by sequence
             ):

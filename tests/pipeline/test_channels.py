@@ -10,7 +10,8 @@ import pytest
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_receiver import Peer, RemoteReceiver
+from penstock.schemas.control import Message, Release
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 
@@ -71,6 +72,52 @@ async def test_every_carrier_keeps_every_rule(carrier: str, rule: Callable[[Make
 
 
 REMOTE = {name: make for name, make in CARRIERS.items() if name != "memory"}
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_a_dtype_may_go_by_another_name(carrier: str) -> None:
+    """On 64-bit Linux `longlong` equals int64, and is another type to whatever copies it."""
+    usual = group(completion_lengths=[700, 700])
+    versions = np.arange(len(usual.tokens)).astype(np.longlong)
+    odd = msgspec.structs.replace(usual, policy_versions=versions)
+
+    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+        for each in usual, odd, usual, odd:
+            outbox.send_nowait(each)
+        received = [await ends.inbox.receive() for _ in range(4)]
+
+    assert [each.policy_versions.tolist() for each in received[1::2]] == [versions.tolist()] * 2
+    assert received[0].policy_versions.tolist() == received[2].policy_versions.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_credit_goes_back_by_halves_and_when_it_is_wanted(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has credit left is not woken for more of it; who has none gets what there is."""
+    said = list[int]()
+    say = RemoteReceiver._say
+
+    def listening(self: RemoteReceiver[TrajectoryGroup], peer: Peer, message: Message) -> None:
+        if isinstance(message, Release):
+            said.append(sum(records for _, _, records in message.spans))
+        say(self, peer, message)
+
+    monkeypatch.setattr(RemoteReceiver, "_say", listening)
+    async with REMOTE[carrier](capacity=4) as ends, ends.join() as outbox:
+        for unasked in [], [2], [2], [2, 2]:
+            await outbox.send(group())
+            await ends.inbox.receive()
+            await anyio.wait_all_tasks_blocked()
+            assert said == unasked
+
+        for _ in range(4):
+            await outbox.send(group())
+        await ends.inbox.receive()
+        await anyio.wait_all_tasks_blocked()
+        assert said == [2, 2]
+        with anyio.fail_after(20):
+            await outbox.send(group())
+
+        assert said == [2, 2, 1]
 
 
 @pytest.mark.parametrize("carrier", REMOTE)
