@@ -162,6 +162,7 @@ class MemorySender(_End[T]):
                 return
         with self._clock.waiting("credit"):
             await self._send_after_waiting(record)
+        self._until_checkpoint = CHECKPOINT_EVERY
 
     async def _send_after_waiting(self, record: T) -> None:
         """Keep the place in line until there is room, so that small records do not starve a large one."""

@@ -125,6 +125,22 @@ async def test_a_handful_that_is_sent_to_one_who_keeps_up_arrives_whole() -> Non
     assert given == [AT_ONCE] * handfuls
 
 
+async def test_a_handful_that_had_to_wait_for_room_arrives_whole() -> None:
+    outbox, inbox = memory_channel[int](AT_ONCE)
+    handfuls = 5
+
+    async def give() -> None:
+        async with outbox:
+            for _ in range(handfuls):
+                await send_each(outbox, list(range(AT_ONCE)))
+
+    async with inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(give)
+        await anyio.wait_all_tasks_blocked()
+
+        assert [len(handful) async for handful in at_hand(inbox)] == [AT_ONCE] * handfuls
+
+
 class Record:
     """Something that can be seen to die."""
 
