@@ -137,8 +137,9 @@ async def test_a_handful_that_had_to_wait_for_room_arrives_whole() -> None:
     async with inbox, anyio.create_task_group() as tasks:
         tasks.start_soon(give)
         await anyio.wait_all_tasks_blocked()
+        given = [len(handful) async for handful in at_hand(inbox)]
 
-        assert [len(handful) async for handful in at_hand(inbox)] == [AT_ONCE] * handfuls
+    assert given == [AT_ONCE] * handfuls
 
 
 class Record:
