@@ -128,6 +128,7 @@ async def test_a_handful_that_is_sent_to_one_who_keeps_up_arrives_whole() -> Non
 async def test_a_handful_that_had_to_wait_for_room_arrives_whole() -> None:
     outbox, inbox = memory_channel[int](AT_ONCE)
     handfuls = 5
+    given: list[int] = []
 
     async def give() -> None:
         async with outbox:
@@ -137,7 +138,7 @@ async def test_a_handful_that_had_to_wait_for_room_arrives_whole() -> None:
     async with inbox, anyio.create_task_group() as tasks:
         tasks.start_soon(give)
         await anyio.wait_all_tasks_blocked()
-        given = [len(handful) async for handful in at_hand(inbox)]
+        given.extend([len(handful) async for handful in at_hand(inbox)])
 
     assert given == [AT_ONCE] * handfuls
 
