@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 __all__ = ["WaitClock", "Waiters"]
 
@@ -65,11 +64,12 @@ class WaitClock:
     Several tasks may share an end and wait at once: time runs as long as any of them waits.
     """
 
-    __slots__ = ("_since", "_total_s", "_waiting", "waiting_for")
+    __slots__ = ("_name", "_since", "_total_s", "_waiting", "waiting_for")
 
     def __init__(self) -> None:
         self.waiting_for = ""
         """Empty while nothing is waited for."""
+        self._name = ""
         self._since = 0.0
         self._total_s = 0.0
         self._waiting = 0
@@ -80,16 +80,18 @@ class WaitClock:
         present = time.monotonic() - self._since if self.waiting_for else 0.0
         return self._total_s + present
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Time the body under the name `what`."""
+    def waiting(self, what: str) -> Self:
+        """Time the body of the `with` statement under the name `what`."""
+        self._name = what
+        return self
+
+    def __enter__(self) -> None:
         if not self._waiting:
-            self.waiting_for, self._since = what, time.monotonic()
+            self.waiting_for, self._since = self._name, time.monotonic()
         self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._total_s += time.monotonic() - self._since
-                self.waiting_for = ""
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._total_s += time.monotonic() - self._since
+            self.waiting_for = ""

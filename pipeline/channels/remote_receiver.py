@@ -72,7 +72,7 @@ EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what a
 class Peer:
     """A sender, as its receiver knows it."""
 
-    def __init__(self, hello: Hello, schedule: Callable[[Peer], None]) -> None:
+    def __init__(self, hello: Hello, schedule: Callable[[Peer], None], release_at: int) -> None:
         self.identity = hello.identity
         self.name = hello.name
         self.pid = hello.pid
@@ -111,6 +111,8 @@ class Peer:
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
         self._schedule = schedule
+        self._release_at = release_at
+        """Records whose credit goes back unasked."""
 
     def __repr__(self) -> str:
         state = "open" if self.open else "gone"
@@ -119,7 +121,8 @@ class Peer:
     def release(self, descriptor: Descriptor, records: int) -> None:
         """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
         self.releases.append((descriptor, records))
-        self._schedule(self)
+        if self.wanting or len(self.releases) >= self._release_at:
+            self._schedule(self)
 
     def gather(self) -> None:
         """Count what was released since the last look."""
@@ -225,7 +228,6 @@ class RemoteReceiver(Receiving[R]):
         """Peers that are owed a message."""
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
         """Records whose credit goes back unasked: every message wakes the sender once."""
-        self._release_bytes_at = -(-terms.capacity_bytes // 2)
         self._flush_scheduled = False
         self._ticks_gathered = 0
         """For how many ticks some credit has been held back."""
@@ -257,7 +259,7 @@ class RemoteReceiver(Receiving[R]):
         resources.push_async_callback(_cancelled, doorman)
 
     def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
-        peer = self._peers[hello.identity] = Peer(hello, self._schedule)
+        peer = self._peers[hello.identity] = Peer(hello, self._schedule, self._release_at)
         peer.door, peer.inlet = door, inlet
         if self._severances is not None:
             self._severances.expect()
@@ -440,7 +442,7 @@ class RemoteReceiver(Receiving[R]):
             self._on_readable()
 
     def _is_due(self, peer: Peer) -> bool:
-        return bool(peer.endings) or peer.owed_records >= self._release_at or peer.owed_bytes >= self._release_bytes_at
+        return bool(peer.endings) or peer.owed_records >= self._release_at
 
     def _flush_peer(self, peer: Peer) -> None:
         self._dirty.pop(peer.identity, None)
@@ -469,20 +471,28 @@ class RemoteReceiver(Receiving[R]):
 
     def receive_nowait(self) -> R:
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
-        while True:
-            peer, parcel = self._next()
-            if (record := self._take(peer, parcel)) is not None:
-                return record
+        if (record := self._receive()) is None:
+            raise anyio.WouldBlock
+        return record
 
-    def _next(self) -> tuple[Peer, Parcel]:
-        """The bundle that the next record is in; the notices before it are told."""
+    def _receive(self) -> R | None:
+        """The next record; None while there is none."""
+        while (found := self._next()) is not None:
+            if (record := self._take(*found)) is not None:
+                return record
+        return None
+
+    def _next(self) -> tuple[Peer, Parcel] | None:
+        """The bundle that the next record is in, None while there is none; the notices before it are told."""
         if self._closed:
             raise anyio.ClosedResourceError
         while True:
             if not self._arrivals:
                 self._drain()
             if not self._arrivals:
-                raise anyio.EndOfStream if self._ended() else anyio.WouldBlock
+                if self._ended():
+                    raise anyio.EndOfStream
+                return None
             peer, arrival = self._arrivals[0]
             if isinstance(arrival, tuple):
                 return peer, arrival
@@ -536,11 +546,9 @@ class RemoteReceiver(Receiving[R]):
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
             await self._breathe()
-        while True:
-            try:
-                return self.receive_nowait()
-            except anyio.WouldBlock:
-                await self._wait()
+        while (record := self._receive()) is None:
+            await self._wait()
+        return record
 
     async def receive_packed(self, packer: Packer) -> TrainBatch:
         """Copy groups from where they lie straight into `packer` until the next has no room there, and pack them.
@@ -558,23 +566,23 @@ class RemoteReceiver(Receiving[R]):
         if self.schema.kind != "group" or self._listener is not None:
             whose = " of a pipeline" if self._listener is not None else ""
             raise TypeError(f"expected a channel of groups of its own, got one of kind {self.schema.kind}{whose}")
-        while True:
-            try:
-                while not self._pack_next(packer):
+        try:
+            while True:
+                if (found := self._next()) is None:
+                    await self._wait()
+                elif self._pack_from(*found, packer):
+                    return packer.pack()
+                else:
                     self._until_checkpoint -= 1
                     if self._until_checkpoint <= 0:
                         await self._breathe()
-                return packer.pack()
-            except anyio.WouldBlock:
-                await self._wait()
-            except anyio.EndOfStream:
-                if not packer.groups:
-                    raise
-                return packer.pack()
+        except anyio.EndOfStream:
+            if not packer.groups:
+                raise
+            return packer.pack()
 
-    def _pack_next(self, packer: Packer) -> bool:
-        """Copy the next groups into `packer`, as many as lie together; whether `packer` was full before."""
-        peer, parcel = self._next()
+    def _pack_from(self, peer: Peer, parcel: Parcel, packer: Packer) -> bool:
+        """Copy the next groups of a bundle into `packer`, as many as it has room for; whether it was full before."""
         try:
             taken = peer.inlet.pack(parcel, self._index, packer)
         except (StaleDescriptor, InvalidRecord) as error:

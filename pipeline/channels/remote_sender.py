@@ -7,8 +7,7 @@ of a sender share it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Generic
 
 import anyio
@@ -174,21 +173,15 @@ class SenderLine:
         self._flush_scheduled = False
         if self._unposted and self._connected:
             self._unposted = 0
-            with self._noticing_severance():
+            try:
                 self.outlet.post(self._socket)
+            except zmq.Again:  # ZeroMQ refuses to send when the other end is gone
+                self._sever()
             self.drain()
 
     @property
     def _connected(self) -> bool:
         return self.failure is None and not self._severed
-
-    @contextmanager
-    def _noticing_severance(self) -> Iterator[None]:
-        """ZeroMQ refuses to send when the other end is gone."""
-        try:
-            yield
-        except zmq.Again:
-            self._sever()
 
     def _sever(self) -> None:
         """There is nobody to send to. If the receiver closed or died, the door is about to tell; else it is silent."""
@@ -203,8 +196,10 @@ class SenderLine:
         """Send a message of control, after the descriptors that precede it."""
         self.flush()
         if self._connected:
-            with self._noticing_severance():
+            try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                self._sever()
             self.drain()
 
     def drain(self) -> None:

@@ -64,7 +64,7 @@ class _Process:
 
 def peer(name: str) -> Peer:
     """A sender of that name, as the receiver knows it."""
-    return Peer(Hello(PROTOCOL_VERSION, "shm", "group", b"", name, 7), lambda _: None)
+    return Peer(Hello(PROTOCOL_VERSION, "shm", "group", b"", name, 7), lambda _: None, 1)
 
 
 class _BooksMachine(RuleBasedStateMachine):

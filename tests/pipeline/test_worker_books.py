@@ -26,7 +26,7 @@ KILLED = "Sample 1/2 (pid 7) was killed by SIGKILL"
 
 
 def peer(name: str = WORKER) -> Peer:
-    return Peer(Hello(PROTOCOL_VERSION, "shm", "group", b"identity", name, 7), lambda _: None)
+    return Peer(Hello(PROTOCOL_VERSION, "shm", "group", b"identity", name, 7), lambda _: None, 1)
 
 
 def news(
