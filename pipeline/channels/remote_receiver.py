@@ -121,7 +121,7 @@ class Peer:
     def release(self, descriptor: Descriptor, records: int) -> None:
         """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
         self.releases.append((descriptor, records))
-        if self.wanting or len(self.releases) >= self._release_at:
+        if self.wanting or self.owed_records + len(self.releases) >= self._release_at:
             self._schedule(self)
 
     def gather(self) -> None:
