@@ -118,7 +118,7 @@ class Publish(_Message, frozen=True):
 
 
 class Wanting(_Message, frozen=True):
-    """The sender has too little credit for what it is to send: what the receiver holds back shall come now."""
+    """The sender has records left, but not the bytes for the next one: what the receiver holds back shall come now."""
 
 
 class Observed(_Message, frozen=True):

@@ -3,7 +3,7 @@
 `remote_sender` and `remote_receiver` hold that machinery. Four rules keep it together:
 
 1. Credit is given back by release messages, never by a socket buffer: high-water marks are off and drop nothing. It
-   goes back by halves of the capacity, or when the sender says that it wants it: each message wakes four threads.
+   goes back by halves of the capacity, or when the sender has none left: each message wakes four threads.
 2. Records leave by tick: when the sending task yields, when enough have gathered, and before it waits for credit.
 3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
    own, because the descriptor is edge-triggered and a send may swallow the edge.

@@ -21,8 +21,8 @@ from .tcp import connect_tcp, serve_tcp
 
 __all__ = ["connect", "serve"]
 
-DEFAULT_CAPACITY = 32
-"""Records in flight a sender: enough to rarely wait for a round trip, few enough to stay fresh, and in the cache."""
+DEFAULT_CAPACITY = 64
+"""Records in flight a sender. Where many processes share few cores, a turn should do more than warm up the cache."""
 
 DEFAULT_CAPACITY_BYTES = 64 * 2**20
 """Bytes in flight a sender."""

@@ -107,7 +107,7 @@ class Peer:
         self.owed_records = 0
         self.owed_bytes = 0
         self.wanting = False
-        """Whether it waits for credit; told once, and answered once."""
+        """Whether it waits for credit, or is about to: known until some is sent."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
         self._schedule = schedule
@@ -309,8 +309,7 @@ class RemoteReceiver(Receiving[R]):
                 case Publish(descriptors):
                     self._arrive(peer, descriptors, frames[1:])
                 case Wanting():
-                    peer.wanting = True
-                    self._schedule(peer)
+                    self._want(peer)
                 case Observed(payload):
                     if self._listener is not None:
                         self._listener.observed(peer, payload)
@@ -327,10 +326,17 @@ class RemoteReceiver(Receiving[R]):
             if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
             self._take_in(peer, (descriptor, frames))
-        if peer.sequence - peer.returned > self._terms.capacity:
-            raise ProtocolMismatch(
-                f"expected at most {self._terms.capacity} records in flight, got {peer.sequence - peer.returned}"
-            )
+        in_flight, capacity = peer.sequence - peer.returned, self._terms.capacity
+        if in_flight > capacity:
+            raise ProtocolMismatch(f"expected at most {capacity} records in flight, got {in_flight}")
+        if in_flight == capacity:
+            self._want(peer)
+
+    def _want(self, peer: Peer) -> None:
+        """`peer` can use what it is owed: it said so, or has used all that it had."""
+        peer.wanting = True
+        if peer.owed or peer.releases:
+            self._schedule(peer)
 
     def _take_in(self, peer: Peer, parcel: Parcel) -> None:
         descriptor = parcel[0]

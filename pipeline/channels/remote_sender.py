@@ -49,7 +49,7 @@ EVENTS = int(zmq.EVENTS)  # asking costs half of what an exception does
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 FLUSH_AT = 64
-"""Records in one message, where half of the capacity is more: the receiver reads these while others are written."""
+"""Records in one message: beyond this a message a batch costs nothing measurable."""
 
 PARTING_S = 10.0
 """How long a closing sender waits for a receiver that lives but does not answer."""
@@ -82,9 +82,8 @@ class SenderLine:
         self._silence_s = silence_s
         """How long the receiver may be silent."""
         self._loop = asyncio.get_running_loop()
-        self._flush_at = min(FLUSH_AT, -(-welcome.capacity // 2))
         self._asked = False
-        """Whether the receiver was told that credit is wanted, and gave none since."""
+        """Whether the receiver was told that bytes are wanted, and gave none since; of records it knows."""
         self._unposted = 0
         """Records that were taken in since the last message."""
         self._severed = False
@@ -133,15 +132,16 @@ class SenderLine:
         if self._severed:
             return False
         while not self._place(record):
-            if self._asked:
+            if self._asked or self.outlet.full:
+                in_flight = self.outlet.items
                 self.drain()
-                if self._asked:
+                if self.outlet.items == in_flight:
                     return False
             else:
                 self._ask()
         self.sent += 1
         self._unposted += 1
-        if self._unposted >= self._flush_at:
+        if self._unposted >= FLUSH_AT:
             self.flush()
         elif not self._flush_scheduled:
             self._flush_scheduled = True
@@ -155,7 +155,7 @@ class SenderLine:
         return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
     def _ask(self) -> None:
-        """Want the credit that the receiver holds back: it gives little of it unasked."""
+        """Want the bytes that the receiver holds back; it cannot know how many the next record takes."""
         self._asked = True
         self.tell(Wanting())
 

@@ -91,17 +91,9 @@ async def test_a_dtype_may_go_by_another_name(carrier: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", REMOTE)
-async def test_credit_goes_back_by_halves_and_when_it_is_wanted(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_credit_goes_back_by_halves_or_when_none_is_left(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has credit left is not woken for more of it; who has none gets what there is."""
-    said = list[int]()
-    say = RemoteReceiver._say
-
-    def listening(self: RemoteReceiver[TrajectoryGroup], peer: Peer, message: Message) -> None:
-        if isinstance(message, Release):
-            said.append(sum(records for _, _, records in message.spans))
-        say(self, peer, message)
-
-    monkeypatch.setattr(RemoteReceiver, "_say", listening)
+    said = releases(monkeypatch)
     async with REMOTE[carrier](capacity=4) as ends, ends.join() as outbox:
         for unasked in [], [2], [2], [2, 2]:
             await outbox.send(group())
@@ -112,12 +104,40 @@ async def test_credit_goes_back_by_halves_and_when_it_is_wanted(carrier: str, mo
         for _ in range(4):
             await outbox.send(group())
         await ends.inbox.receive()
-        await anyio.wait_all_tasks_blocked()
-        assert said == [2, 2]
         with anyio.fail_after(20):
             await outbox.send(group())
-
         assert said == [2, 2, 1]
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_bytes_go_back_when_they_are_wanted(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver knows of how many records its senders are short, not of how many bytes: they say so."""
+    said = releases(monkeypatch)
+    large = group(completion_lengths=[1000])
+    async with REMOTE[carrier](capacity=8, capacity_bytes=2 * large.nbytes + 8192) as ends, ends.join() as outbox:
+        await outbox.send(large)
+        await outbox.send(large)
+        await ends.inbox.receive()
+        await anyio.wait_all_tasks_blocked()
+        assert said == []
+
+        with anyio.fail_after(20):
+            await outbox.send(large)
+        assert said == [1]
+
+
+def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records whose credit goes back with each message, from now on."""
+    said = list[int]()
+    say = RemoteReceiver._say
+
+    def listening(self: RemoteReceiver[TrajectoryGroup], peer: Peer, message: Message) -> None:
+        if isinstance(message, Release):
+            said.append(sum(records for _, _, records in message.spans))
+        say(self, peer, message)
+
+    monkeypatch.setattr(RemoteReceiver, "_say", listening)
+    return said
 
 
 @pytest.mark.parametrize("carrier", REMOTE)
