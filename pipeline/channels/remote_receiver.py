@@ -228,6 +228,8 @@ class RemoteReceiver(Receiving[R]):
         """Peers that are owed a message."""
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
         """Records whose credit goes back unasked: every message wakes the sender once."""
+        self._listening_soon = False
+        """Whether the loop will listen without being told to by the descriptor."""
         self._flush_scheduled = False
         self._ticks_gathered = 0
         """For how many ticks some credit has been held back."""
@@ -279,7 +281,9 @@ class RemoteReceiver(Receiving[R]):
     # -- hearing them ------------------------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        self._drain()
+        self._listening_soon = False
+        if not self._closed:
+            self._drain()
         self._wake()
 
     def _wake(self) -> None:
@@ -436,16 +440,12 @@ class RemoteReceiver(Receiving[R]):
 
         Who has credit left is not woken for more of it.
         """
-        said = False
         for peer in list(self._dirty.values()):
             peer.gather()
             if self._is_due(peer) or (peer.wanting and peer.owed and enough(peer)):
                 self._flush_peer(peer)
-                said = True
             elif not (peer.wanting and peer.owed):
                 del self._dirty[peer.identity]
-        if said:
-            self._on_readable()
 
     def _is_due(self, peer: Peer) -> bool:
         return bool(peer.endings) or peer.owed_records >= self._release_at
@@ -464,10 +464,14 @@ class RemoteReceiver(Receiving[R]):
             self._say(peer, Ended(tuple(endings)))
 
     def _say(self, peer: Peer, message: Message) -> None:
+        """Send, and listen soon: the descriptor does not tell of what has come meanwhile."""
         if self._socket.closed:
             return
         with suppress(zmq.ZMQError):  # a peer that is gone needs no answer
             self._socket.send_multipart([peer.identity, encode(message)], zmq.NOBLOCK)
+        if not self._listening_soon:
+            self._listening_soon = True
+            self._loop.call_soon(self._on_readable)
 
     # -- the receiving end -------------------------------------------------------------------------------------------
 
@@ -644,6 +648,7 @@ class RemoteReceiver(Receiving[R]):
             return
         for peer in self._peers.values():
             self._flush_peer(peer)
+        self._on_readable()
         self._closed = True
         self._loop.remove_reader(self._fd)
         if self._severances is not None:
