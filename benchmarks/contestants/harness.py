@@ -58,7 +58,7 @@ WARM_UP_S = 0.5
 IDLE_S = 0.02
 """How long an iterator of records waits before it says that there is none."""
 
-IN_FLIGHT = 64
+IN_FLIGHT = 16
 """Groups that a producer may have in flight where a contestant lets one choose."""
 
 DEADLINE_S = 60.0
