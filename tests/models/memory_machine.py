@@ -88,6 +88,19 @@ class MemoryMachine(RuleBasedStateMachine):
     def cancel_a_receive(self, pick: int) -> None:
         any_of(self.receiving, pick).cancel()
 
+    @rule(nbytes=st.integers(0, CAPACITY_BYTES))
+    def cancel_who_was_woken(self, nbytes: int) -> None:
+        """Who has waited longest is cancelled between its wake-up and its turn: the others are there yet."""
+        self.come_to_rest()
+        if self.receiving:
+            self.outbox.send_nowait(Record(self.begun, nbytes))
+            self.sent.append(self.begun)
+            self.begun += 1
+            self.receiving[0].cancel()
+        elif self.sending:
+            self.received.append(self.inbox.receive_nowait().number)
+            next(iter(self.sending.values())).cancel()
+
     @rule()
     def take_a_turn(self) -> None:
         """A single pass of the loop: those that were woken go on, what they wake does not."""
