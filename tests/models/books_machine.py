@@ -94,8 +94,8 @@ class _BooksMachine(RuleBasedStateMachine):
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         raise NotImplementedError
 
-    def _is_copy(self, record: TrajectoryGroup) -> bool:  # noqa: ARG002 (middle stages are handed everything once)
-        return False
+    def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:  # noqa: ARG002 (each is handed over once)
+        return set()
 
     def _hear(self, process: _Process, news: bytes) -> None:
         raise NotImplementedError
@@ -123,8 +123,11 @@ class _BooksMachine(RuleBasedStateMachine):
             self._hear(process, what)
         else:
             passed = self.books.received(process.peer, what)
-            hold(COPIES, passed is (None if self._is_copy(what) else what), f"{what} came as {passed}")
-            self.passed += 0 if passed is None else len(what)
+            copies = self._copies_in(what)
+            expected = [one for one in what.ids if one not in copies]
+            hold(COPIES, (passed.ids if passed else []) == expected, f"{what} came as {passed}: {copies} had come")
+            hold(COPIES, copies or passed is what, f"{what} has no copies and came as another")
+            self.passed += len(expected)
             self._take(process, what)
 
     @rule(pick=PICKS, replaced=st.booleans())
@@ -194,8 +197,7 @@ class SourceMachine(_BooksMachine):
     def __init__(self) -> None:
         self.counts: dict[str, _Counts] = {}
         self.lost: Counter[str] = Counter()
-        self.arrived: set[str] = set()
-        """Prompts that came."""
+        self.arrived: set[TrajectoryId] = set()
         self.copies = 0
         """Trajectories that came again."""
         super().__init__()
@@ -228,17 +230,18 @@ class SourceMachine(_BooksMachine):
             process.wire.append(record)
 
     @precondition(lambda self: any(counts.sent for counts in self.counts.values()))
-    @rule(pick=PICKS, source=PICKS)
-    def send_what_another_sent(self, pick: int, source: int) -> None:
+    @rule(pick=PICKS, source=PICKS, size=st.integers(1, 3))
+    def send_what_another_sent(self, pick: int, source: int, size: int) -> None:
+        """As many of a prompt, or fewer, or more: a part of what comes may be copies."""
         process = any_of(self._alive(), pick)
         counts = self.counts[process.name]
         sent = {prompt for each in self.counts.values() for prompt in each.sent} - counts.sent
         if sent:
             prompt = any_of(sorted(sent), source)
-            counts.account.admit(1)
-            counts.sampled += 1
+            counts.account.admit(size)
+            counts.sampled += size
             counts.sent.add(prompt)
-            process.wire.append(group(completion_lengths=[1], instance_id=prompt))
+            process.wire.append(group(completion_lengths=[1] * size, instance_id=prompt))
 
     @rule(pick=PICKS)
     def tell(self, pick: int) -> None:
@@ -248,11 +251,11 @@ class SourceMachine(_BooksMachine):
 
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         self.counts[process.name].passed += len(record)
-        self.copies += len(record) if self._is_copy(record) else 0
-        self.arrived.add(record.instance_id)
+        self.copies += len(self._copies_in(record))
+        self.arrived.update(record.ids)
 
-    def _is_copy(self, record: TrajectoryGroup) -> bool:
-        return record.instance_id in self.arrived
+    def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:
+        return self.arrived.intersection(record.ids)
 
     def _hear(self, process: _Process, news: bytes) -> None:
         self.counts[process.name].told = msgspec.msgpack.decode(news, type=News).reasons["failed"]

@@ -427,6 +427,14 @@ class PassesCopiesOn(SourceBooks):
         return record
 
 
+class DropsTheRestOfACopy(SourceBooks):
+    """Of what is a copy in part nothing goes on."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        passed = super().received(peer, record)
+        return passed if passed is record else None
+
+
 # -- faults of the memory channel --------------------------------------------------------------------------------------
 
 
@@ -660,6 +668,7 @@ MUTANTS = [
     Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), books_machine.TOLD),
     Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), books_machine.COUNTED),
     Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), books_machine.COPIES),
+    Mutant(DropsTheRestOfACopy, machine(SourceMachine, books_type=DropsTheRestOfACopy), books_machine.COPIES),
     Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), books_machine.BALANCED),
     Mutant(
         DoesNotWaitForTheReaper,
