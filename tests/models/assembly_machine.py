@@ -39,11 +39,11 @@ COPIED = "what waits is a copy"
 ASSEMBLY_RULES = (WHOLE, DUE, ROOM, LEFT_OVER, COPIES, LATE, BEYOND, IN_ORDER, ONCE, BOUNDED, COPIED)
 
 RULE_OF: dict[Why, str] = {
+    "overdue": DUE,  # first: what comes of a group that should have left is refused for another reason
     "beyond": BEYOND,
     "duplicate": COPIES,
     "late": LATE,
     "whole": WHOLE,
-    "overdue": DUE,
     "evicted": ROOM,
     "left over": LEFT_OVER,
 }
@@ -54,6 +54,8 @@ MAX_GROUPS = 3
 MAX_BYTES = 500
 """Some six repetitions of two tokens; one of 60 alone is too large."""
 MAX_CLOSED = 2
+NAMES = "abcdefg"
+"""Of prompts: besides those that are remembered to have left, more than may wait."""
 
 
 class Expected(NamedTuple):
@@ -95,7 +97,7 @@ class AssemblyMachine(RuleBasedStateMachine):
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @rule(
-        name=st.sampled_from("abcde"),
+        name=st.sampled_from(NAMES),
         repetitions=st.lists(st.integers(0, SIZE), min_size=1, max_size=SIZE + 1, unique=True),
         length=st.sampled_from([1, 2, 3, 4, 60]),
         later_s=st.sampled_from([0, 1, 4]),
@@ -117,6 +119,12 @@ class AssemblyMachine(RuleBasedStateMachine):
         ]
         self._compare(self.real.take(piece, self.now_s), expected)
         self._check_copied(piece)
+
+    @rule(names=st.permutations(NAMES), repetition=st.integers(0, SIZE - 1))
+    def crowd(self, names: list[str], repetition: int) -> None:
+        """One of each comes: some have to make way."""
+        for name in names:
+            self.deliver(name, [repetition], 1, 0)
 
     @rule(later_s=st.sampled_from([1, 4, 10]))
     def time_passes(self, later_s: int) -> None:

@@ -597,12 +597,22 @@ MUTANTS = [
     Mutant(MergesCopies, machine(AssemblyMachine, assembly=MergesCopies), assembly_machine.ONCE),
     Mutant(TakesCopiesForLate, machine(AssemblyMachine, assembly=TakesCopiesForLate), assembly_machine.COPIES),
     Mutant(BeginsAnew, machine(AssemblyMachine, assembly=BeginsAnew), assembly_machine.LATE),
-    Mutant(RemembersForEver, machine(AssemblyMachine, assembly=RemembersForEver), assembly_machine.BOUNDED),
+    Mutant(
+        RemembersForEver,
+        machine(AssemblyMachine, assembly=RemembersForEver),
+        assembly_machine.BOUNDED,
+        or_rule=assembly_machine.LATE,
+    ),
     Mutant(
         TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), assembly_machine.LATE
     ),
     Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), assembly_machine.WHOLE),
-    Mutant(WaitsForMore, machine(AssemblyMachine, assembly=WaitsForMore), assembly_machine.BEYOND),
+    Mutant(
+        WaitsForMore,
+        machine(AssemblyMachine, assembly=WaitsForMore),
+        assembly_machine.BEYOND,
+        or_rule=assembly_machine.WHOLE,
+    ),
     Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), assembly_machine.DUE),
     Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), assembly_machine.DUE),
     Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), assembly_machine.BOUNDED),
