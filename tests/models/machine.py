@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from typing import TypeAlias, TypeVar
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 __all__ = ["PICKS", "Machine", "any_of", "is_broken", "run"]
@@ -36,18 +38,23 @@ def is_broken() -> bool:
 
 
 def run(machine: Machine, *, runs: int, steps: int, shrinks: bool = True) -> None:
-    """Let `machine` take `steps` steps, `runs` times."""
+    """Let `machine` take `steps` steps, `runs` times.
+
+    Now and then Hypothesis draws a number that stands in the source of some module, whichever are imported by then: the
+    steps would be others after other tests.
+    """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=runs,
-            stateful_step_count=steps,
-            phases=phases,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-        ),
-    )
+    with patch.object(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None):
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=runs,
+                stateful_step_count=steps,
+                phases=phases,
+                derandomize=True,
+                database=None,
+                deadline=None,
+                report_multiple_bugs=False,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+            ),
+        )
