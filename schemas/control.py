@@ -118,7 +118,7 @@ class Publish(_Message, frozen=True):
 
 
 class Wanting(_Message, frozen=True):
-    """The sender has records left, but not the bytes for the next one: what the receiver holds back shall come now."""
+    """What credit the receiver holds back shall come now: the next record has no bytes, or somebody looks."""
 
 
 class Observed(_Message, frozen=True):

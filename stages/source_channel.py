@@ -42,7 +42,7 @@ class SourceChannel:
     """Receive groups at `url` from senders that come, go, and outlive the run.
 
     >>> SourceChannel("tcp://127.0.0.1:5555", senders=2).capacity
-    32
+    64
 
     Args:
         url: where to listen; see `serve`. Senders have to find it again: a port of your own, or `address`.

@@ -26,7 +26,7 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     """Records that may be in flight: sent and not yet received (memory) or released (shm, tcp)."""
     items: int
-    """Records in flight now; to a sender over shm or tcp, those whose credit has not come back yet."""
+    """Records in flight now; to a sender over shm or tcp, whose credit has not come back yet (a look asks for it)."""
     capacity_bytes: int | None
     """Bytes that may be in flight; None where only records are counted."""
     nbytes: int

@@ -83,7 +83,7 @@ class SenderLine:
         """How long the receiver may be silent."""
         self._loop = asyncio.get_running_loop()
         self._asked = False
-        """Whether the receiver was told that bytes are wanted, and gave none since; of records it knows."""
+        """Whether the receiver was told that credit is wanted, and gave none since. Who has no record left need not."""
         self._unposted = 0
         """Records that were taken in since the last message."""
         self._severed = False
@@ -138,7 +138,7 @@ class SenderLine:
                 if self.outlet.items == in_flight:
                     return False
             else:
-                self._ask()
+                self.ask()
         self.sent += 1
         self._unposted += 1
         if self._unposted >= FLUSH_AT:
@@ -154,10 +154,17 @@ class SenderLine:
         form, lengths, plain = record.schema.laid_out(record)
         return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
-    def _ask(self) -> None:
-        """Want the bytes that the receiver holds back; it cannot know how many the next record takes."""
+    def ask(self) -> None:
+        """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
         self._asked = True
-        self.tell(Wanting())
+        if not self._socket.closed:
+            self.tell(Wanting())
+
+    def ask_soon(self) -> None:
+        """Want it for the next look at what is in flight. Safe from any thread."""
+        if self.outlet.items and not self._asked:
+            with suppress(RuntimeError):  # the loop was closed under an open sender
+                self._loop.call_soon_threadsafe(self.ask)
 
     def full(self) -> ChannelFull:
         """The error that says what is in flight."""
@@ -350,8 +357,9 @@ class RemoteSender(Closing, Generic[R]):
                 await self._line.part()
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """What this end holds and waits for. What credit the receiver holds back is asked for, for the next look."""
         line = self._line
+        line.ask_soon()
         return ChannelStatistics(
             carrier=self._carrier,
             capacity=line.welcome.capacity,

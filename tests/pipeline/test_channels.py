@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
@@ -124,6 +125,17 @@ async def test_bytes_go_back_when_they_are_wanted(carrier: str, monkeypatch: pyt
         with anyio.fail_after(20):
             await outbox.send(large)
         assert said == [1]
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_who_looks_is_told_what_is_in_flight(carrier: str) -> None:
+    async with REMOTE[carrier](capacity=8) as ends, ends.join() as outbox:
+        await outbox.send(group())
+        await ends.inbox.receive()
+
+        with anyio.fail_after(20):
+            while outbox.statistics().items:
+                await anyio.lowlevel.checkpoint()
 
 
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
