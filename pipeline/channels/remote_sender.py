@@ -157,7 +157,7 @@ class SenderLine:
     def ask(self) -> None:
         """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
         self._asked = True
-        if not self._socket.closed:
+        if not (self._goodbye or self._socket.closed):
             self.tell(Wanting())
 
     def ask_soon(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord
 from penstock.pipeline.channels.remote_receiver import Peer, RemoteReceiver
-from penstock.schemas.control import Message, Release
+from penstock.pipeline.channels.remote_sender import RemoteSender, SenderLine
+from penstock.schemas.control import Goodbye, Message, Release
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 
@@ -136,6 +137,28 @@ async def test_who_looks_is_told_what_is_in_flight(carrier: str) -> None:
         with anyio.fail_after(20):
             while outbox.statistics().items:
                 await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_who_looks_after_saying_goodbye_says_no_more(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a message from a stranger."""
+    said = list[Message]()
+    tell = SenderLine.tell
+
+    def telling(self: SenderLine, message: Message) -> None:
+        said.append(message)
+        tell(self, message)
+
+    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+        assert isinstance(outbox, RemoteSender)
+        await outbox.send(group())
+        monkeypatch.setattr(SenderLine, "tell", telling)
+        outbox.say_goodbye()
+        assert outbox.statistics().items == 1
+        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+
+    assert [type(message) for message in said] == [Goodbye]
 
 
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
