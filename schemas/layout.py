@@ -275,10 +275,9 @@ class Form:
 
         A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
         """
-        items = lengths.items()
         return not self.shaped and all(
-            type(column) is np.ndarray and column.dtype is DTYPES[index] and column.shape == (items[axes],)
-            for column, index, axes in zip(columns, self._dtypes, self._axes, strict=True)
+            type(column) is np.ndarray and column.dtype is DTYPES[index] and column.shape == shape
+            for column, index, shape in zip(columns, self._dtypes, self.shapes(lengths), strict=True)
         )
 
     def shapes(self, lengths: Lengths) -> tuple[tuple[int], ...]:

@@ -27,8 +27,11 @@ from .keys import Key
 from .silence import expect_signs_of_life
 
 __all__ = [
+    "EVENTS",
     "HANDSHAKE_S",
     "LARGEST_MESSAGE",
+    "POLLIN",
+    "POLLOUT",
     "Frames",
     "Inlet",
     "Outlet",
@@ -39,6 +42,11 @@ __all__ = [
     "dealer",
     "router",
 ]
+
+EVENTS = int(zmq.EVENTS)
+"""What to ask of a socket before reading from it: that costs half of what an exception does."""
+
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 HANDSHAKE_S = 10.0
 """A peer that was let in must introduce itself within this time."""

@@ -147,9 +147,8 @@ class MemorySender(_End[T]):
     async def send(self, record: T, /) -> None:
         """Hand over `record`, waiting for room if need be; see `SendChannel.send`."""
         if not self._queue.records:
-            self._until_checkpoint = (
-                CHECKPOINT_EVERY  # whoever receives has had a turn, and gets the next ones together
-            )
+            # Whoever receives has had a turn, and gets the next ones together.
+            self._until_checkpoint = CHECKPOINT_EVERY
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
             await self._breathe()

@@ -43,7 +43,7 @@ from ..ledger import EndState
 from ..repetitions import bits
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
-from .carrier import Frames, Inlet, Parcel, R
+from .carrier import EVENTS, POLLIN, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Receiving
@@ -65,8 +65,6 @@ DRAIN_AT_ONCE = 1024
 
 RELEASE_AT = 32
 """Records whose credit goes back unasked, where half of the capacity is more."""
-
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # asking costs half of what an exception does
 
 
 class Peer:
@@ -105,7 +103,6 @@ class Peer:
         self.owed: list[tuple[int, int, int]] = []
         """Slot, generation and records of bundles whose credit has not gone back."""
         self.owed_records = 0
-        self.owed_bytes = 0
         self.wanting = False
         """Whether it waits for credit, or is about to: known until some is sent."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
@@ -128,11 +125,9 @@ class Peer:
         """Count what was released since the last look."""
         while self.releases:
             released, records = self.releases.popleft()
-            nbytes = _bytes_of(released, records)
             self.owed.append((released.slot, released.generation, records))
             self.owed_records += records
-            self.owed_bytes += nbytes
-            self.released_bytes += nbytes
+            self.released_bytes += _bytes_of(released, records)
 
     def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
         """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
@@ -456,7 +451,7 @@ class RemoteReceiver(Receiving[R]):
         if peer.owed:
             owed, peer.owed = tuple(peer.owed), []
             peer.returned += peer.owed_records
-            peer.owed_records = peer.owed_bytes = 0
+            peer.owed_records = 0
             peer.wanting = False
             self._say(peer, Release(owed))
         if peer.endings:

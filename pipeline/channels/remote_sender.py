@@ -34,7 +34,7 @@ from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
 from ..ledger import Origin
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
-from .carrier import Outlet, R, Record
+from .carrier import EVENTS, POLLIN, POLLOUT, Outlet, R, Record
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Closing
@@ -44,9 +44,6 @@ from .silence import GRACE_S, SILENT
 __all__ = ["RemoteSender", "SenderLine"]
 
 log = get_logger("penstock.channel")
-
-EVENTS = int(zmq.EVENTS)  # asking costs half of what an exception does
-POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 FLUSH_AT = 64
 """Records in one message: beyond this a message a batch costs nothing measurable."""
