@@ -171,6 +171,16 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Whether a column has an entry a token. Where B = N, `policy_versions` counts as one a sequence."""
         return name in TOKEN_COLUMNS or (name == "policy_versions" and len(self.policy_versions) != len(self))
 
+    def _taken(self, rows: Any, tokens: Any) -> dict[str, Array]:
+        """Some of the batch: of columns over sequences what `rows` selects, over tokens what `tokens` does."""
+        taken = {
+            name: column[tokens if self._over_tokens(name) else rows]
+            for name, column in self.columns().items()
+            if name != "cu_seqlens"
+        }
+        freeze(taken.values())
+        return taken
+
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
         """The batch with only the groups for which `keep` [G] is true, its token totals taken anew.
 
@@ -190,11 +200,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         places = np.argsort(order)[self.group_of_sequence()]
         rows = np.argsort(places, kind="stable")
         tokens = np.argsort(places[self.sequence_of_token()], kind="stable")
-        taken = {
-            name: column[tokens if self._over_tokens(name) else rows]
-            for name, column in self.columns().items()
-            if name != "cu_seqlens"
-        }
+        taken = self._taken(rows, tokens)
         return _finish(tuple(self.groups[place] for place in order), taken, _bounds(self.lengths()[rows]))
 
     def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
@@ -205,11 +211,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _only(self, rows: NDArray[np.bool_]) -> TrainBatch:
         tokens = np.repeat(rows, self.lengths())
-        taken = {
-            name: column[tokens if self._over_tokens(name) else rows]
-            for name, column in self.columns().items()
-            if name != "cu_seqlens"
-        }
+        taken = self._taken(rows, tokens)
         counts = np.bincount(self.group_of_sequence()[rows], minlength=len(self.groups))
         groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
         return _finish(groups, taken, _bounds(self.lengths()[rows]))
@@ -230,11 +232,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _slice(self, first: int, last: int) -> TrainBatch:
         a, b = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
-        taken = {
-            name: column[a:b] if self._over_tokens(name) else column[first:last]
-            for name, column in self.columns().items()
-            if name != "cu_seqlens"
-        }
+        taken = self._taken(slice(first, last), slice(a, b))
         owners = self.group_of_sequence()[first:last]
         counts = np.bincount(owners, minlength=len(self.groups))
         groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
@@ -410,6 +408,7 @@ class Packer:
             columns["policy_versions"] = _by_token_or_sequence(
                 columns["policy_versions"], self._by_token, self._starts, counts, bounds
             )
+            freeze((columns["policy_versions"],))
         batch = _finish(tuple(self._groups), columns, bounds)
         self._block = None
         self._chunks, self._groups, self._starts, self._by_token, self._tokens = [], [], [], [], 0
@@ -541,11 +540,16 @@ def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
+def _parts_of(columns: dict[str, Array]) -> dict[str, Array]:
+    """The reward parts among `columns`, by their own names; they are taken out."""
+    return {name.removeprefix(PART_PREFIX): columns.pop(name) for name in [*columns] if name.startswith(PART_PREFIX)}
+
+
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqlens: NDArray[np.int64]) -> TrainBatch:
-    """A batch from its columns and bounds, with the totals that follow from them."""
+    """A batch from its columns, read-only ones, and its bounds, with the totals that follow from them."""
     columns["cu_seqlens"] = cu_seqlens
-    parts = {n.removeprefix(PART_PREFIX): columns.pop(n) for n in list(columns) if n.startswith(PART_PREFIX)}
-    freeze([*columns.values(), *parts.values()])
+    freeze((cu_seqlens,))
+    parts = {} if columns.keys() <= BATCH_RULES.keys() else _parts_of(columns)
     mask, starts = columns["loss_mask"], cu_seqlens[:-1]
     filled = starts[cu_seqlens[1:] > starts]
     fields: dict[str, Any] = columns

@@ -13,8 +13,8 @@ Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candida
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
@@ -171,6 +171,8 @@ class Form:
         "_layouts",
         "_offsets",
         "_weights",
+        "axes",
+        "dtypes",
         "encoded",
         "names",
         "shaped",
@@ -179,6 +181,7 @@ class Form:
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
+        self.axes = tuple(axes for _, _, axes in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
         """What travels."""
         self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
@@ -189,6 +192,8 @@ class Form:
         """Of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
+        self.dtypes = tuple(DTYPES[index] for index in self._dtypes)
+        """Of each column: these very objects."""
         self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
         """Bytes of an item of all columns over each of `AXES`."""
         self._layouts: dict[Lengths, Layout] = {}
@@ -276,14 +281,15 @@ class Form:
         A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
         """
         return not self.shaped and all(
-            type(column) is np.ndarray and column.dtype is DTYPES[index] and column.shape == shape
-            for column, index, shape in zip(columns, self._dtypes, self.shapes(lengths), strict=True)
+            type(column) is np.ndarray and column.dtype is dtype and column.shape == shape
+            for column, dtype, shape in zip(columns, self.dtypes, self.shapes(lengths), strict=True)
         )
 
     def shapes(self, lengths: Lengths) -> tuple[tuple[int], ...]:
         """Of each column, where all have one axis."""
-        tokens, sequences, offsets, candidates = lengths.items()
-        return tuple(map(((tokens,), (sequences,), (offsets,), (candidates,)).__getitem__, self._axes))
+        tokens, sequences, candidates, records = lengths
+        by_axis = (tokens,), (sequences,), (sequences + records,), (tokens * candidates,)
+        return tuple(map(by_axis.__getitem__, self._axes))
 
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
@@ -306,20 +312,6 @@ class Form:
         return self._shape(columns, lengths.candidates)
 
 
-class _Usual(NamedTuple):
-    """A record that could be copied as it is, and all that tells whether another one is like it but for its lengths."""
-
-    form: Form
-    types: tuple[type, ...]
-    """Of all fields that are columns, None included, and of the reward parts."""
-    parts: tuple[str, ...]
-    """Names of the reward parts."""
-    present: tuple[bool, ...]
-    """Which of the fields are not None."""
-    dtypes: tuple[np.dtype[Any], ...]
-    """Of the columns that are present: these very objects."""
-
-
 class Columned(Protocol):
     """A record, as its schema sees it: it has an attribute for each of the rules, these among them."""
 
@@ -337,6 +329,66 @@ class Columned(Protocol):
     def reward_parts(self) -> Mapping[str, Array]:
         """Columns that nobody knew beforehand, by name."""
         ...
+
+
+_Getter: TypeAlias = Callable[[Columned], tuple[Any, ...]]
+
+_ARRAYS = {np.ndarray}
+
+
+class _Usual:
+    """What a record was like that could be copied as it is. Most are alike but for their lengths."""
+
+    __slots__ = ("_added", "_columns", "_counts", "_form", "_look", "_parts", "_seen", "_shapes")
+
+    def __init__(self, form: Form, parts: Sequence[str], absent: Sequence[str]) -> None:
+        """Of this form, of which the last columns are reward `parts`; what is `absent` is None."""
+        own = len(form.names) - len(parts)
+        names = form.names[:own]
+        by_axes = [
+            [f"{name}.shape" for name, over in zip(names, form.axes, strict=False) if over == axes] for axes in "NSF"
+        ]
+        self._form = form
+        self._columns: _Getter = attrgetter(*names)
+        self._shapes: _Getter = attrgetter(*chain(*by_axes))
+        self._counts = tuple(map(len, by_axes))
+        """Of columns over tokens, over sequences, and of offsets, in this order."""
+        self._look: _Getter = attrgetter(*[f"{name}.dtype" for name in names], *absent)
+        self._seen = (*form.dtypes[:own], *[None] * len(absent))
+        """What `_look` must find: these very objects."""
+        self._parts = tuple(parts)
+        self._added = form.dtypes[own:]
+        """Dtypes of the reward parts."""
+
+    def alike(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]] | None:
+        """What `Schema.laid_out` gives, where `record` is; else None."""
+        try:
+            if not all(map(is_, self._look(record), self._seen)):
+                return None
+        except AttributeError:  # a column is missing, or is no array
+            return None
+        columns, shapes, parts = self._columns(record), self._shapes(record), record.reward_parts
+        fits = tuple(parts) == self._parts
+        if parts and fits:
+            added = tuple(parts.values())
+            fits = all(map(is_, map(_dtype, added), self._added))
+            columns += added
+            shapes += tuple(map(_shape, added))
+        over_tokens, over_sequences, offsets = self._counts
+        tokens, sequences = shapes[0], shapes[over_tokens]
+        if (
+            fits
+            and len(tokens) == len(sequences) == 1
+            and shapes
+            == (tokens,) * over_tokens
+            + (sequences,) * over_sequences
+            + ((sequences[0] + 1,),) * offsets
+            + (sequences,) * len(parts)
+            and {*map(type, columns)} == _ARRAYS
+            and not (self._form.versions_by_token and tokens == sequences)  # they count as by sequence
+        ):
+            return self._form, Lengths(tokens[0], sequences[0], 0), columns
+        return None
 
 
 class Schema:
@@ -377,33 +429,15 @@ class Schema:
         Raises:
             InvalidRecord: naming the first column that breaks its rule.
         """
-        given, parts, usual = self._values(record), record.reward_parts, self._usual
-        if parts:
-            given += tuple(parts.values())
-        if usual is not None and tuple(map(type, given)) == usual.types and tuple(parts) == usual.parts:
-            columns = tuple(compress(given, usual.present))
-            lengths, form = Lengths(len(record.tokens), len(record.rewards), 0), usual.form
-            if (
-                all(map(is_, map(_dtype, columns), usual.dtypes))
-                and tuple(map(_shape, columns)) == form.shapes(lengths)
-                and not (form.versions_by_token and lengths.tokens == lengths.sequences)  # they count as by sequence
-            ):
-                return form, lengths, columns
-        return self._laid_out_anew(record)
+        return (self._usual and self._usual.alike(record)) or self._laid_out_anew(record)
 
     def _laid_out_anew(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
         columns = self.columns(record)
         form, lengths = self.measure(columns)
         if not form.plain(lengths, columns.values()):
             return form, lengths, self.plain(columns)
-        given = (*self._values(record), *record.reward_parts.values())
-        self._usual = _Usual(
-            form,
-            tuple(map(type, given)),
-            tuple(record.reward_parts),
-            tuple(column is not None for column in given),
-            tuple(map(_dtype, columns.values())),
-        )
+        absent = [name for name in self.rules if name not in columns]
+        self._usual = _Usual(form, tuple(record.reward_parts), absent)
         return form, lengths, tuple(columns.values())
 
     def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:

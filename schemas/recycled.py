@@ -43,7 +43,7 @@ class Block(NamedTuple):
     """Some memory on loan."""
 
     array: NDArray[np.uint8]
-    """To make arrays of: every view on it extends the loan."""
+    """To make arrays of, read-only ones: every view on it extends the loan."""
     typed: list[Any]
     """To write through while `array` is held: the same bytes, item by item, for each of DTYPES."""
 
@@ -56,7 +56,8 @@ class _Memory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = aligned(max(1, nbytes))
         self.array: NDArray[np.uint8] = np.empty(self.nbytes, np.uint8)
-        self.interface: dict[str, Any] = self.array.__array_interface__
+        self.interface: dict[str, Any] = self.array.__array_interface__ | {"data": (self.array.ctypes.data, True)}
+        """Of read-only arrays: only `typed` writes."""
         self.typed = typed(self.array.data)
 
 

@@ -128,11 +128,16 @@ class SenderLine:
             raise self.failure
         if self._severed:
             return False
-        while not self._place(record):
-            if self._asked or self.outlet.full:
-                in_flight = self.outlet.items
+        outlet = self.outlet
+        while True:
+            if not outlet.full:
+                form, lengths, plain = record.schema.laid_out(record)
+                if outlet.place(form, lengths, record.header(), plain, self.sent + 1):
+                    break
+            if self._asked or outlet.full:
+                in_flight = outlet.items
                 self.drain()
-                if self.outlet.items == in_flight:
+                if outlet.items == in_flight:
                     return False
             else:
                 self.ask()
@@ -144,12 +149,6 @@ class SenderLine:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
         return True
-
-    def _place(self, record: Record) -> bool:
-        if self.outlet.full:
-            return False
-        form, lengths, plain = record.schema.laid_out(record)
-        return self.outlet.place(form, lengths, record.header(), plain, self.sent + 1)
 
     def ask(self) -> None:
         """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
