@@ -27,7 +27,8 @@ from typing import Any
 
 from ..schemas import TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
 from ..schemas.tokenizer import disagreements
-from .link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, sends
+from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .link import Link, sends
 from .processes.placement import Processes
 from .telemetry import get_logger
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .link import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link
+from .channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .link import Link
 
 __all__ = ["drawn"]
 

@@ -14,25 +14,7 @@ from ..schemas import TrainBatch, TrajectoryGroup
 from .channels.channel import SendChannel
 from .processes.placement import Placement, Processes
 
-__all__ = [
-    "MEMORY_CAPACITY",
-    "REMOTE_CAPACITY",
-    "REMOTE_CAPACITY_BYTES",
-    "Link",
-    "carried",
-    "name_of",
-    "named",
-    "sends",
-]
-
-MEMORY_CAPACITY = 2
-"""Records between two stages of one process: one being written and one being read; more only ages them."""
-
-REMOTE_CAPACITY = 64
-"""Records that each worker may have in flight: it rarely waits for a round trip, and they stay fresh."""
-
-REMOTE_CAPACITY_BYTES = 64 * 2**20
-"""Bytes that each worker may have in flight, allocated in full when it starts."""
+__all__ = ["Link", "carried", "name_of", "named", "sends"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from typing import Any
 import anyio
 
 from .causes import alone, sole_cause
-from .channels.channel import SendChannel
+from .channels.channel import MEMORY_CAPACITY, SendChannel
 from .channels.memory import memory_channel
 from .context import Context, entered
 from .errors import PeerClosed, StageFailed
 from .joint import Joint, Outbox, Passage
 from .ledger import Ledger
-from .link import MEMORY_CAPACITY, Link
+from .link import Link
 from .processes.placement import Here, Processes
 from .processes.worker_books import RUN_ENDED
 from .processes.workers import Workers

@@ -22,3 +22,7 @@ class Descriptor(NamedTuple):
     """How often the first slot had been used."""
     nbytes: int
     """Bytes of the records, contents and padding included."""
+
+    def bytes_of(self, records: int) -> int:
+        """Bytes of some of its records, as if all were alike."""
+        return self.nbytes // self.records * records

@@ -15,10 +15,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ..pipeline.channels.carriers import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, serve
-from ..pipeline.channels.channel import SendChannel
+from ..pipeline.channels.carriers import serve
+from ..pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
 from ..pipeline.channels.keys import Key
-from ..pipeline.channels.remote_receiver import Peer
+from ..pipeline.channels.peer import Peer
 from ..pipeline.context import current
 from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
@@ -58,8 +58,8 @@ class SourceChannel:
     url: str = "shm://"
     address: str | Path | None = None
     senders: int | None = None
-    capacity: int = DEFAULT_CAPACITY
-    capacity_bytes: int = DEFAULT_CAPACITY_BYTES
+    capacity: int = REMOTE_CAPACITY
+    capacity_bytes: int = REMOTE_CAPACITY_BYTES
     key: Key | None = None
     tokenizer: Any = None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...schemas import identity_of
 from .carrier import R
+from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .keys import Key
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
@@ -21,12 +22,6 @@ from .tcp import connect_tcp, serve_tcp
 
 __all__ = ["connect", "serve"]
 
-DEFAULT_CAPACITY = 64
-"""Records in flight a sender. Where many processes share few cores, a turn should do more than warm up the cache."""
-
-DEFAULT_CAPACITY_BYTES = 64 * 2**20
-"""Bytes in flight a sender."""
-
 DEFAULT_MAX_SENDERS = 64
 """Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
 
@@ -35,8 +30,8 @@ def serve(
     url: str,
     record_type: type[R],
     *,
-    capacity: int = DEFAULT_CAPACITY,
-    capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+    capacity: int = REMOTE_CAPACITY,
+    capacity_bytes: int = REMOTE_CAPACITY_BYTES,
     senders: int = 1,
     max_senders: int = DEFAULT_MAX_SENDERS,
     listener: PeerListener | None = None,

@@ -12,7 +12,24 @@ from typing import Protocol, Self, TypeVar
 
 import msgspec
 
-__all__ = ["ChannelStatistics", "ReceiveChannel", "SendChannel"]
+__all__ = [
+    "MEMORY_CAPACITY",
+    "REMOTE_CAPACITY",
+    "REMOTE_CAPACITY_BYTES",
+    "ChannelStatistics",
+    "ReceiveChannel",
+    "SendChannel",
+]
+
+MEMORY_CAPACITY = 2
+"""Records between two stages of one process: one being written and one being read; more only ages them."""
+
+REMOTE_CAPACITY = 64
+"""Records that each sender of another process may have in flight: it rarely waits for a round trip, where many share
+few cores a turn does more than warm up the cache, and the records stay fresh."""
+
+REMOTE_CAPACITY_BYTES = 64 * 2**20
+"""Bytes that each sender of another process may have in flight; over shm allocated in full when it connects."""
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from ..errors import ChannelFull, PeerClosed, RecordTooLarge
 from ..waiting import WaitClock, Waiters
-from .channel import ChannelStatistics
+from .channel import MEMORY_CAPACITY, ChannelStatistics
 from .ends import Closing, Receiving
 
 __all__ = ["MemoryReceiver", "MemorySender", "memory_channel"]
@@ -25,9 +25,6 @@ T = TypeVar("T")
 
 CHECKPOINT_EVERY = 32
 """Records between two yields to the event loop where nothing has to be waited for: a yield costs 15 sends."""
-
-DEFAULT_CAPACITY = 2
-"""One record being written and one being read: more only ages the records in the queue."""
 
 
 @dataclass(slots=True)
@@ -260,7 +257,7 @@ class memory_channel(tuple[MemorySender[T], MemoryReceiver[T]]):  # noqa: N801 (
 
     __slots__ = ()
 
-    def __new__(cls, capacity: int = DEFAULT_CAPACITY, capacity_bytes: int | None = None) -> Self:
+    def __new__(cls, capacity: int = MEMORY_CAPACITY, capacity_bytes: int | None = None) -> Self:
         """Both ends, sender first."""
         if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
             raise ValueError(f"expected capacities of at least 1, got {capacity} records and {capacity_bytes} bytes")

@@ -7,24 +7,21 @@ on one event loop, except that a lease may die in any thread.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import anyio.lowlevel
 import zmq
 from anyio.abc import Listener
 
-from ...schemas import GroupId, InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
+from ...schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
 from ...schemas.control import (
     PROTOCOL_VERSION,
     Closed,
-    Ended,
     Farewell,
     Goodbye,
     Hello,
@@ -39,100 +36,28 @@ from ...schemas.control import (
 )
 from ...schemas.descriptor import Descriptor
 from ..errors import PeerLost, StaleDescriptor
-from ..ledger import EndState
-from ..repetitions import bits
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
+from .answers import Answers
 from .carrier import EVENTS, POLLIN, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .door import Door
 from .ends import Receiving
 from .keys import Key
 from .memory import CHECKPOINT_EVERY
+from .peer import Peer
 from .reception import Enter, Reception, Refusals
 from .silence import SILENT, Severances
 
-__all__ = ["Peer", "PeerListener", "RemoteReceiver", "Terms"]
+__all__ = ["PeerListener", "RemoteReceiver", "Terms"]
 
 log = get_logger("penstock.channel")
-
-GATHERING_TICKS = 8
-"""Ticks that credit is held back from a sender that wants it while there are records of it to read: every message wakes
-four threads. Where the loop has nothing else to do these ticks take some ten microseconds."""
 
 DRAIN_AT_ONCE = 1024
 """Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
 
 RELEASE_AT = 32
 """Records whose credit goes back unasked, where half of the capacity is more."""
-
-
-class Peer:
-    """A sender, as its receiver knows it."""
-
-    def __init__(self, hello: Hello, schedule: Callable[[Peer], None], release_at: int) -> None:
-        self.identity = hello.identity
-        self.name = hello.name
-        self.pid = hello.pid
-        self.inlet: Inlet
-        """Set when it is let in."""
-        self.door: Door
-        """Open for as long as both live; set when it is let in."""
-        self.open = True
-        """Until it says goodbye, or is lost."""
-        self.expelled = False
-        """Whether it broke the protocol. Of what it sent nothing more is believed."""
-        self.connected = False
-        """Whether anything was heard of it since it was let in."""
-        self.silent_for: float | None = None
-        """Seconds, where it was given up because it was silent."""
-        self.since = time.monotonic()
-        """When it was let in."""
-        self.sequence = 0
-        """Its last record that arrived."""
-        self.taken = 0
-        """Records that were handed to whoever receives."""
-        self.returned = 0
-        """Records whose credit went back."""
-        self.released_bytes = 0
-        """Bytes of the records that were released, whether or not their credit went back."""
-        self.nbytes = 0
-        """Bytes of all its records that arrived."""
-        self.releases: deque[tuple[Descriptor, int]] = deque()
-        """Records that were released since the last look; appended to by any thread, which is all that one may do."""
-        self.owed: list[tuple[int, int, int]] = []
-        """Slot, generation and records of bundles whose credit has not gone back."""
-        self.owed_records = 0
-        self.wanting = False
-        """Whether it waits for credit, or is about to: known until some is sent."""
-        self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
-        """Endings that have not been sent yet."""
-        self._schedule = schedule
-        self._release_at = release_at
-        """Records whose credit goes back unasked."""
-
-    def __repr__(self) -> str:
-        state = "open" if self.open else "gone"
-        return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
-
-    def release(self, descriptor: Descriptor, records: int) -> None:
-        """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
-        self.releases.append((descriptor, records))
-        if self.wanting or self.owed_records + len(self.releases) >= self._release_at:
-            self._schedule(self)
-
-    def gather(self) -> None:
-        """Count what was released since the last look."""
-        while self.releases:
-            released, records = self.releases.popleft()
-            self.owed.append((released.slot, released.generation, records))
-            self.owed_records += records
-            self.released_bytes += _bytes_of(released, records)
-
-    def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
-        """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
-        self.endings.append((group, tuple(bits(mask)), state, step))
-        self._schedule(self)
 
 
 class PeerListener(Protocol):
@@ -219,18 +144,13 @@ class RemoteReceiver(Receiving[R]):
         self._waiting = Waiters()
         self._clock = WaitClock()
         self._until_checkpoint = CHECKPOINT_EVERY
-        self._dirty: dict[bytes, Peer] = {}
-        """Peers that are owed a message."""
+        self._answers = Answers(self._say)
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
         """Records whose credit goes back unasked: every message wakes the sender once."""
         self._listening_soon = False
         """Whether the loop will listen without being told to by the descriptor."""
-        self._flush_scheduled = False
-        self._ticks_gathered = 0
-        """For how many ticks some credit has been held back."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._resources = AsyncExitStack()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
@@ -256,7 +176,7 @@ class RemoteReceiver(Receiving[R]):
         resources.push_async_callback(_cancelled, doorman)
 
     def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
-        peer = self._peers[hello.identity] = Peer(hello, self._schedule, self._release_at)
+        peer = self._peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
         peer.door, peer.inlet = door, inlet
         if self._severances is not None:
             self._severances.expect()
@@ -335,12 +255,12 @@ class RemoteReceiver(Receiving[R]):
         """`peer` can use what it is owed: it said so, or has used all that it had."""
         peer.wanting = True
         if peer.owed or peer.releases:
-            self._schedule(peer)
+            self._answers.schedule(peer)
 
     def _take_in(self, peer: Peer, parcel: Parcel) -> None:
         descriptor = parcel[0]
         peer.sequence = descriptor.sequence
-        peer.nbytes += _bytes_of(descriptor, descriptor.records)
+        peer.nbytes += descriptor.bytes_of(descriptor.records)
         self._waiting_here += descriptor.records
         self._arrivals.append((peer, parcel))
 
@@ -350,7 +270,7 @@ class RemoteReceiver(Receiving[R]):
         peer.open = False
         if self._listener is not None:
             self._arrivals.append((peer, None))
-        self._flush_peer(peer)
+        self._answers.give(peer)
         self._say(peer, Farewell())
 
     def _expel(self, peer: Peer, error: Exception) -> None:
@@ -404,59 +324,6 @@ class RemoteReceiver(Receiving[R]):
         return given_up
 
     # -- answering them ----------------------------------------------------------------------------------------------
-
-    def _schedule(self, peer: Peer) -> None:
-        """Answer `peer` with this tick. Leases die in any thread; the socket belongs to the loop's."""
-        if self._closed:
-            return
-        self._dirty[peer.identity] = peer
-        if self._flush_scheduled:
-            return
-        self._flush_scheduled = True
-        with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
-            if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._flush_tick)
-            else:
-                self._loop.call_soon_threadsafe(self._flush_tick)
-
-    def _flush_tick(self) -> None:
-        """Answer whom it is time to answer; while there is more to read of them, let credit gather a little."""
-        self._flush_scheduled = False
-        self._ticks_gathered += 1
-        waited = self._ticks_gathered >= GATHERING_TICKS
-        self._flush(lambda peer: waited or peer.taken == peer.sequence)
-        for peer in list(self._dirty.values()):
-            self._schedule(peer)
-        if not self._dirty:
-            self._ticks_gathered = 0
-
-    def _flush(self, enough: Callable[[Peer], bool]) -> None:
-        """Answer whom it is time to answer: those that want credit if there is `enough`, others if they are owed much.
-
-        Who has credit left is not woken for more of it.
-        """
-        for peer in list(self._dirty.values()):
-            peer.gather()
-            if self._is_due(peer) or (peer.wanting and peer.owed and enough(peer)):
-                self._flush_peer(peer)
-            elif not (peer.wanting and peer.owed):
-                del self._dirty[peer.identity]
-
-    def _is_due(self, peer: Peer) -> bool:
-        return bool(peer.endings) or peer.owed_records >= self._release_at
-
-    def _flush_peer(self, peer: Peer) -> None:
-        self._dirty.pop(peer.identity, None)
-        peer.gather()
-        if peer.owed:
-            owed, peer.owed = tuple(peer.owed), []
-            peer.returned += peer.owed_records
-            peer.owed_records = 0
-            peer.wanting = False
-            self._say(peer, Release(owed))
-        if peer.endings:
-            endings, peer.endings = peer.endings, []
-            self._say(peer, Ended(tuple(endings)))
 
     def _say(self, peer: Peer, message: Message) -> None:
         """Send, and listen soon: the descriptor does not tell of what has come meanwhile."""
@@ -529,8 +396,8 @@ class RemoteReceiver(Receiving[R]):
         self._pass_over(peer, parcel, records)
         if peer.releases:
             peer.gather()
-            if self._is_due(peer):
-                self._flush_peer(peer)
+            if peer.due:
+                self._answers.give(peer)
 
     def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
         """What is left of a bundle cannot be read."""
@@ -605,7 +472,7 @@ class RemoteReceiver(Receiving[R]):
 
     async def _wait(self) -> None:
         with self._clock.waiting("record"):
-            self._flush(lambda _: True)
+            self._answers.give_all()
             if not self._arrivals and not self._ended():
                 await self._waiting.wait()
 
@@ -642,9 +509,10 @@ class RemoteReceiver(Receiving[R]):
         if self._closed:
             return
         for peer in self._peers.values():
-            self._flush_peer(peer)
+            self._answers.give(peer)
         self._on_readable()
         self._closed = True
+        self._answers.close()
         self._loop.remove_reader(self._fd)
         if self._severances is not None:
             self._severances.close()
@@ -657,11 +525,6 @@ class RemoteReceiver(Receiving[R]):
         self._socket.close()
         self._arrivals.clear()  # with the peers, their segments are unmapped now, not when cycles are collected
         self._peers.clear()
-
-
-def _bytes_of(descriptor: Descriptor, records: int) -> int:
-    """Bytes of some records of a bundle, as if all were alike."""
-    return descriptor.nbytes // descriptor.records * records
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

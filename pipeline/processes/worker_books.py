@@ -17,7 +17,8 @@ import msgspec
 
 from ...schemas import GroupId, TrajectoryId
 from ...schemas.errors import UNREADABLE
-from ..channels.remote_receiver import Peer, PeerListener
+from ..channels.peer import Peer
+from ..channels.remote_receiver import PeerListener
 from ..channels.shared_memory import scratch
 from ..channels.silence import SILENT
 from ..errors import PeerLost, ProtocolMismatch

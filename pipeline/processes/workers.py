@@ -14,13 +14,13 @@ from typing import Any
 import anyio
 
 from ..channels.carriers import connect, serve
-from ..channels.channel import ReceiveChannel, SendChannel
+from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.remote_receiver import RemoteReceiver
 from ..channels.silence import DEFAULT_SILENCE_S
 from ..context import Context
 from ..errors import NobodyListens
 from ..joint import Passage
-from ..link import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, Link, carried
+from ..link import Link, carried
 from ..statistics import WorkerStatistics
 from ..telemetry import WaitsHeard
 from .placement import Processes

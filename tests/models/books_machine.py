@@ -20,7 +20,7 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import PeerLost
-from penstock.pipeline.channels.remote_receiver import Peer
+from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.joint import Passage
 from penstock.pipeline.processes.account import Account, EndState
 from penstock.pipeline.processes.worker_books import RelayBooks, SourceBooks

@@ -11,7 +11,8 @@ import pytest
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord
-from penstock.pipeline.channels.remote_receiver import Peer, RemoteReceiver
+from penstock.pipeline.channels.peer import Peer
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.pipeline.channels.remote_sender import RemoteSender, SenderLine
 from penstock.schemas.control import Goodbye, Message, Release
 from penstock.testing import CHANNEL_RULES, MakeChannel, group

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
-from penstock.pipeline.channels.remote_receiver import Peer
+from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.joint import Passage
 from penstock.pipeline.processes.account import Account
 from penstock.pipeline.processes.worker_books import Books, RelayBooks, SourceBooks

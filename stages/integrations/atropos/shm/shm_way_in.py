@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from .....pipeline.channels.carriers import serve
-from .....pipeline.channels.remote_receiver import Peer, RemoteReceiver
+from .....pipeline.channels.peer import Peer
+from .....pipeline.channels.remote_receiver import RemoteReceiver
 from .....pipeline.errors import PeerLost
 from .....pipeline.telemetry import get_logger
 from .....schemas import TrajectoryGroup

@@ -1,0 +1,90 @@
+"""When senders are told what they are owed: credit for what was released, and how their trajectories ended.
+
+Every message wakes four threads, so credit gathers. Who has some left is not woken for more of it, until half of the
+capacity is owed; who has none, or says that it wants some, gets it as soon as there is nothing more of it to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ...schemas.control import Ended, Message, Release
+from .peer import Peer
+
+__all__ = ["Answers"]
+
+GATHERING_TICKS = 8
+"""Ticks that credit is held back from a sender that wants it while there are records of it to read. Where the loop has
+nothing else to do they take some ten microseconds."""
+
+
+class Answers:
+    """What is to be said to senders, by the loop in which it was made."""
+
+    def __init__(self, say: Callable[[Peer, Message], None]) -> None:
+        self._say = say
+        self._owing: dict[bytes, Peer] = {}
+        """Senders that are owed a message."""
+        self._scheduled = False
+        self._ticks_gathered = 0
+        """For how many ticks some credit has been held back."""
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def __repr__(self) -> str:
+        return f"<Answers: owed to {len(self._owing)} senders>"
+
+    def schedule(self, peer: Peer) -> None:
+        """Answer `peer` with this tick. Safe from any thread: leases die anywhere, the socket belongs to the loop's."""
+        if self._closed:
+            return
+        self._owing[peer.identity] = peer
+        if self._scheduled:
+            return
+        self._scheduled = True
+        with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._tick)
+            else:
+                self._loop.call_soon_threadsafe(self._tick)
+
+    def _tick(self) -> None:
+        """Answer whom it is time to answer; while there is more to read of them, let credit gather a little."""
+        self._scheduled = False
+        self._ticks_gathered += 1
+        waited = self._ticks_gathered >= GATHERING_TICKS
+        self._give(lambda peer: waited or peer.taken == peer.sequence)
+        for peer in list(self._owing.values()):
+            self.schedule(peer)
+        if not self._owing:
+            self._ticks_gathered = 0
+
+    def give_all(self) -> None:
+        """Answer everybody who waits for it: there is nothing more to read, or nobody reads."""
+        self._give(lambda _: True)
+
+    def _give(self, enough: Callable[[Peer], bool]) -> None:
+        """Answer those that want credit if there is `enough`, others if they are owed much."""
+        for peer in list(self._owing.values()):
+            peer.gather()
+            if peer.due or (peer.wanting and peer.owed and enough(peer)):
+                self.give(peer)
+            elif not (peer.wanting and peer.owed):
+                del self._owing[peer.identity]
+
+    def give(self, peer: Peer) -> None:
+        """Tell `peer` all that it is owed, now."""
+        self._owing.pop(peer.identity, None)
+        if owed := peer.take_owed():
+            self._say(peer, Release(owed))
+        if peer.endings:
+            endings, peer.endings = peer.endings, []
+            self._say(peer, Ended(tuple(endings)))
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self._closed = True

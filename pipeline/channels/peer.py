@@ -1,0 +1,101 @@
+"""A sender, as its receiver knows it: what came from it, and what it is owed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from ...schemas import GroupId
+from ...schemas.control import Hello
+from ...schemas.descriptor import Descriptor
+from ..ledger import EndState
+from ..repetitions import bits
+from .carrier import Inlet
+from .door import Door
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """A sender, as its receiver knows it."""
+
+    def __init__(self, hello: Hello, schedule: Callable[[Peer], None], release_at: int) -> None:
+        self.identity = hello.identity
+        self.name = hello.name
+        self.pid = hello.pid
+        self.inlet: Inlet
+        """Set when it is let in."""
+        self.door: Door
+        """Open for as long as both live; set when it is let in."""
+        self.open = True
+        """Until it says goodbye, or is lost."""
+        self.expelled = False
+        """Whether it broke the protocol. Of what it sent nothing more is believed."""
+        self.connected = False
+        """Whether anything was heard of it since it was let in."""
+        self.silent_for: float | None = None
+        """Seconds, where it was given up because it was silent."""
+        self.since = time.monotonic()
+        """When it was let in."""
+        self.sequence = 0
+        """Its last record that arrived."""
+        self.taken = 0
+        """Records that were handed to whoever receives."""
+        self.returned = 0
+        """Records whose credit went back."""
+        self.released_bytes = 0
+        """Bytes of the records that were released, whether or not their credit went back."""
+        self.nbytes = 0
+        """Bytes of all its records that arrived."""
+        self.releases: deque[tuple[Descriptor, int]] = deque()
+        """Records that were released since the last look; appended to by any thread, which is all that one may do."""
+        self.owed: list[tuple[int, int, int]] = []
+        """Slot, generation and records of bundles whose credit has not gone back."""
+        self.owed_records = 0
+        self.wanting = False
+        """Whether it waits for credit, or is about to: known until some is sent."""
+        self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
+        """Endings that have not been sent yet."""
+        self._schedule = schedule
+        self._release_at = release_at
+        """Records whose credit goes back unasked."""
+
+    def __repr__(self) -> str:
+        state = "open" if self.open else "gone"
+        return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
+
+    @property
+    def due(self) -> bool:
+        """Whether it is owed so much that it is told unasked."""
+        return bool(self.endings) or self.owed_records >= self._release_at
+
+    def release(self, descriptor: Descriptor, records: int) -> None:
+        """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
+        self.releases.append((descriptor, records))
+        if self.wanting or self.owed_records + len(self.releases) >= self._release_at:
+            self._schedule(self)
+
+    def gather(self) -> None:
+        """Count what was released since the last look."""
+        while self.releases:
+            released, records = self.releases.popleft()
+            self.owed.append((released.slot, released.generation, records))
+            self.owed_records += records
+            self.released_bytes += released.bytes_of(records)
+
+    def take_owed(self) -> tuple[tuple[int, int, int], ...]:
+        """The credit that goes back now, as a `Release` has it."""
+        self.gather()
+        owed, self.owed = tuple(self.owed), []
+        self.returned += self.owed_records
+        self.owed_records = 0
+        if owed:
+            self.wanting = False
+        return owed
+
+    def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
+        """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
+        self.endings.append((group, tuple(bits(mask)), state, step))
+        self._schedule(self)
