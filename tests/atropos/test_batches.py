@@ -60,7 +60,7 @@ STEPS = st.lists(
 """What is done, by which environment (or which it is), and in which size, if not the environment's."""
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(environments(), st.sampled_from([4, 6, 8, 12]), STEPS)
 def test_with_all_habits_of_the_original_everything_is_as_there(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
@@ -139,7 +139,7 @@ def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leave
     assert left == [([0], 1), ([1], 2), ([2], 3), (None, 3)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(SIZES, max_size=9), st.integers(1, 12))
 def test_there_is_a_batch_whenever_groups_sum_to_it_and_the_oldest_is_in_it_wherever_it_can_be(
     sizes: list[int], batch_size: int
@@ -164,7 +164,7 @@ def sum_of(sizes: list[int], some: tuple[int, ...]) -> int:
     return sum(sizes[index] for index in some)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(environments(), st.sampled_from([4, 6, 8, 12]), STEPS)
 def test_batches_are_those_of_the_slow_rules(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
@@ -215,7 +215,7 @@ def oldest_first(groups: list[Group], wanted: int) -> list[Group]:
     return newest_first(groups[::-1], wanted)[::-1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(SIZES, max_size=10), st.integers(1, 20))
 def test_sizes_are_found_that_sum_to_a_number_if_there_are_any_and_the_first_that_do(
     sizes: list[int], wanted: int

@@ -181,4 +181,4 @@ class BooksMachine(RuleBasedStateMachine):
 
 
 TestBooks = BooksMachine.TestCase
-TestBooks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=40, stateful_step_count=40)

@@ -21,7 +21,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STEPS)
 def test_what_is_told_is_what_there_is(steps: list[tuple[str, int, int]]) -> None:
     depth = Depth()

@@ -68,7 +68,7 @@ def test_parts_are_by_weight_and_at_least_the_minimum(
     assert list(found.values()) == pytest.approx(told)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(WEIGHTS, st.sampled_from([0.0, 0.01, 0.3, 0.9])), min_size=1, max_size=20))
 def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple[float, float]]) -> None:
     promised = sum(minimum for _, minimum in said)
@@ -93,7 +93,7 @@ def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> No
 # -- what is handed out ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ENVIRONMENTS)
 def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_group_of_each(
     envs: list[EnvRegistration],
@@ -118,7 +118,7 @@ def test_a_pipeline_too_has_groups_in_order_of_arrival_where_that_is_asked_for()
     assert [one.payload for one in iter(lambda: made.take(0), None)] == [0, 0, 1, 0, 1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ENVIRONMENTS, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
 def test_all_in_turn_is_what_taking_one_after_the_other_gives(
     envs: list[EnvRegistration], steps: list[tuple[int, int]]
@@ -286,7 +286,7 @@ def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
     assert sum(held) == pytest.approx(100, abs=5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(WEIGHTS, min_size=2, max_size=4), st.data())
 def test_shares_hold_however_fast_each_submits_while_the_queue_is_full(weights: list[float], data: Any) -> None:
     envs = [env(1, weight=weight) for weight in weights]

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ from penstock.stages.advantages.formulas import EPSILON, Groups, RunningStatisti
 
 GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+fewer = settings(max_examples=60)
 by_group = pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo", "opo"])
 
 
@@ -145,14 +145,14 @@ rewards = st.lists(st.integers(-20, 20).map(lambda i: i / 4), min_size=2, max_si
 
 
 @by_group
-@patiently
+@fewer
 @given(rewards)
 def test_they_agree_with_exact_rational_arithmetic(mode: GroupMode, rewards: list[float]) -> None:
     assert of_groups(mode, rewards) == pytest.approx(exact(mode, rewards), rel=1e-12, abs=1e-12)
 
 
 @by_group
-@patiently
+@fewer
 @given(rewards)
 def test_they_sum_to_zero_within_a_group(mode: GroupMode, rewards: list[float]) -> None:
     weights = lengths_of(len(rewards)) if mode == "opo" else [1] * len(rewards)
@@ -163,7 +163,7 @@ def test_they_sum_to_zero_within_a_group(mode: GroupMode, rewards: list[float]) 
 
 
 @by_group
-@patiently
+@fewer
 @given(rewards, st.integers(-1000, 1000))
 def test_a_shift_of_all_rewards_changes_nothing(mode: GroupMode, rewards: list[float], shift: int) -> None:
     moved = [reward + shift for reward in rewards]
@@ -171,7 +171,7 @@ def test_a_shift_of_all_rewards_changes_nothing(mode: GroupMode, rewards: list[f
     assert of_groups(mode, moved) == pytest.approx(of_groups(mode, rewards), rel=1e-9, abs=1e-9)
 
 
-@patiently
+@fewer
 @given(rewards, st.sampled_from([0.25, 2.0, 1024.0]))
 def test_a_scale_of_all_rewards_scales_or_cancels(rewards: list[float], scale: float) -> None:
     scaled = [reward * scale for reward in rewards]
@@ -182,7 +182,7 @@ def test_a_scale_of_all_rewards_scales_or_cancels(rewards: list[float], scale: f
 
 
 @by_group
-@patiently
+@fewer
 @given(rewards, st.randoms(use_true_random=False))
 def test_order_within_a_group_does_not_matter(mode: GroupMode, rewards: list[float], random: object) -> None:
     order = sorted(range(len(rewards)), key=lambda _: random.random())  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_order_within_a_group_does_not_matter(mode: GroupMode, rewards: list[flo
 
 
 @by_group
-@patiently
+@fewer
 @given(rewards)
 def test_a_better_reward_never_has_a_smaller_advantage(mode: GroupMode, rewards: list[float]) -> None:
     advantages = of_groups(mode, rewards)
@@ -273,7 +273,7 @@ def test_whitening_takes_everything_as_one_population() -> None:
     assert white([0, 1, 2, 50], [1, 1, 1, 0]) == pytest.approx([-1, 0, 1, 0], abs=1e-5)
 
 
-@patiently
+@fewer
 @given(st.lists(st.tuples(st.integers(-20, 20).map(lambda i: i / 4), st.integers(0, 3)), min_size=1, max_size=12))
 def test_whitening_agrees_with_exact_rational_arithmetic(pairs: list[tuple[float, int]]) -> None:
     values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]
@@ -304,7 +304,7 @@ def array(values: Sequence[float]) -> NDArray[np.float32]:
     return np.array(values, np.float32)
 
 
-@patiently
+@fewer
 @given(chunks)
 def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[float]]) -> None:
     running = RunningStatistics()

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRecord, RecordTooLarge
@@ -128,10 +128,10 @@ async def test_no_groups_make_no_batch() -> None:
 
 
 sizes = st.lists(st.integers(3, 25).map(lambda n: 2 * n), max_size=25)
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+fewer = settings(max_examples=40)
 
 
-@patiently
+@fewer
 @given(sizes, st.none() | st.integers(1, 20))
 def test_every_group_ships_once_in_order_within_the_budget(sizes: list[int], sequences: int | None) -> None:
     groups = of_tokens(*sizes)
@@ -143,7 +143,7 @@ def test_every_group_ships_once_in_order_within_the_budget(sizes: list[int], seq
     assert [x for batch in out for x in batch.tokens.tolist()] == [x for g in groups for x in g.tokens.tolist()]
 
 
-@patiently
+@fewer
 @given(sizes)
 def test_no_two_neighbouring_batches_would_have_fitted_into_half_the_budget(sizes: list[int]) -> None:
     out = anyio.run(drive, Batcher(max_tokens=100), of_tokens(*sizes))
@@ -432,7 +432,7 @@ async def test_without_a_bound_nothing_is_stale() -> None:
     await training.run(play)
 
 
-@patiently
+@fewer
 @given(st.integers(0, 3), st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30))
 def test_no_batch_ever_trains_a_trajectory_older_than_the_bound(max_lag: int, turns: list[tuple[bool, int]]) -> None:
     training = Training(Batcher(max_tokens=40, max_lag=max_lag))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stages.turns import of_turns
 
@@ -21,7 +21,7 @@ from penstock.stages.advantages.formulas import EPSILON, Mode, RunningStatistics
 from penstock.stages.advantages.presets import OURS
 from penstock.stages.handful import Handful
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+fewer = settings(max_examples=40)
 
 MODES: list[Mode] = list(get_args(Mode))
 WHITENING: list[Mode] = ["reinforce++", "reinforce++-baseline", "gae"]
@@ -127,7 +127,7 @@ turns = st.lists(st.tuples(st.integers(-8, 8).map(lambda i: i / 4), st.text("x."
 """Rewards and masks, with at least two tokens that train."""
 
 
-@patiently
+@fewer
 @given(turns, st.sampled_from([0.0, 0.25, 0.99, 1.0]))
 def test_reinforce_agrees_with_exact_rational_arithmetic(rows: list[tuple[float, str]], gamma: float) -> None:
     group = of_turns(*["." + mask for _, mask in rows], rewards=[reward for reward, _ in rows])
@@ -239,7 +239,7 @@ def flat(rows: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", WHITENING)
-@patiently
+@fewer
 @given(batches, st.integers(-1000, 1000), st.sampled_from([0.5, 2.0, 1024.0]))
 def test_neither_a_shift_of_all_rewards_nor_their_scale_changes_anything(
     mode: Mode, batch: list[list[tuple[float, int]]], shift: int, scale: float
@@ -251,7 +251,7 @@ def test_neither_a_shift_of_all_rewards_nor_their_scale_changes_anything(
 
 
 @pytest.mark.parametrize("mode", WHITENING)
-@patiently
+@fewer
 @given(batches)
 def test_the_mean_over_tokens_is_zero_and_the_deviation_one_or_zero(
     mode: Mode, batch: list[list[tuple[float, int]]]
@@ -268,7 +268,7 @@ def test_the_mean_over_tokens_is_zero_and_the_deviation_one_or_zero(
 
 
 @pytest.mark.parametrize("mode", WHITENING)
-@patiently
+@fewer
 @given(batches, st.randoms(use_true_random=False))
 def test_the_order_of_groups_and_within_them_does_not_matter(
     mode: Mode, batch: list[list[tuple[float, int]]], random: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidRecord
@@ -28,7 +28,6 @@ def of_masks(*masks: list[bool], rewards: list[float] | None = None) -> Trajecto
 masks = st.lists(st.lists(st.booleans(), max_size=4), max_size=5)
 
 
-@settings(deadline=None)
 @given(st.lists(masks, min_size=1, max_size=4))
 def test_columns_over_sequences_lie_one_behind_the_other(groups: list[list[list[bool]]]) -> None:
     handful = Handful([of_masks(*masks) for masks in groups])

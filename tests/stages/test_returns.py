@@ -8,13 +8,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.stages.advantages.returns import Observations, Steps, discounted_sums, generalized_advantages, last_places
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+fewer = settings(max_examples=60)
 
 chains = st.lists(st.lists(st.integers(-64, 64).map(lambda i: i / 8), max_size=9), min_size=1, max_size=5)
 discounts = st.sampled_from([0.0, 1e-200, 0.125, 0.5, 0.99, 1.0])
@@ -47,7 +47,7 @@ def exact_gae(rewards: Sequence[float], values: Sequence[float], discount: float
     return advantages[::-1]
 
 
-@patiently
+@fewer
 @given(chains, discounts)
 def test_sums_agree_with_exact_rational_arithmetic(chains: list[list[float]], discount: float) -> None:
     sums = discounted_sums(flat(chains), discount, remaining(chains)).tolist()
@@ -55,7 +55,7 @@ def test_sums_agree_with_exact_rational_arithmetic(chains: list[list[float]], di
     assert sums == pytest.approx([x for chain in chains for x in exact_sums(chain, discount)], rel=1e-13, abs=1e-13)
 
 
-@patiently
+@fewer
 @given(chains, discounts, st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.randoms(use_true_random=False))
 def test_gae_agrees_with_exact_rational_arithmetic(
     chains: list[list[float]], discount: float, decay: float, random: object

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stages.holding import lets_go_of_what_it_sent
 
@@ -22,7 +22,7 @@ from penstock.stages.reward_bridge import RewardBridge
 from penstock.stages.rewards.reward_functions import Answer, RewardFunction
 from penstock.testing import VirtualClock, drive, group
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+fewer = settings(max_examples=50)
 
 
 class Characters:
@@ -200,7 +200,7 @@ async def test_a_large_group_is_decoded_off_the_event_loop() -> None:
 TEXT = st.text(st.sampled_from("<a/>b"), max_size=12)
 
 
-@patiently
+@fewer
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), TEXT)
 def test_the_prompt_and_observations_never_change_a_reward(turns: list[tuple[str, str]], noise: str) -> None:
     config = {
@@ -221,7 +221,7 @@ def test_the_prompt_and_observations_never_change_a_reward(turns: list[tuple[str
 scores = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5)
 
 
-@patiently
+@fewer
 @given(scores, st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_parts_always_sum_to_the_reward(
     scores: list[float],

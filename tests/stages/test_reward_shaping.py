@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidConfig
@@ -18,7 +18,7 @@ from penstock.stages.rewards.reward_shaping import (
     reward_of_format,
 )
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+fewer = settings(max_examples=100)
 
 
 def pays(markers: list[dict[str, Any]], *turns: str, ordered: bool = False) -> float:
@@ -136,7 +136,7 @@ def reward(score: float, shaping: float, config: RewardConfig) -> float:
     return score + sum(float(part[0]) for part in parts.values())
 
 
-@patiently
+@fewer
 @given(floats, floats, floats, configs)
 def test_a_better_score_never_has_a_smaller_reward(
     low: float, high: float, shaping: float, config: RewardConfig
@@ -146,7 +146,7 @@ def test_a_better_score_never_has_a_smaller_reward(
     assert reward(low, shaping, config) <= reward(high, shaping, config) + 1e-9
 
 
-@patiently
+@fewer
 @given(floats, floats, floats, floats, configs)
 def test_a_fallback_never_ranks_a_failed_answer_above_a_right_one(
     one: float, other: float, shaping: float, more: float, config: RewardConfig
@@ -159,7 +159,7 @@ def test_a_fallback_never_ranks_a_failed_answer_above_a_right_one(
     assert reward(fails, shaping, config) <= reward(right, more, config) + 1e-9
 
 
-@patiently
+@fewer
 @given(floats, st.none() | bounds)
 def test_without_components_only_the_clip_changes_anything(score: float, clip: tuple[float, float] | None) -> None:
     for config in (RewardConfig(clip=clip), RewardConfig(clip=clip, combine="fallback")):
