@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightsMismatch
-
-__all__ = ["Completion", "complete"]
+__all__ = ["Completion"]
 
 _CHANGES = {"training"}
 """Attributes that are set after construction."""
 
 
-def complete(model: nn.Module, device: torch.device | str) -> None:
-    """Make, on `device`, every tensor of `model` that is on the meta device and is in no state_dict.
+class Completion:
+    """Every tensor of a model that is on the meta device and in no state_dict, computed; `apply` gives it them.
 
     A module is made again as `type(module)(…)`, each argument being its attribute of that name (`config`, say), and the
     result must agree with the module in every attribute. It is made twice, with other random numbers: a tensor that is
@@ -38,24 +36,16 @@ def complete(model: nn.Module, device: torch.device | str) -> None:
     ...         self.register_buffer("inv_freq", theta ** -torch.arange(0, 1, 0.5), persistent=False)
     >>> with torch.device("meta"):
     ...     rotary = Rotary(theta=100.0)
-    >>> complete(rotary, "cpu")
+    >>> completion = Completion(rotary, "cpu")
+    >>> completion.refusals
+    []
+    >>> completion.apply()
     >>> rotary.inv_freq
     tensor([1.0000, 0.1000])
-
-    Raises:
-        WeightsMismatch: listing every tensor that cannot be made, and why. The model is as it was.
     """
-    completion = Completion(model, device)
-    if completion.refusals:
-        raise WeightsMismatch("\n".join(completion.refusals))
-    completion.apply()
-
-
-class Completion:
-    """What `complete` would do to a model: nothing was changed before `apply`."""
 
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
-        """Compute what `model` lacks, for `device`."""
+        """Compute what `model` lacks, for `device`; it is as it was until `apply`."""
         self._made: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self.buffers: dict[tuple[nn.Module, str], Tensor | None] = {}
         """What was computed, by module and name there; none where it cannot be."""
