@@ -7,11 +7,13 @@ new versions and are paused.
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
 
 from .descriptor import Descriptor
 from .errors import UNREADABLE, ProtocolMismatch
-from .ids import GroupId
+from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
 __all__ = [
@@ -45,6 +47,12 @@ __all__ = [
 
 PROTOCOL_VERSION = 3
 """Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
+
+
+MOST_DESCRIPTORS = 4096
+"""Bundles in one message: some tens go together. More are refused before there is memory, or time, for each."""
+
+Repetition: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_REPETITION_ID)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -114,7 +122,7 @@ class Ready(_Message, frozen=True):
 class Publish(_Message, frozen=True):
     """Bundles that lie ready."""
 
-    descriptors: tuple[Descriptor, ...]
+    descriptors: Annotated[tuple[Descriptor, ...], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
 
 
 class Wanting(_Message, frozen=True):
@@ -148,7 +156,7 @@ class Ended(_Message, frozen=True):
     "saved" is told of those that no other receiver needs: a checkpoint holds them, or they were dropped.
     """
 
-    entries: tuple[tuple[GroupId, tuple[int, ...], str, int], ...]
+    entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]
 
 
 class Farewell(_Message, frozen=True):

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
-from .ids import GroupId, StopReason, TrajectoryId
+from .ids import MAX_REPETITION_ID, GroupId, StopReason, TrajectoryId
 from .layout import Schema
 
 __all__ = ["Trajectory", "TrajectoryGroup"]
@@ -27,9 +27,6 @@ __all__ = ["Trajectory", "TrajectoryGroup"]
 JsonObject: TypeAlias = dict[str, Any]
 
 PART_PREFIX = "reward_parts."
-
-MAX_REPETITION_ID = 65_535
-"""The largest repetition id. The ledger keeps a bit for each, so a seed or a hash would cost it gigabytes."""
 
 GROUP_RULES: dict[str, ColumnRule] = {
     "offsets": ColumnRule(np.dtype(np.int64), ("F",), required=True),

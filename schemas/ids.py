@@ -5,7 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["GroupId", "StopReason", "TrajectoryId"]
+__all__ = ["MAX_REPETITION_ID", "GroupId", "StopReason", "TrajectoryId"]
+
+MAX_REPETITION_ID = 65_535
+"""The largest repetition id. The ledger keeps a bit for each, so a seed or a hash would cost it gigabytes."""
 
 
 class GroupId(NamedTuple):

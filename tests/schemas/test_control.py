@@ -59,3 +59,17 @@ def test_every_message_of_the_union_is_tested() -> None:
 def test_what_is_no_message_is_refused(junk: bytes) -> None:
     with pytest.raises(ProtocolMismatch, match=f"expected a message of protocol version {c.PROTOCOL_VERSION}"):
         c.decode(junk)
+
+
+def test_more_bundles_than_go_into_one_message_are_refused() -> None:
+    bundles = (Descriptor(1, 1, 0, 1, 1, 64),) * c.MOST_DESCRIPTORS
+    assert c.decode(c.encode(c.Publish(bundles))) == c.Publish(bundles)
+
+    with pytest.raises(ProtocolMismatch, match="length <= 4096"):
+        c.decode(c.encode(c.Publish((*bundles, bundles[0]))))
+
+
+@pytest.mark.parametrize("repetition", [-1, 65_536, 2**40])
+def test_a_repetition_that_no_ledger_counts_is_refused(repetition: int) -> None:
+    with pytest.raises(ProtocolMismatch, match="expected a message"):
+        c.decode(c.encode(c.Ended(((GroupId("e", "1"), (repetition,), "trained", 1),))))
