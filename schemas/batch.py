@@ -19,7 +19,7 @@ from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
 from .ids import GroupId, TrajectoryId
-from .layout import DTYPES, Form, Lengths, Part, Schema
+from .layout import DTYPES, Form, Length, Lengths, Part, Schema
 from .recycled import Block, Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -37,7 +37,7 @@ class PackedGroup(NamedTuple):
 
     env: str
     instance_id: str
-    sequences: int
+    sequences: Length
     meta: JsonObject
 
     @property
@@ -388,7 +388,11 @@ class Packer:
                 chunks.append(column.tobytes())
             else:
                 index, begin, width = target
-                views[index][begin + first * width : begin + last * width] = column
+                place = slice(begin + first * width, begin + last * width)
+                try:
+                    views[index][place] = column
+                except ValueError:  # it begins at an odd address, which is too rare to look for
+                    views[index][place] = column.copy()
         self._groups += groups
         self._by_token += [form.versions_by_token] * len(groups)
         self._tokens = last
@@ -417,7 +421,15 @@ class Packer:
     def _open(self, form: Form, candidates: int) -> Block:
         if not self._plan.suits(form, candidates):
             self._plan = _Plan.of(form, candidates, self.max_tokens)
-        self._block = self._memory.block(self._plan.nbytes)
+        try:
+            self._block = self._memory.block(self._plan.nbytes)
+        except MemoryError:
+            if not candidates:
+                raise
+            raise InvalidRecord(
+                f"expected memory for a batch of {self.max_tokens} tokens, got none for {self._plan.nbytes} bytes: "
+                f"make batches smaller, or send fewer teacher candidates than {candidates} a token"
+            ) from None
         self._chunks = [[] for _ in form.names]
         return self._block
 

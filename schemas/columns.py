@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from .errors import InvalidRecord
 
-__all__ = ["Array", "ColumnRule", "as_column", "check_axes", "count_between", "freeze"]
+__all__ = ["Array", "ColumnRule", "as_column", "check_axes", "contiguous", "count_between", "freeze"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -44,13 +44,23 @@ def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
     except ValueError as error:
         raise InvalidRecord(f"{name}: expected {want} values, got rows of uneven length ({error})") from None
     if given.dtype == want:
-        return np.ascontiguousarray(given)
+        return contiguous(given, given.dtype)
     if given.size == 0:
         return np.zeros(given.shape, want)
     if not _converts(given, want):
         raise InvalidRecord(f"{name}: expected dtype {want}, got {given.dtype}")
     with np.errstate(over="ignore"):  # a float too large for `want` becomes inf, which the rule of the column refuses
         return np.ascontiguousarray(given.astype(want))
+
+
+def contiguous(column: Array, dtype: np.dtype[Any]) -> Array:
+    """`column`, of `dtype` under whatever name, item by item and on whole items; copied where it is not.
+
+    A view into bytes that came from elsewhere may begin at an odd address: to a memoryview its items are of another
+    type.
+    """
+    column = np.ascontiguousarray(column, dtype)
+    return column if column.flags.aligned else column.copy()
 
 
 def _converts(given: Array, want: np.dtype[Any]) -> bool:

@@ -21,8 +21,9 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from .columns import Array, ColumnRule, check_axes
+from .columns import Array, ColumnRule, check_axes, contiguous
 from .errors import UNREADABLE, InvalidRecord
+from .ids import MAX_REPETITION_ID
 
 __all__ = [
     "ALIGNMENT",
@@ -32,6 +33,7 @@ __all__ = [
     "Form",
     "Items",
     "Layout",
+    "Length",
     "Lengths",
     "Part",
     "Place",
@@ -51,6 +53,9 @@ KNOWN_FORMS = 64
 
 KNOWN_LAYOUTS = 1024
 """Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
+
+MOST_CANDIDATES = 2**20
+"""Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
 
 AXES = ("N", "S", "F", "NK")
 """In the order in which `Lengths.items` counts them."""
@@ -170,6 +175,7 @@ class Form:
         "_dtypes",
         "_layouts",
         "_offsets",
+        "_repetitions",
         "_weights",
         "axes",
         "dtypes",
@@ -191,6 +197,7 @@ class Form:
         self._axes = tuple(AXES.index(axes) for _, _, axes in columns)
         """Of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
+        self._repetitions = self.names.index("repetition_ids") if "repetition_ids" in self.names else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self.dtypes = tuple(DTYPES[index] for index in self._dtypes)
         """Of each column: these very objects."""
@@ -252,10 +259,11 @@ class Form:
         return self._shape([typed[index][first:last] for index, first, last in places], candidates)
 
     def check_offsets(self, columns: Sequence[Any], parts: Sequence[Part]) -> None:
-        """Hold the offsets among `columns`, those of `parts` one behind the other, to what they are used for.
+        """Hold what counts and leads elsewhere, of `parts` one behind the other, to what it is used for.
 
         Raises:
-            InvalidRecord: those of a record do not run from 0 to its tokens, or decrease.
+            InvalidRecord: the offsets of a record do not run from 0 to its tokens, or decrease; or a repetition id is
+                beyond those that the ledger counts.
         """
         offsets: list[int] = columns[self._offsets].tolist()
         first = 0
@@ -268,6 +276,12 @@ class Form:
                     f"decrease, got {found}"
                 )
             first = last + 1
+        repetitions = np.asarray(columns[self._repetitions])
+        if repetitions.view(np.uint64).max(initial=0) > MAX_REPETITION_ID:  # or less than 0
+            raise InvalidRecord(
+                f"{self.names[self._repetitions]}: expected 0 to {MAX_REPETITION_ID}, got {repetitions.min()} to "
+                f"{repetitions.max()}"
+            )
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -281,7 +295,7 @@ class Form:
         A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
         """
         return not self.shaped and all(
-            type(column) is np.ndarray and column.dtype is dtype and column.shape == shape
+            type(column) is np.ndarray and column.dtype is dtype and column.shape == shape and column.flags.aligned
             for column, dtype, shape in zip(columns, self.dtypes, self.shapes(lengths), strict=True)
         )
 
@@ -339,7 +353,7 @@ _ARRAYS = {np.ndarray}
 class _Usual:
     """What a record was like that could be copied as it is. Most are alike but for their lengths."""
 
-    __slots__ = ("_added", "_columns", "_counts", "_form", "_look", "_parts", "_seen", "_shapes")
+    __slots__ = ("_added", "_columns", "_counts", "_form", "_look", "_names", "_parts", "_seen", "_shapes")
 
     def __init__(self, form: Form, parts: Sequence[str], absent: Sequence[str]) -> None:
         """Of this form, of which the last columns are reward `parts`; what is `absent` is None."""
@@ -357,6 +371,7 @@ class _Usual:
         self._seen = (*form.dtypes[:own], *[None] * len(absent))
         """What `_look` must find: these very objects."""
         self._parts = tuple(parts)
+        self._names = frozenset(parts)
         self._added = form.dtypes[own:]
         """Dtypes of the reward parts."""
 
@@ -367,24 +382,26 @@ class _Usual:
                 return None
         except AttributeError:  # a column is missing, or is no array
             return None
-        columns, shapes, parts = self._columns(record), self._shapes(record), record.reward_parts
-        fits = tuple(parts) == self._parts
-        if parts and fits:
-            added = tuple(parts.values())
-            fits = all(map(is_, map(_dtype, added), self._added))
-            columns += added
+        columns, parts = self._columns(record), record.reward_parts
+        if parts:
+            columns += tuple(map(parts.get, self._parts))
+        if parts.keys() != self._names or {*map(type, columns)} != _ARRAYS:
+            return None
+        shapes = self._shapes(record)
+        if parts:
+            added = columns[-len(parts) :]
+            if not all(map(is_, map(_dtype, added), self._added)):
+                return None
             shapes += tuple(map(_shape, added))
         over_tokens, over_sequences, offsets = self._counts
         tokens, sequences = shapes[0], shapes[over_tokens]
         if (
-            fits
-            and len(tokens) == len(sequences) == 1
+            len(tokens) == len(sequences) == 1
             and shapes
             == (tokens,) * over_tokens
             + (sequences,) * over_sequences
             + ((sequences[0] + 1,),) * offsets
             + (sequences,) * len(parts)
-            and {*map(type, columns)} == _ARRAYS
             and not (self._form.versions_by_token and tokens == sequences)  # they count as by sequence
         ):
             return self._form, Lengths(tokens[0], sequences[0], 0), columns
@@ -415,12 +432,15 @@ class Schema:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def columns(self, record: Columned) -> dict[str, Array]:
-        """The arrays that are present in a record, by name; reward parts with their prefix."""
+        """The arrays that are present in a record, by name; reward parts with their prefix, sorted.
+
+        Else the same parts, added in another order, would be another form, which fits into no batch with this one.
+        """
         present = {
             name: column for name, column in zip(self.rules, self._values(record), strict=True) if column is not None
         }
         if record.reward_parts:
-            present |= {self._part_prefix + name: column for name, column in record.reward_parts.items()}
+            present |= {self._part_prefix + name: column for name, column in sorted(record.reward_parts.items())}
         return present
 
     def laid_out(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
@@ -437,7 +457,7 @@ class Schema:
         if not form.plain(lengths, columns.values()):
             return form, lengths, self.plain(columns)
         absent = [name for name in self.rules if name not in columns]
-        self._usual = _Usual(form, tuple(record.reward_parts), absent)
+        self._usual = _Usual(form, sorted(record.reward_parts), absent)
         return form, lengths, tuple(columns.values())
 
     def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:
@@ -453,6 +473,7 @@ class Schema:
             if form is None:
                 form = self._remember(self._sent, key, self._form_of(columns, sequences))
             candidates = columns[form.shaped[0]].shape[1] if form.shaped else 0
+            self._check_candidates(form, candidates)
             return form, Lengths(len(columns["tokens"]), sequences, candidates)
         except (AttributeError, IndexError, KeyError, TypeError):
             self.check(columns)
@@ -465,7 +486,7 @@ class Schema:
             InvalidRecord: naming the first one that breaks its rule.
         """
         self.check(columns)
-        return [np.ascontiguousarray(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
+        return [contiguous(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
 
     def check(self, columns: Mapping[str, Array], *, contents: bool = False) -> None:
         """Hold every column to its rule: dtype and shape, and where `contents`, that floats are finite.
@@ -498,13 +519,14 @@ class Schema:
         """The form that a peer names.
 
         Raises:
-            InvalidRecord: it is a form of another kind of record, or breaks a rule.
+            InvalidRecord: it is a form of another kind of record, or breaks a rule, or there are too many candidates.
         """
         if contents.kind != self.kind:
             raise InvalidRecord(f"expected a {self.kind}, got a {contents.kind}")
         form = self._received.get(contents.form)
         if form is None:
             form = self._remember(self._received, contents.form, self._believed(contents.form))
+        self._check_candidates(form, contents.candidates)
         return form
 
     def _believed(self, encoded: bytes) -> Form:
@@ -535,6 +557,12 @@ class Schema:
         if rule is None:
             raise InvalidRecord(f"{name}: expected one of the columns {sorted(self.rules)}")
         return rule
+
+    @staticmethod
+    def _check_candidates(form: Form, candidates: int) -> None:
+        most = MOST_CANDIDATES if form.shaped else 0
+        if candidates > most:
+            raise InvalidRecord(f"candidates: expected at most {most} a token in {form.names}, got {candidates}")
 
     def _check_complete(self, names: Mapping[str, Any] | Sequence[str]) -> None:
         for name in self.rules:

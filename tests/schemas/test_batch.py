@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -223,6 +224,14 @@ def test_groups_with_another_number_of_teacher_candidates_are_refused() -> None:
         packer.add(group(completion_lengths=[1], teacher_ids=[[1]] * 3, teacher_logprobs=[[0]] * 3))
 
 
+def test_memory_that_teacher_candidates_would_take_and_nobody_has_is_refused_and_the_packer_goes_on() -> None:
+    packer = Packer(max_tokens=2**40)
+
+    with pytest.raises(InvalidRecord, match=r"expected memory for a batch of 1099511627776 tokens, .* fewer .* than 9"):
+        packer.add(group(completion_lengths=[1], teacher_ids=[[1] * 9] * 3, teacher_logprobs=[[0] * 9] * 3))
+    assert (packer.groups, packer.tokens) == (0, 0)
+
+
 def test_a_packer_begins_anew_after_each_batch() -> None:
     packer = Packer(max_tokens=100)
     packer.add(group(instance_id="0"))
@@ -335,6 +344,16 @@ def test_a_header_that_tells_of_other_sequences_than_the_columns_is_refused() ->
 
     with pytest.raises(InvalidRecord, match="header: expected groups of 4 sequences, got 2"):
         TrainBatch.assemble(original.header(), other.columns())
+
+
+def test_a_header_that_tells_of_less_than_no_sequences_is_refused() -> None:
+    packed = batch(groups=2)
+    first, second = (group._asdict() for group in packed.groups)
+    first["sequences"], second["sequences"] = -1, len(packed) + 1
+    header = msgspec.msgpack.encode(([tuple(first.values()), tuple(second.values())], 1, 1))
+
+    with pytest.raises(InvalidRecord, match="header: expected"):
+        TrainBatch.assemble(header, packed.columns())
 
 
 def test_a_header_that_makes_no_batch_is_refused() -> None:

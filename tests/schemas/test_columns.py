@@ -15,6 +15,16 @@ def test_an_array_that_fits_is_taken_as_it_is() -> None:
     assert as_column("tokens", given, np.int32) is given
 
 
+def test_an_array_that_begins_in_the_middle_of_an_item_is_copied_onto_whole_items() -> None:
+    given = np.frombuffer(b"?" + np.arange(3, dtype=np.int32).tobytes(), np.int32, offset=1)
+
+    column = as_column("tokens", given, np.int32)
+
+    assert not given.flags.aligned
+    assert column.flags.aligned
+    assert column.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [

@@ -10,7 +10,7 @@ from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord
 from penstock.schemas.columns import Array
 from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import KNOWN_FORMS, Contents, Form, Lengths, Part, aligned
+from penstock.schemas.layout import KNOWN_FORMS, MOST_CANDIDATES, Contents, Form, Lengths, Part, Schema, aligned
 from penstock.testing import group
 
 FORM = [
@@ -121,6 +121,30 @@ def test_a_peer_that_makes_up_forms_is_not_remembered_for_ever() -> None:
     assert len(GROUP_SCHEMA._received) <= KNOWN_FORMS
 
 
+def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_are_no_tokens() -> None:
+    taught = msgspec.msgpack.encode([*FORM, ("teacher_ids", "<i4", "NK")])
+    part = (Part(0, 0, b""),)
+
+    form = GROUP_SCHEMA.received(Contents("group", taught, MOST_CANDIDATES, part))
+    assert form.layout(Lengths(0, 0, MOST_CANDIDATES)).nbytes
+    with pytest.raises(InvalidRecord, match=r"candidates: expected at most 1048576 a token in .*, got 1048577"):
+        GROUP_SCHEMA.received(Contents("group", taught, MOST_CANDIDATES + 1, part))
+    with pytest.raises(InvalidRecord, match=r"candidates: expected at most 0 a token in .*, got 1"):
+        GROUP_SCHEMA.received(contents()._replace(candidates=1))
+
+
+@pytest.mark.parametrize("repetition", [-1, 65_536, 2**40, -(2**63)])
+def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetition: int) -> None:
+    record = complete()
+    form, lengths = GROUP_SCHEMA.measure(record.columns())
+    parts = (Part(lengths.tokens, lengths.sequences, b""),)
+
+    form.check_offsets(GROUP_SCHEMA.plain(record.columns()), parts)
+    forged = record.columns() | {"repetition_ids": np.array([repetition, 0])}
+    with pytest.raises(InvalidRecord, match=f"repetition_ids: expected 0 to 65535, got .*{repetition}"):
+        form.check_offsets(GROUP_SCHEMA.plain(forged), parts)
+
+
 @pytest.mark.parametrize("lengths", [Lengths(-1, 2, 0), Lengths(5, -1, 0), Lengths(5, 2, -3)])
 def test_an_axis_of_negative_length_is_refused(lengths: Lengths) -> None:
     with pytest.raises(InvalidRecord, match="lengths: expected 0 or more"):
@@ -198,3 +222,101 @@ def test_plain_columns_are_contiguous_and_of_the_dtype_that_travels() -> None:
     assert plain["tokens"].tolist() == [0, 2, 4, 6, 8]
     assert all(c.flags.c_contiguous and c.ndim == 1 for c in plain.values())
     assert plain["repetition_ids"].dtype.char == "l"
+
+
+# -- records that are sent -------------------------------------------------------------------------------------------
+
+
+def odd(column: Array) -> dict[str, Array]:
+    """Arrays that say what `column` says, and are not what it is."""
+    items = len(column)
+    spread = np.zeros(items, [("gap", np.uint8), ("item", column.dtype)])
+    spread["item"] = column
+    return {
+        "on odd addresses": np.frombuffer(b"?" + column.tobytes(), column.dtype, offset=1),
+        "a field of records": spread["item"],
+        "every second item": np.repeat(column, 2)[::2],
+        "backwards": column[::-1].copy()[::-1],
+        "of a subclass": column.view(np.recarray),
+        "of a dtype that only equals": column.view(np.dtype(column.dtype.str, metadata={"of": "something"})),
+        "read-only": np.frombuffer(column.tobytes(), column.dtype),
+    }
+
+
+def usual(schema: Schema, record: TrajectoryGroup) -> None:
+    """Records like `record` are what `schema` has seen last."""
+    schema._usual = None
+    schema.laid_out(record)
+    assert schema._usual is not None
+
+
+@pytest.mark.parametrize("name", ["offsets", "tokens", "loss_mask", "rewards", "policy_versions", "behavior_logprobs"])
+@pytest.mark.parametrize("how", odd(np.zeros(1, np.int64)))
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "anew"])
+def test_an_odd_array_is_packed_for_what_it_says(name: str, how: str, alike: bool) -> None:  # noqa: FBT001 (a parameter)
+    plain = group(completion_lengths=[700, 900])
+    record = msgspec.structs.replace(plain, **{name: odd(getattr(plain, name))[how]})
+    usual(GROUP_SCHEMA, plain if alike else plain.with_advantages([1.0, 2.0]))
+
+    packed = TrainBatch.pack([record])
+
+    expected = TrainBatch.pack([plain])
+    assert {n: c.tolist() for n, c in packed.columns().items()} == {
+        n: c.tolist() for n, c in expected.columns().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"score": [0.0, 0.0]}, "score: expected a numpy array of float32, got list"),
+        ({"score": None}, "score: expected a column of float32, got none"),
+        ({"score": np.zeros(2)}, "score: expected dtype float32, got float64"),
+        ({"score": np.zeros(2, ">f4")}, "score: expected dtype float32, got >f4"),
+        ({"score": np.zeros((), np.float32)}, r"score: expected shape \[S=2\], got \[\]"),
+        ({"score": np.zeros((2, 1), np.float32)}, r"score: expected shape \[S=2\], got \[2, 1\]"),
+        ({"score": np.zeros(3, np.float32)}, r"score: expected shape \[S=2\], got \[3\]"),
+    ],
+)
+def test_a_part_that_is_no_column_is_refused_in_words_whatever_came_before(parts: Any, message: str) -> None:
+    plain = group(reward_parts={"score": [1.0, 2.0]})
+    usual(GROUP_SCHEMA, plain)
+
+    with pytest.raises(InvalidRecord, match=message):
+        GROUP_SCHEMA.laid_out(msgspec.structs.replace(plain, reward_parts=parts))
+
+
+def test_parts_that_were_added_in_another_order_are_the_same_form() -> None:
+    first = group(reward_parts={"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    second = msgspec.structs.replace(first, reward_parts=dict(reversed(first.reward_parts.items())))
+
+    for one, other in ((first, second), (second, first)):
+        usual(GROUP_SCHEMA, one)
+        form, _, columns = GROUP_SCHEMA.laid_out(other)
+        assert form is GROUP_SCHEMA.laid_out(one)[0]
+        assert [column.tolist() for column in columns[-2:]] == [[1.0, 2.0], [3.0, 4.0]]
+
+    assert {name: part.tolist() for name, part in TrainBatch.pack([first, second]).reward_parts.items()} == {
+        "a": [1.0, 2.0] * 2,
+        "b": [3.0, 4.0] * 2,
+    }
+
+
+def test_versions_by_token_of_as_many_tokens_as_sequences_are_taken_as_by_sequence_whatever_came_before() -> None:
+    def by_token(*lengths: int) -> TrajectoryGroup:
+        rows = [list(range(length)) for length in lengths]
+        versions = np.arange(sum(lengths))
+        return group().build(
+            env="e",
+            instance_id="1",
+            sequences=rows,
+            loss_mask=[[0] * len(row) for row in rows],
+            rewards=np.zeros(len(rows)),
+            policy_versions=versions,
+        )
+
+    usual(GROUP_SCHEMA, by_token(2, 3))
+
+    form, lengths, _ = GROUP_SCHEMA.laid_out(by_token(1, 2, 0))
+    assert not form.versions_by_token
+    assert lengths == Lengths(3, 3, 0)
