@@ -14,6 +14,7 @@ import pytest
 
 from penstock import TrajectoryGroup
 from penstock.errors import JournalFull, JournalInUse, ProtocolMismatch
+from penstock.pipeline.channels.socket_directory import sweep
 from penstock.pipeline.journal import JournalFiles, open_journal
 from penstock.pipeline.journal_entry import encode_entry
 from penstock.testing import group
@@ -75,6 +76,20 @@ def test_beyond_its_capacity_nothing_is_written_and_the_error_says_what_to_do(tm
 
     with journal(tmp_path) as files:
         assert [names(files.read(volume).records) for volume in files.volumes] == [[n] for n in range(1, 9)]
+
+
+def test_a_journal_in_a_folder_that_is_named_like_one_of_sockets_is_left_alone_when_those_of_the_dead_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "penstock-run"
+    with journal(folder) as files:
+        files.append(RECORDS[:3])
+
+    sweep()
+
+    with journal(folder) as files:
+        assert [names(files.read(volume).records) for volume in files.volumes] == [[0, 1, 2]]
 
 
 def test_a_deleted_volume_that_was_growing_is_followed_by_a_new_one(tmp_path: Path) -> None:
