@@ -37,7 +37,9 @@ from .report import command_line, median_of, print_table, write_json
 
 __all__ = ["main"]
 
-ALONE = ("penstock", "iceoryx2-event", "iceoryx2-spin")
+OURS = "penstock"
+
+ALONE = (OURS, "iceoryx2-event", "iceoryx2-spin")
 
 LOADS = (10_000, 38_000, 100_000, 189_000)
 """Trajectories a second."""
@@ -138,15 +140,15 @@ class Table:
     def __init__(self, title: str) -> None:
         self.title = title
         self._outcomes: dict[str, list[Outcome]] = {}
-        self._absent: dict[str, str] = {}
+        self._skipped: dict[str, str] = {}
 
     def add(self, name: str, outcome: Outcome) -> None:
         """One measurement."""
         self._outcomes.setdefault(name, []).append(outcome)
 
-    def skip(self, name: str, reason: Absent) -> None:
-        """One that cannot be made here."""
-        self._absent[name] = str(reason)
+    def skip(self, name: str, reason: str) -> None:
+        """One that cannot be made here, or not to the end."""
+        self._skipped[name] = reason
 
     def print(self, console: Console) -> None:
         """Show the table."""
@@ -155,8 +157,8 @@ class Table:
             for name, outcomes in self._outcomes.items()
         ]
         print_table(console, self.title, ("", "p50 µs", "p99 µs"), rows)
-        for name, reason in self._absent.items():
-            console.print(f"{name} skipped: {reason}", style="dim", highlight=False, markup=False)
+        for name, reason in self._skipped.items():
+            console.print(f"{name} {reason}", style="dim", highlight=False, markup=False)
 
     def rows(self) -> list[dict[str, Any]]:
         """The same for JSON."""
@@ -182,7 +184,11 @@ def measure(seconds: float, repeats: int) -> list[Table]:
             try:
                 alone.add(name, CONTESTANTS[name](single.pinging()))
             except Absent as absent:
-                alone.skip(name, absent)
+                alone.skip(name, f"skipped: {absent}")
+            except Exception as error:
+                if name == OURS:
+                    raise
+                alone.skip(name, f"failed: {type(error).__name__}: {error}")
         for load in LOADS:
             paced.add(f"{load:,}/s", CONTESTANTS["penstock"](loaded.paced(load)))
         busy.add("SinkTrainer", beside_sink_trainer(single))

@@ -65,7 +65,7 @@ DEADLINE_S = 60.0
 """What a case may take beyond the time that is counted, before it is given up: nothing runs for ever."""
 
 GRACE_S = 5.0
-"""How long a producer may take to end before it is killed."""
+"""How long a producer may take to end before it is killed, and what it had sent to arrive when it has ended."""
 
 
 class Absent(Exception):
@@ -350,12 +350,12 @@ def _produce(connect: Connect, address: Any, case: Case, producer: int, control:
 def _consume(case: Case, records: Iterator[Plain | None], control: Control, processes: list[BaseProcess]) -> Outcome:
     packing, latencies = Packing(case.group, case.tokens), Latencies()
     checker = Checker(producers=case.producers, group=case.group, tokens=case.tokens)
-    meter = Meter(case, checker, control, latencies)
+    meter, end = Meter(case, checker, control, latencies), _End(control, processes)
     received = 0
     for record in records:
         if record is None:
             meter.look(received)
-            if _all_here(received, control, processes):
+            if end.reached(received):
                 break
             continue
         if case.interval_s:
@@ -373,17 +373,34 @@ def _consume(case: Case, records: Iterator[Plain | None], control: Control, proc
     return meter.outcome()
 
 
-def _all_here(received: int, control: Control, processes: list[BaseProcess]) -> bool:
-    """Whether nothing can come any more, now that nothing came for a while.
+class _End:
+    """When nothing more is to come."""
 
-    Raises:
-        RuntimeError: a producer failed.
-    """
-    for number, process in enumerate(processes):
-        if process.exitcode:
-            raise RuntimeError(f"producer {number} ended with exit code {process.exitcode}")
-    sent = control.sent.values()
-    return control.stopping and min(sent) >= 0 and (received >= sum(sent) or not any(p.is_alive() for p in processes))
+    def __init__(self, control: Control, processes: list[BaseProcess]) -> None:
+        self._control = control
+        self._processes = processes
+        self._given_up_at: float | None = None
+        """Until when what is missing may still be on its way from producers that have ended: machines are busy."""
+
+    def reached(self, received: int) -> bool:
+        """Whether everything is here, or what is missing must be lost, now that nothing came for a while.
+
+        Raises:
+            RuntimeError: a producer failed.
+        """
+        for number, process in enumerate(self._processes):
+            if process.exitcode:
+                raise RuntimeError(f"producer {number} ended with exit code {process.exitcode}")
+        sent = self._control.sent.values()
+        if not self._control.stopping or min(sent) < 0:
+            return False
+        return received >= sum(sent) or (not any(p.is_alive() for p in self._processes) and self._out_of_patience())
+
+    def _out_of_patience(self) -> bool:
+        now = time.perf_counter()
+        if self._given_up_at is None:
+            self._given_up_at = now + GRACE_S
+        return now >= self._given_up_at
 
 
 @contextmanager

@@ -52,6 +52,7 @@ _Taken: TypeAlias = Callable[[Any, list[Any], Case, Control, str], Iterator[Plai
 @contextmanager
 def _serve(case: Case, control: Control, *, taken: _Taken) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
     ray = need("ray", "ray")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the names of its sockets have to be short
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
@@ -60,7 +61,7 @@ def _serve(case: Case, control: Control, *, taken: _Taken) -> Iterator[tuple[Any
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=max(256 * 2**20, 4 * IN_FLIGHT * case.producers * _nbytes(case)),
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
         _temp_dir=directory,
     )
     try:

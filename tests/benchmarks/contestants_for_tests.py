@@ -1,13 +1,15 @@
-"""A contestant that loses records, for processes that a test starts."""
+"""Contestants that lose records, and that bring them late, for processes that a test starts."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.contestants.harness import Send
-from benchmarks.contestants.mp_queue import connect_queue
+from benchmarks.contestants.harness import Case, Control, Send
+from benchmarks.contestants.mp_queue import connect_queue, serve_queue
 from benchmarks.records import Plain
 
 FORGOTTEN = "7"
@@ -23,3 +25,20 @@ def connect_forgetfully(outbox: Any, producer: int) -> Iterator[Send]:
                 send(record)
 
         yield send_most
+
+
+@contextmanager
+def serve_late(case: Case, control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
+    """What is sent last arrives when its senders have long ended, as on a machine that is busy with other things."""
+    with serve_queue(case, control) as (inbox, records):
+        yield inbox, _late(records, control)
+
+
+def _late(records: Iterator[Plain | None], control: Control) -> Iterator[Plain | None]:
+    while not control.stopping:
+        yield next(records)
+    held = [next(records)]
+    while multiprocessing.active_children() or held[-1] is not None:
+        held.append(next(records))
+    yield from [None, None, *held]
+    yield from itertools.repeat(None)
