@@ -46,7 +46,7 @@ from .atropos_clients import GROUP, Client, Load, as_atropos, by_shm, kept, send
 from .contestants import Absent, leaving_nothing
 from .contestants.harness import DEADLINE_S, GRACE_S, WARM_UP_S, Control, producing
 from .machine import cpu_seconds
-from .report import command_line, median_of, print_table, write_json
+from .report import command_line, count, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -366,8 +366,14 @@ def main() -> None:
     """The command line."""
     parser = command_line(__doc__, seconds=3.0, repeats=1)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--clients", type=int, default=2, help="client processes")
-    parser.add_argument("--tokens", type=int, nargs="+", help="only loads of so many tokens a trajectory")
+    parser.add_argument("--clients", type=count, default=2, help="client processes")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        choices=sorted({load.tokens for load in LOADS}),
+        help="only loads of so many tokens a trajectory",
+    )
     arguments, console = parser.parse_args(), Console()
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,21 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.backend_bases import FigureCanvasBase
 
-__all__ = ["draw"]
+from .report import target
+
+__all__ = ["draw", "picture"]
 
 OURS, OTHERS = "#1f6fb4", "#b8c4cf"
+
+
+def picture(text: str) -> Path:
+    """A file to be drawn to, of a command line."""
+    path = target(text)
+    if path.suffix[1:] not in (kinds := FigureCanvasBase.get_supported_filetypes()):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(kinds)}, got {text}")
+    return path
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -45,7 +45,7 @@ from .contestants import leaving_nothing
 from .contestants.harness import DEADLINE_S
 from .machine import cpu_seconds
 from .records import BATCH_TOKENS, make_groups
-from .report import command_line, median_of, print_table, write_json
+from .report import command_line, count, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -232,7 +232,7 @@ def show(results: list[Result], costs: dict[str, float], console: Console) -> No
 def main() -> None:
     """The command line."""
     parser = command_line(__doc__, seconds=3.0, repeats=3)
-    parser.add_argument("--workers", type=int, default=2, help="processes that the source runs in")
+    parser.add_argument("--workers", type=count, default=2, help="processes that the source runs in")
     arguments = parser.parse_args()
     results = [anyio.run(run, arguments.workers, arguments.seconds) for _ in range(arguments.repeats)]
     costs = anyio.run(alone)

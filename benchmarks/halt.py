@@ -24,7 +24,7 @@ from rich.console import Console
 from penstock import Ledger, Pipeline, ReceiveChannel, TrajectoryGroup, processes, source
 
 from .contestants import leaving_nothing
-from .report import print_table
+from .report import print_table, span
 from .soak import RELAYS, SEGMENT_BYTES, SOURCES, TOLERATED, Make, Relay, Sample
 
 __all__ = ["main"]
@@ -100,7 +100,7 @@ async def halt(seconds: float) -> Halting:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the sink stands still")
+    parser.add_argument("--seconds", type=span, default=30.0, help="how long the sink stands still")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="halt-") as sockets:
         os.environ["XDG_RUNTIME_DIR"] = sockets

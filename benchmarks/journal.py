@@ -38,7 +38,7 @@ from .contestants.harness import DEADLINE_S
 from .end_to_end import GROUP, TOKENS, WARM_UP_S, Count, Prebuilt
 from .machine import cpu_seconds
 from .records import BATCH_TOKENS, make_groups
-from .report import command_line, median_of, print_table, write_json
+from .report import command_line, count, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -131,7 +131,7 @@ def show(results: dict[str, list[Result]], bare: list[float], console: Console) 
 def main() -> None:
     """The command line."""
     parser = command_line(__doc__, seconds=2.0, repeats=5)
-    parser.add_argument("--workers", type=int, default=2, help="processes that the source runs in")
+    parser.add_argument("--workers", type=count, default=2, help="processes that the source runs in")
     parser.add_argument("--folder", type=Path, help="where the journal lies; by default where temporary files do")
     arguments = parser.parse_args()
     results: dict[str, list[Result]] = {way.name: [] for way in WAYS}

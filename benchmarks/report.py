@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,16 +16,40 @@ from rich.table import Table
 
 from .machine import machine
 
-__all__ = ["command_line", "median_of", "print_table", "short", "write_json"]
+__all__ = ["command_line", "count", "median_of", "print_table", "short", "span", "target", "write_json"]
 
 
 def command_line(doc: str | None, *, seconds: float, repeats: int) -> argparse.ArgumentParser:
     """What every benchmark can be told; `doc` begins with what it is for."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=float, default=seconds, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=int, default=repeats, help="measurements of which the median is taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--seconds", type=span, default=seconds, help="how long each measurement counts")
+    parser.add_argument("--repeats", type=count, default=repeats, help="measurements of which the median is taken")
+    parser.add_argument("--json", type=target, help="write the results here")
     return parser
+
+
+def span(text: str) -> float:
+    """How long something lasts, of a command line: more than nothing, and not for ever."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0{' and an end' if value > 0 else ''}, got {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """How many, of a command line: at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+def target(text: str) -> Path:
+    """A file to be written, of a command line: what cannot be is found out before minutes are spent on its contents."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written to, got {text}")
+    return path
 
 
 def short(rate: float) -> str:

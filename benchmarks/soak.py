@@ -38,7 +38,7 @@ from penstock import Ledger, Pipeline, ReceiveChannel, Report, SendChannel, Traj
 
 from .contestants import leaving_nothing
 from .records import make_groups
-from .report import print_table, write_json
+from .report import print_table, span, target, write_json
 
 __all__ = ["Faults", "Once", "Sample", "grown", "main"]
 
@@ -235,8 +235,10 @@ with every restart is more than that within minutes."""
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew: the last quarter of the time showed more of it than the second."""
+    """What grew: the last quarter of the time showed more of it than the second. Nothing where there are no quarters."""
     quarter = len(samples) // 4
+    if not quarter:
+        return []
     before, after = samples[quarter : 2 * quarter], samples[-quarter:]
     found = []
     for name in Sample.__struct_fields__:
@@ -340,9 +342,9 @@ def show(outcome: Outcome, console: Console) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long")
+    parser.add_argument("--minutes", type=span, default=60.0, help="how long")
     parser.add_argument("--seed", type=int, default=0, help="what is done to whom follows from it")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=target, help="write the results here")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # deaths are no news here
     with tempfile.TemporaryDirectory(prefix="soak-") as sockets:

@@ -4,24 +4,25 @@
 
 The limit and every contestant are measured in turn in the same run, several times over, and medians are reported with
 the least and the most: machines are shared, and the host itself changes speed, so only ratios within one run mean
-anything. A peer that is not installed is skipped with a line that says how to install it.
+anything. A peer that is not installed is skipped with a line that says how to install it. Exits with 1 where penstock
+itself failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from .chart import draw
+from .chart import draw, picture
 from .contestants import CONTESTANTS, Absent, Case, Outcome, leaving_nothing
 from .limit import copy_limit, spin_limit
 from .records import trajectory_bytes
-from .report import command_line, print_table, short, write_json
+from .report import command_line, count, print_table, short, write_json
 
 __all__ = ["Results", "main", "measure"]
 
@@ -153,10 +154,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = command_line(__doc__, seconds=2.0, repeats=5)
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
-    parser.add_argument("--producers", type=int, nargs="+", default=[4], help="producer processes")
-    parser.add_argument("--group", type=int, nargs="+", default=[8], help="trajectories a group")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024], help="tokens a trajectory")
-    parser.add_argument("--png", type=Path, help="draw the results here")
+    parser.add_argument("--producers", type=count, nargs="+", default=[4], help="producer processes")
+    parser.add_argument("--group", type=count, nargs="+", default=[8], help="trajectories a group")
+    parser.add_argument("--tokens", type=count, nargs="+", default=[1024], help="tokens a trajectory")
+    parser.add_argument("--png", type=picture, help="draw the results here")
     return parser.parse_args()
 
 
@@ -172,11 +173,12 @@ def main() -> None:
                 done.append(measure(arguments.contestants, case, arguments.repeats, console))
                 _print(done[-1], console)
     rows = [row for results in done for row in results.rows()]
-    limit = round(done[0].limit) if done[0].limits else None
     skipped = {name: reason for results in done for name, reason in results.skipped.items()}
-    write_json(arguments.json, {"limit": limit, "rows": rows, "skipped": skipped})
+    write_json(arguments.json, {"rows": rows, "skipped": skipped})
     if arguments.png and rows:
         draw(rows, arguments.png)
+    if skipped.get(OURS, "").startswith("failed"):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

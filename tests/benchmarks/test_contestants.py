@@ -11,10 +11,10 @@ import pytest
 from benchmarks import transport
 from benchmarks.contestants import CONTESTANTS, Absent, Case, Outcome
 from benchmarks.contestants.harness import decode_header, encode_header, flat_parts, need, race, read_flat
-from benchmarks.contestants.mp_queue import serve_queue
+from benchmarks.contestants.mp_queue import connect_queue, serve_queue
 from benchmarks.records import WrongContents, make_groups, plain
 from rich.console import Console
-from tests.benchmarks.contestants_for_tests import connect_forgetfully
+from tests.benchmarks.contestants_for_tests import connect_forgetfully, serve_late
 
 SMALL = Case(producers=2, group=2, tokens=64, seconds=0.2)
 
@@ -31,6 +31,10 @@ def test_a_contestant_brings_what_was_sent_and_is_timed(name: str) -> None:
 def test_a_contestant_that_loses_a_record_is_caught() -> None:
     with pytest.raises(WrongContents, match=r"expected group 7 .* got 8"):
         race(SMALL, serve_queue, connect_forgetfully)
+
+
+def test_what_was_sent_last_is_waited_for_when_its_senders_have_ended() -> None:
+    assert race(SMALL, serve_late, connect_queue).trajectories_per_s > 0
 
 
 def test_a_record_as_bytes_comes_back_as_it_was() -> None:
@@ -67,7 +71,6 @@ def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
 
     content, shown = json.loads(target.read_text()), capsys.readouterr().out
     ours = content["rows"][1]
-    assert content["limit"] == 2000
     assert [row["contestant"] for row in content["rows"]] == ["peer", "penstock"]
     assert (ours["producers"], ours["group"], ours["tokens"]) == (4, 8, 1024)
     assert (ours["trajectories_per_s"], ours["trajectories_per_s_range"]) == (300, [100, 500])
@@ -80,6 +83,23 @@ def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
     assert "…" not in shown
 
 
+def test_a_run_in_which_penstock_failed_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(transport, "CONTESTANTS", {"penstock": losing, "peer": steps()})
+    monkeypatch.setattr(transport, "copy_limit", lambda _nbytes, _seconds: 2000.0)
+    monkeypatch.setattr(transport, "spin_limit", lambda _nbytes, _seconds: 1000.0)
+    target = tmp_path / "results.json"
+    monkeypatch.setattr(
+        "sys.argv", ["transport", "--contestants", "penstock", "peer", "--repeats", "3", "--json", str(target)]
+    )
+
+    with pytest.raises(SystemExit, match="1"):
+        transport.main()
+
+    content = json.loads(target.read_text())
+    assert [row["contestant"] for row in content["rows"]] == ["peer"]
+    assert content["skipped"] == {"penstock": "failed: WrongContents: a reward differs"}
+
+
 def steps(factor: float = 1.0) -> partial[Outcome]:
     """A contestant that is measured four times: latencies of 1 µs, then rates of 100, 300 and 500."""
     return partial(_next_outcome, iter([1.0, 1.0, 3.0, 5.0]), factor)
@@ -88,6 +108,10 @@ def steps(factor: float = 1.0) -> partial[Outcome]:
 def _next_outcome(values: Iterator[float], factor: float, _case: Case) -> Outcome:
     value = next(values)
     return Outcome(100 * value * factor, value, 2 * value)
+
+
+def losing(_case: Case) -> Outcome:
+    raise WrongContents("a reward differs")
 
 
 def absent(_case: Case) -> Outcome:
