@@ -35,6 +35,13 @@ def test_what_stays_is_not_what_grows() -> None:
     assert not grown([FLAT] * 40)
 
 
+def test_a_few_seconds_do_not_tell_what_grows() -> None:
+    samples = [msgspec.structs.replace(FLAT, descriptors=10 * second) for second in range(3)]
+
+    assert not grown(samples)
+    assert not grown([])
+
+
 @pytest.mark.parametrize("name", Sample.__struct_fields__)
 def test_what_grows_would_be_seen(name: str) -> None:
     samples = [msgspec.structs.replace(FLAT, **{name: 10 * minute}) for minute in range(60)]
