@@ -235,7 +235,7 @@ with every restart is more than that within minutes."""
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew: the last quarter of the time showed more of it than the second. Nothing where there are no quarters."""
+    """What grew: the last quarter of the time showed more of it than the second. A few seconds have no quarters."""
     quarter = len(samples) // 4
     if not quarter:
         return []
