@@ -51,8 +51,11 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(map(np.dtype, (np.int64, np.int32, np.
 KNOWN_FORMS = 64
 """Forms that are remembered; beyond that a peer is making them up, and each is checked anew."""
 
-KNOWN_LAYOUTS = 1024
-"""Layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
+KNOWN_COLUMNS = 256
+"""Columns of a form that is remembered: a peer may make up as many parts as it likes."""
+
+KNOWN_PLACES = 16_384
+"""Columns in the layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
 
 MOST_CANDIDATES = 2**20
 """Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
@@ -213,7 +216,7 @@ class Form:
         """
         layout = self._layouts.get(lengths)
         if layout is None:
-            if len(self._layouts) >= KNOWN_LAYOUTS:
+            if len(self._layouts) * len(self.names) >= KNOWN_PLACES:
                 self._layouts.clear()
             layout = self._layouts[lengths] = self._lay_out(lengths)
         return layout
@@ -573,5 +576,6 @@ class Schema:
     def _remember(forms: dict[Any, Form], key: object, form: Form) -> Form:
         if len(forms) >= KNOWN_FORMS:
             forms.clear()
-        forms[key] = form
+        if len(form.names) <= KNOWN_COLUMNS:
+            forms[key] = form
         return form

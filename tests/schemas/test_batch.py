@@ -193,6 +193,12 @@ def test_a_batch_owns_its_memory_and_cannot_be_changed() -> None:
         assert name not in original.columns() or not np.shares_memory(column, original.columns()[name])
 
 
+def test_versions_that_were_joined_by_token_cannot_be_changed() -> None:
+    packed = TrainBatch.pack([rich((3,)), rich((4,), 1, versions_by_token=True)])
+
+    assert not packed.policy_versions.flags.writeable
+
+
 def test_nothing_cannot_be_packed() -> None:
     with pytest.raises(InvalidRecord, match="expected at least one group, got none"):
         TrainBatch.pack([])

@@ -1,5 +1,6 @@
 """A record is read from what lies in its span: its form is believed only if it fits the schema."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,18 @@ from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord
 from penstock.schemas.columns import Array
 from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import KNOWN_FORMS, MOST_CANDIDATES, Contents, Form, Lengths, Part, Schema, aligned
+from penstock.schemas.layout import (
+    KNOWN_COLUMNS,
+    KNOWN_FORMS,
+    KNOWN_PLACES,
+    MOST_CANDIDATES,
+    Contents,
+    Form,
+    Lengths,
+    Part,
+    Schema,
+    aligned,
+)
 from penstock.testing import group
 
 FORM = [
@@ -119,6 +131,19 @@ def test_a_peer_that_makes_up_forms_is_not_remembered_for_ever() -> None:
         GROUP_SCHEMA.received(contents([*FORM, (f"reward_parts.{n}", "<f4", "S")]))
 
     assert len(GROUP_SCHEMA._received) <= KNOWN_FORMS
+
+
+def test_a_peer_that_makes_up_parts_and_lengths_is_not_remembered_for_ever() -> None:
+    def named(parts: int) -> Form:
+        return GROUP_SCHEMA.received(contents([*FORM, *[(f"reward_parts.{n}", "<f4", "S") for n in range(parts)]]))
+
+    most = KNOWN_COLUMNS - len(FORM)
+    form = named(most)
+    assert named(most) is form
+    assert named(most + 1) is not named(most + 1)
+    for tokens in range(KNOWN_PLACES // KNOWN_COLUMNS + 1):
+        form.layout(Lengths(tokens, 0, 0))
+    assert len(form._layouts) * KNOWN_COLUMNS <= KNOWN_PLACES
 
 
 def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_are_no_tokens() -> None:
@@ -264,6 +289,45 @@ def test_an_odd_array_is_packed_for_what_it_says(name: str, how: str, alike: boo
     assert {n: c.tolist() for n, c in packed.columns().items()} == {
         n: c.tolist() for n, c in expected.columns().items()
     }
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "one more": lambda column: np.append(column, column[:1]),
+    "one less": lambda column: column[1:],
+    "one axis more": lambda column: column[:, None],
+    "no axis": lambda column: column[0].reshape(()),
+    "another dtype": lambda column: column.astype(np.float64),
+    "a list": lambda column: column.tolist(),
+    "none": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", [*(name for name, _, _ in FORM), "advantages"])
+def test_a_column_that_breaks_its_rule_is_refused_whatever_came_before(name: str, wrong: str) -> None:
+    plain = group().with_advantages([1.0, 2.0])
+    usual(GROUP_SCHEMA, plain)
+    broken = msgspec.structs.replace(plain, **{name: WRONG[wrong](getattr(plain, name))})
+
+    if (name, wrong) == ("advantages", "none"):
+        assert "advantages" not in GROUP_SCHEMA.laid_out(broken)[0].names
+    else:
+        with pytest.raises(InvalidRecord, match="expected"):
+            GROUP_SCHEMA.laid_out(broken)
+
+
+def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() -> None:
+    plain = group()
+    usual(GROUP_SCHEMA, plain)
+    folded = {name: column[:, None] for name, column in plain.columns().items()}
+
+    for some in (
+        ["tokens", "loss_mask", "behavior_logprobs"],
+        [*{*folded} - {"tokens", "loss_mask", "offsets"}],
+        folded,
+    ):
+        with pytest.raises(InvalidRecord, match="expected shape"):
+            GROUP_SCHEMA.laid_out(msgspec.structs.replace(plain, **{name: folded[name] for name in some}))
 
 
 @pytest.mark.parametrize(
