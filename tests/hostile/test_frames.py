@@ -1,0 +1,121 @@
+"""Whatever frames a peer sends over tcp, they are a record, or cost it the connection: nothing else is raised."""
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import Packer, TrajectoryGroup, connect, serve
+from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
+from penstock.pipeline.channels.remote_sender import RemoteSender
+from penstock.pipeline.channels.tcp import FrameInlet
+from penstock.schemas import control
+from penstock.schemas.descriptor import Descriptor
+from penstock.schemas.group import GROUP_SCHEMA
+from penstock.schemas.layout import Contents, encode_contents
+from penstock.testing import group
+
+OPTIONAL: dict[str, Any] = {
+    "teacher_ids": [[1, 2]] * 8,
+    "teacher_logprobs": [[0.0, 0.0]] * 8,
+    "reward_parts": {"score": [1.0, 2.0]},
+}
+
+
+def record(instance_id: str = "0") -> TrajectoryGroup:
+    return group(completion_lengths=[3, 1], instance_id=instance_id, **OPTIONAL)
+
+
+def frames_of(record: TrajectoryGroup, **changed: Any) -> list[bytes]:
+    """What a sender sends of `record`, where `changed` columns are others, and `parts`, `candidates` and `form` too."""
+    columns = record.columns()
+    form, lengths = GROUP_SCHEMA.measure(columns)
+    told = {name: changed.pop(name) for name in ("parts", "candidates", "form", "kind") if name in changed}
+    contents = Contents.alone("group", form, lengths, record.header())._replace(**told)
+    return [encode_contents(contents), *[np.ascontiguousarray(c).tobytes() for c in (columns | changed).values()]]
+
+
+def read(frames: list[bytes], records: int = 1) -> None:
+    """All that a receiver may do with them; what it gives is a record, to the last byte."""
+    descriptor = Descriptor(records, records, 1, 0, 0, 4096)
+    parcel = (descriptor, [zmq.Frame(frame) for frame in frames])
+    with suppress(InvalidRecord, StaleDescriptor):
+        seen = TrajectoryGroup.assemble(*FrameInlet(GROUP_SCHEMA).fetch(parcel, 0, lambda *_: None))
+        assert int(seen.lengths().sum()) == len(seen.tokens) == len(seen.loss_mask)
+        assert len(seen.owned().completion_lengths()) == len(seen) == len(seen.rewards)
+    packer = Packer(10_000)
+    with suppress(InvalidRecord, StaleDescriptor):
+        if FrameInlet(GROUP_SCHEMA).pack(parcel, 0, packer):
+            packed = packer.pack()
+            assert len(packed.ids) == len(packed) == len(packed.rewards)
+
+
+@given(st.data())
+def test_frames_with_any_bytes_changed_are_an_error_or_a_record(data: st.DataObject) -> None:
+    frames = frames_of(record())
+    index = data.draw(st.integers(0, len(frames) - 1))
+    at = data.draw(st.integers(0, len(frames[index]) - 1))
+    said = data.draw(st.binary(min_size=1, max_size=8))
+    frames[index] = frames[index][:at] + said + frames[index][at + len(said) :]
+    read(frames)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4), st.lists(st.integers(0, 11), max_size=14), st.integers(-1, 3))
+def test_frames_in_any_number_and_order_are_an_error_or_a_record(
+    others: list[bytes], order: list[int], records: int
+) -> None:
+    true = frames_of(record())
+    read([true[0], *[[*true, *others][place] for place in order if place < len(true) + len(others)]], records)
+    read([*others, *true], records)
+
+
+TRUE = Contents.decode(frames_of(record())[0])
+[PART] = TRUE.parts
+TAUGHT = msgspec.msgpack.encode([*msgspec.msgpack.decode(TRUE.form)[:-3], ("teacher_ids", "<i4", "NK")])
+
+FORGED: dict[str, tuple[list[bytes], str]] = {
+    "no frames": ([], "to be one record and come with its columns, got none"),
+    "two records": (frames_of(record(), parts=(PART, PART)), "expected one record a message, got 2"),
+    "no record": (frames_of(record(), parts=()), "expected one record a message, got 0"),
+    "a frame less": (frames_of(record())[:-1], "frames"),
+    "a frame more": ([*frames_of(record()), b""], "frames"),
+    "offsets that lead astray": (
+        frames_of(record(), offsets=np.array([0, 2**40, 8])),
+        "offsets: expected to run from 0 to 8",
+    ),
+    "another number of tokens": (
+        frames_of(record(), parts=(PART._replace(tokens=7),)),
+        "tokens: expected 28 bytes for .*, got 32",
+    ),
+    "a repetition beyond any ledger": (
+        frames_of(record(), repetition_ids=np.array([0, 2**40])),
+        "repetition_ids: expected 0 to 65535, got 0 to 1099511627776",
+    ),
+    "candidates beyond any vocabulary, of no tokens": (
+        frames_of(group(completion_lengths=[]), form=TAUGHT, candidates=2**62),
+        "candidates: expected at most 1048576 a token",
+    ),
+    "another kind": (frames_of(record(), kind="batch"), "expected a group, got a batch"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
+async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged: str, packed: bool) -> None:  # noqa: FBT001 (a parameter)
+    frames, reason = FORGED[forged]
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup, senders=2) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
+            assert isinstance(outbox, RemoteSender)
+            said = control.encode(control.Publish((Descriptor(1, 1, 1, 0, 0, 4096),)))
+            outbox._line._socket.send_multipart([said, *frames])
+            with pytest.raises(PeerLost, match=rf"the forger .* was cut off: .*{reason}"):
+                await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+        async with connect(inbox.url, TrajectoryGroup) as outbox:
+            await outbox.send(record("after"))
+            assert (await inbox.receive()).instance_id == "after"
+        assert inbox.rejected >= 1
