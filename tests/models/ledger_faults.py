@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance
 from penstock.pipeline.ledger import Origin
@@ -20,6 +22,7 @@ __all__ = [
     "ClosesTwice",
     "CommitsAgain",
     "CommitsHalf",
+    "CommitsTheLastPiece",
     "CopiesAreTheWorkers",
     "EndsCountTwice",
     "EndsWhatHasEnded",
@@ -173,6 +176,20 @@ class CommitsHalf(Ledger):
                 if self.is_open(one):
                     self._leave([(one.group, 1 << one.repetition_id)], "trained", "")
             raise
+
+
+class CommitsTheLastPiece(Ledger):
+    """Where a prompt stands in several places of a batch, only what comes last is trained."""
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        self._expect_no_copies(batch)
+        last = {packed.id: place for place, packed in enumerate(batch.groups)}
+        keep = np.array([last[packed.id] == place for place, packed in enumerate(batch.groups)])
+        super().commit(batch.select(keep), step)
+
+    def _expect_no_copies(self, batch: TrainBatch) -> None:
+        if len(set(batch.ids)) != len(batch.ids):
+            raise LedgerImbalance("a batch holds a copy")
 
 
 class CommitsAgain(Ledger):

@@ -248,12 +248,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self._end(each, state, reason)
 
     @precondition(lambda self: self._at("trainer"))
-    @rule(pick=PICKS, prompts=st.integers(1, 3))
-    def commit(self, pick: int, prompts: int) -> None:
+    @rule(pick=PICKS, prompts=st.integers(1, 3), first=st.integers(0, 3))
+    def commit(self, pick: int, prompts: int, first: int) -> None:
+        """Some prompts are trained; what came of one in several pieces may stand in several places of the batch."""
         names = sorted({fate.one.group for fate in self._at("trainer")})
         chosen = {any_of(names, pick + offset) for offset in range(prompts)}
         fates = [fate for fate in self._at("trainer") if fate.one.group in chosen]
-        self.trainer.commit(_batch([fate.one for fate in fates]), self.trainer.step + 1)
+        ids = [fate.one for fate in fates]
+        self.trainer.commit(_batch(ids[:first], ids[first:]), self.trainer.step + 1)
         for fate in fates:
             self._end(fate, "trained", "")
 
