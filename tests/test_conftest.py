@@ -67,10 +67,55 @@ def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path
     assert "await inbox.receive()" in said
 
 
-def failing(folder: Path) -> str:
+HANGING_SCRIPT = """
+import anyio
+from tests.watchdog import tell_when_asked
+from penstock import TrajectoryGroup, memory_channel
+
+async def hang():
+    outbox, inbox = memory_channel[TrajectoryGroup](3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(inbox.receive)
+        await anyio.wait_all_tasks_blocked()
+        print("it waits", flush=True)
+
+tell_when_asked()
+anyio.run(hang)
+"""
+
+HANGING_WITH_A_SCRIPT = f"""
+import signal
+import subprocess
+import sys
+
+def test_waits_for_a_script():
+    with subprocess.Popen([sys.executable, "-c", {HANGING_SCRIPT!r}], stdout=subprocess.PIPE) as script:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE):  # was never told of deadlines
+            try:
+                script.stdout.readline()
+                signal.raise_signal(signal.SIGALRM)  # the deadline
+            finally:
+                script.kill()
+"""
+
+
+def test_so_do_the_scripts_that_it_started(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_script.py").write_text(HANGING_WITH_A_SCRIPT)
+
+    said = failing(tmp_path, "--timeout=50")
+
+    assert "Timeout" in said
+    assert "capacity=3" in said
+    assert "waiting_for='record'" in said
+
+
+def failing(folder: Path, *options: str) -> str:
     """What pytest says of tests in `folder`, of which one fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--rootdir", str(folder), str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--rootdir", str(folder)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [*command, *options, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 1, ran.stdout
     return ran.stdout

@@ -1,7 +1,7 @@
 """What a test waits for that misses its deadline: every pipeline and channel that lives, and where every task stands.
 
 pytest-timeout fails the test and shows where its threads are; in an event loop that waits, that is nowhere. This prints
-the waits first. The hook is for a conftest to import.
+the waits first, and has scripts that the test started print theirs. The hook is for a conftest to import.
 """
 
 from __future__ import annotations
@@ -9,15 +9,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import linecache
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from tests.processes.children import children_of
 
-__all__ = ["pytest_timeout_set_timer", "waits"]
+__all__ = ["pytest_timeout_set_timer", "tell_when_asked", "waits"]
+
+TELLING_S = 0.5
+"""How long scripts that were asked have to print what they wait for: they do not say when they have."""
 
 TELLING = ("Pipeline", "MemorySender", "MemoryReceiver", "RemoteSender", "RemoteReceiver")
 """Classes of penstock whose `statistics()` say what is waited for."""
@@ -56,6 +64,35 @@ def _awaited(awaitable: Any) -> Iterator[str]:
             return
 
 
+def tell_when_asked() -> None:
+    """For a script that a test starts: print the waits when that test misses its deadline. Its stderr is not piped."""
+    signal.signal(signal.SIGUSR1, lambda *_: sys.stderr.write(f"process {os.getpid()}, {waits()}\n"))
+
+
+def _ask_scripts() -> None:
+    """Have those below this process that tell when asked print their waits."""
+    asked = [pid for pid in _below(os.getpid()) if _heeds_sigusr1(pid)]
+    for pid in asked:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    if asked:
+        time.sleep(TELLING_S)
+
+
+def _below(pid: int) -> Iterator[int]:
+    for child in children_of(pid):
+        yield child
+        yield from _below(child)
+
+
+def _heeds_sigusr1(pid: int) -> bool:
+    """Whether it has a handler; the signal would kill who has none."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) >> signal.SIGUSR1 - 1 & 1)
+    return False
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:  # noqa: ARG001 (the names are given)
     """Print the waits before a test is failed for its time."""
@@ -67,6 +104,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
 
     def tell_and_fail(number: int, frame: FrameType | None) -> None:
         sys.stderr.write(waits() + "\n")
+        sys.stderr.flush()
+        _ask_scripts()
         fail(number, frame)
 
     signal.signal(signal.SIGALRM, tell_and_fail)

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+from tests.watchdog import tell_when_asked
 
 from penstock import Ledger, TrajectoryGroup, connect, serve
 from penstock.schemas import Array
@@ -120,6 +121,7 @@ async def consume(told: list[int], groups: int) -> None:
 
 def main(trajectories: int = 1_000_000) -> None:
     """Fork the producers, consume, and see that they ended well."""
+    tell_when_asked()
     groups = trajectories // (PRODUCERS * GROUP)
     told, pids = [], []
     for producer in range(PRODUCERS):
