@@ -101,11 +101,16 @@ class Outlet(Protocol):
 
         Raises:
             RecordTooLarge: there never will be.
+            InvalidRecord: one that was taken in before has been changed since; nothing may be sent any more.
         """
         ...
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
-        """Send what was placed."""
+        """Send what was placed.
+
+        Raises:
+            InvalidRecord: as `place`.
+        """
         ...
 
     def free(self, slot: int, generation: int, records: int) -> None:

@@ -7,6 +7,7 @@ of a sender share it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Generic
 
@@ -14,7 +15,7 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ...schemas import ProtocolMismatch
+from ...schemas import Array, InvalidRecord, ProtocolMismatch
 from ...schemas.control import (
     Closed,
     Ended,
@@ -30,6 +31,7 @@ from ...schemas.control import (
     decode,
     encode,
 )
+from ...schemas.layout import Form, Lengths
 from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
 from ..ledger import Origin
 from ..telemetry import get_logger
@@ -65,8 +67,8 @@ class SenderLine:
         """Open clones."""
         self.sent = 0
         """Sequence number of the last record."""
-        self.failure: PeerClosed | PeerLost | None = None
-        """Why nothing can be sent any more."""
+        self.failure: PeerClosed | PeerLost | InvalidRecord | None = None
+        """Why nothing can be sent any more: the receiver has gone, or a record was changed before it was copied."""
         self.failed = anyio.Event()
         """Set with `failure`."""
         self.severed = anyio.Event()
@@ -109,7 +111,7 @@ class SenderLine:
         self.drain()
         self._fail(failure)
 
-    def _fail(self, failure: PeerClosed | PeerLost) -> None:
+    def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:
         if self.failure is None:
             self.failure = failure
             self.failed.set()
@@ -132,7 +134,7 @@ class SenderLine:
         while True:
             if not outlet.full:
                 form, lengths, plain = record.schema.laid_out(record)
-                if outlet.place(form, lengths, record.header(), plain, self.sent + 1):
+                if self._taken_in(form, lengths, record.header(), plain):
                     break
             if self._asked or outlet.full:
                 in_flight = outlet.items
@@ -149,6 +151,13 @@ class SenderLine:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
         return True
+
+    def _taken_in(self, form: Form, lengths: Lengths, header: bytes, columns: Sequence[Array]) -> bool:
+        try:
+            return self.outlet.place(form, lengths, header, columns, self.sent + 1)
+        except InvalidRecord as error:  # it is one of those before
+            self._fail(error)
+            raise
 
     def ask(self) -> None:
         """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
@@ -180,6 +189,9 @@ class SenderLine:
                 self.outlet.post(self._socket)
             except zmq.Again:  # ZeroMQ refuses to send when the other end is gone
                 self._sever()
+            except InvalidRecord as error:
+                log.exception("record_changed", peer=self.welcome.name)
+                self._fail(error)
             self.drain()
 
     @property
@@ -318,8 +330,12 @@ class RemoteSender(Closing, Generic[R]):
         self._line.on_ended = listener
 
     @property
-    def failure(self) -> PeerClosed | PeerLost | None:
-        """What `send` raises from now on because the receiver closed the channel, or died; None while all is well."""
+    def failure(self) -> PeerClosed | PeerLost | InvalidRecord | None:
+        """What `send` raises from now on; None while all is well.
+
+        The receiver closed the channel, or died; or a record was changed after `send` and before it was copied, and
+        the connection is given up.
+        """
         return self._line.failure
 
     async def gone(self) -> None:
@@ -345,12 +361,18 @@ class RemoteSender(Closing, Generic[R]):
         return RemoteSender(self._line, self._carrier)
 
     async def aclose(self) -> None:
-        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine."""
+        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine.
+
+        Raises:
+            InvalidRecord: a record was changed before it was copied: it was not sent, nor was anything after it.
+        """
         if not self._closed:
             self._closed = True
             self._line.ends -= 1
             if not self._line.ends:
                 await self._line.part()
+                if isinstance(self._line.failure, InvalidRecord):
+                    raise self._line.failure
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for. What credit the receiver holds back is asked for, for the next look."""

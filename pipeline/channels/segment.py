@@ -72,7 +72,11 @@ class SegmentWriter:
         self._payload = _table_bytes(slots)
 
     def write(self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout) -> None:
-        """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`."""
+        """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`.
+
+        Raises:
+            TypeError, ValueError: they are not as `layout` was told.
+        """
         target, views = self._bytes, self._typed
         _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, 0, len(contents), span.generation, 0, 0)
         at = self._payload + span.start * self.slot_bytes
@@ -85,8 +89,13 @@ class SegmentWriter:
             view, begin = views[index], bases[index] + first
             for column in columns:
                 end = begin + len(column)
-                view[begin:end] = column
+                try:
+                    view[begin:end] = column
+                except ValueError:  # it begins at an odd address, which is too rare to look for
+                    view[begin:end] = column.copy()
                 begin = end
+            if begin != bases[index] + last:
+                raise ValueError(f"{last - first} items were placed, {begin - bases[index] - first} are left")
         at += layout.nbytes
         target[at : at + len(contents)] = contents
 

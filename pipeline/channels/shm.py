@@ -134,7 +134,11 @@ class SlotOutlet:
         return self._bundle
 
     def _complete(self) -> None:
-        """Write the bundle that is being filled, and publish it."""
+        """Write the bundle that is being filled, and publish it.
+
+        Raises:
+            InvalidRecord: one of its records was changed since. Nothing may be sent after it.
+        """
         bundle, self._bundle = self._bundle, None
         if bundle is None:
             return
@@ -142,7 +146,13 @@ class SlotOutlet:
         layout = form.layout(Lengths(bundle.tokens, bundle.sequences, bundle.candidates, len(parts)))
         contents = encode_contents((self._kind, form.encoded, bundle.candidates, parts))
         nbytes = layout.nbytes + aligned(len(contents))
-        self._segment.write(span, contents, bundle.columns, layout)
+        try:
+            self._segment.write(span, contents, bundle.columns, layout)
+        except (TypeError, ValueError) as error:
+            raise InvalidRecord(
+                f"expected the {len(parts)} records up to number {self._sequence} to be as they were when they were "
+                f"sent, got others ({error}): leave a record alone until the task that sent it has yielded, or send a copy"
+            ) from error
         self.nbytes -= self._table.trim(span, -(-nbytes // slot_bytes)) * slot_bytes
         self._table.publish(span, self._sequence, len(parts))
         self._segment.publish(span, len(contents), nbytes)

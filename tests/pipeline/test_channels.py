@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
-from penstock.errors import ChannelFull, InvalidRecord
+from penstock.errors import ChannelFull, InvalidRecord, PeerLost
 from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.pipeline.channels.remote_sender import RemoteSender, SenderLine
@@ -194,6 +194,58 @@ async def test_columns_need_not_lie_as_they_travel(carrier: str) -> None:
         assert {n: c.tolist() for n, c in received.columns().items()} == {
             n: c.tolist() for n, c in odd.columns().items()
         }
+
+
+@pytest.mark.parametrize("carrier", REMOTE)
+async def test_columns_may_begin_at_any_address(carrier: str) -> None:
+    """As those do that are views into bytes of somebody else; the record before was aligned."""
+    usual = group(completion_lengths=[700, 700])
+    raw = np.zeros(usual.tokens.nbytes + 1, np.uint8)
+    shifted = raw[1:].view(np.int32)
+    shifted[:] = usual.tokens[::-1]
+    odd = msgspec.structs.replace(usual, tokens=shifted)
+
+    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+        for each in usual, odd, usual:
+            outbox.send_nowait(each)
+        received = [await ends.inbox.receive() for _ in range(3)]
+
+        assert [each.tokens.tolist() for each in received] == [
+            usual.tokens.tolist(),
+            shifted.tolist(),
+            usual.tokens.tolist(),
+        ]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda column: column.resize(3, refcheck=False), lambda column: column.resize((3, 4), refcheck=False)]
+)
+@pytest.mark.parametrize("ends", ["with the tick", "with a record of another form"])
+async def test_a_record_that_is_changed_before_it_was_copied_ends_the_connection(
+    change: Callable[[np.ndarray[Any, Any]], None], ends: str
+) -> None:
+    """Its sender has not yielded since: both ends are told, and nobody gets what was made of it, or waits for it."""
+    usual = group(completion_lengths=[700, 700])
+    column = np.array(usual.tokens)
+    changed = msgspec.structs.replace(usual, tokens=column)
+
+    async def send() -> None:
+        async with connect(inbox.url, TrajectoryGroup) as outbox:
+            outbox.send_nowait(usual)
+            outbox.send_nowait(changed)
+            change(column)
+            if ends == "with the tick":
+                await anyio.lowlevel.checkpoint()
+            with pytest.raises(InvalidRecord, match="leave a record alone until the task that sent it has yielded"):
+                outbox.send_nowait(usual.with_rewards(usual.rewards, parts={"score": usual.rewards}))
+
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        with pytest.raises(
+            InvalidRecord, match="expected the 2 records up to number 2 to be as they were when they were sent"
+        ):
+            await send()
+        with pytest.raises(PeerLost, match="after record 0"):
+            await inbox.receive()
 
 
 @pytest.mark.parametrize(
