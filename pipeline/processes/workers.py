@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -23,6 +23,7 @@ from ..joint import Passage
 from ..link import Link, carried
 from ..statistics import WorkerStatistics
 from ..telemetry import WaitsHeard
+from .descriptors import held
 from .placement import Processes
 from .supervisor import Supervisor
 from .worker_books import RelayBooks, SourceBooks
@@ -36,6 +37,10 @@ Workers die and are started anew, so how many will have come and gone is not kno
 SILENCE_S = DEFAULT_SILENCE_S
 """How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
 for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
+
+WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
+"""File descriptors that a worker takes here (its process, its word, its door, its socket), that its feed takes, and
+that a stage takes for a moment while it starts one."""
 
 _WORKER_GONE = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
 """What a feed meets when its worker dies; that it died, and how, the supervisor says."""
@@ -60,10 +65,16 @@ class Workers:
         self._books.on_silent = self._supervisor.give_up
         self._outlet: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
+        self._held: ExitStack
+        """File descriptors that they will need, from `serve` until they run."""
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[RemoteReceiver[Any]]:
-        """Open the channel on which they send, for the stage after them."""
+        """Open the channel on which they send, for the stage after them.
+
+        Raises:
+            OSError: this process may not open as many files as they take.
+        """
         async with serve(
             "shm://",
             carried(self._link.stage),
@@ -75,7 +86,13 @@ class Workers:
             name=self._after.name,
             silence_s=SILENCE_S,
         ) as self._outlet:
-            yield self._outlet
+            with held(self._descriptors, f"the workers of {self._link.name} ({self._on.count})") as self._held:
+                yield self._outlet
+
+    @property
+    def _descriptors(self) -> int:
+        each = WORKER_DESCRIPTORS + (FEED_DESCRIPTORS if self._feeder else 0)
+        return SPARE_DESCRIPTORS + each * self._on.count
 
     async def run(self, inbox: ReceiveChannel[Any] | None) -> None:
         """Run them until all have finished, on the records of `inbox`, within `serve`.
@@ -83,6 +100,7 @@ class Workers:
         Raises:
             WorkerFailed: the stage raised in a worker, or a worker died once too often.
         """
+        self._held.close()  # every stage has held its own by now
         feed = None
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed

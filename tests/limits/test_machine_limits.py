@@ -129,5 +129,46 @@ def test_a_receiver_that_cannot_map_a_segment_tells_the_sender_why() -> None:
     assert said.startswith("OutOfSharedMemory the receiver refused: expected room for 138")
 
 
+WORKERS = """
+import resource, sys
+import anyio
+from penstock import processes, source
+from tests.processes.worker_sinks import Commit
+from tests.processes.worker_stages import Judge, SampleForever
+
+sources, judges = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+flow = source(SampleForever(), on=processes(sources)).then(Judge(), on=processes(judges))
+pipeline = flow.sink(Commit(enough=20))
+try:
+    anyio.run(pipeline.run)
+    print(pipeline.report.ended_by)
+except OSError as error:
+    print(type(error).__name__, error)
+print(sum(worker.pid is not None for stage in pipeline.statistics().stages for worker in stage.workers))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sources", "judges", "says"),
+    [
+        (1, 1, "Commit returned"),  # they are enough
+        (16, 1, "expected 69 more file descriptors for the workers of SampleForever (16), got "),
+        (2, 4, "expected 45 more file descriptors for the workers of Judge (4), got "),
+    ],
+)
+def test_workers_for_whom_64_file_descriptors_are_too_few_are_an_error_before_one_is_started(
+    sources: int, judges: int, says: str
+) -> None:
+    command = [sys.executable, "-c", WORKERS, str(sources), str(judges)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+
+    said, started = ran.stdout.splitlines()
+    assert says in said
+    if "expected" in says:
+        assert "raise the limit of open files (ulimit -n), or run fewer workers" in said
+        assert started == "0"
+
+
 def test_this_machine_has_memfds() -> None:
     assert shared_memory._has_memfd()
