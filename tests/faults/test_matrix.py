@@ -11,7 +11,8 @@ from tests.faults.mutants import MUTANTS
 from tests.faults.zygote import Zygote
 
 AT_A_TIME = 3
-"""Cells that are played side by side: they wait more than they compute."""
+"""Cells that are played side by side: they wait more than they compute. One, and those that come after it, never all:
+where tests are shared out among processes, each would play all cells, and a test wait for those of the others."""
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,19 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="module")
 def verdict(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Callable[[Cell], str]]:
-    """What was wrong in a cell. All that will be asked for are played from now on."""
+    """What was wrong in a cell. The ones that are asked for next are played meanwhile."""
     wanted = [cell for item in request.session.items if isinstance(cell := _parameters(item).get("cell"), Cell)]
+    playing: dict[Cell, Future[str]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as threads:
-        playing: dict[Cell, Future[str]] = {cell: threads.submit(zygote.play, cell) for cell in wanted}
-        yield lambda cell: playing[cell].result()
+
+        def wrong_in(cell: Cell) -> str:
+            at = wanted.index(cell)
+            for each in wanted[at : at + AT_A_TIME]:
+                if each not in playing:
+                    playing[each] = threads.submit(zygote.play, each)
+            return playing[cell].result()
+
+        yield wrong_in
 
 
 def _mark(cell: Cell) -> Sequence[pytest.MarkDecorator]:
