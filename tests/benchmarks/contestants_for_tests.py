@@ -1,9 +1,11 @@
-"""Contestants that lose records, and that bring them late, for processes that a test starts."""
+"""Contestants that lose records, bring them late, or do nothing, for processes that a test starts."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,3 +44,9 @@ def _late(records: Iterator[Plain | None], control: Control) -> Iterator[Plain |
         held.append(next(records))
     yield from [None, None, *held]
     yield from itertools.repeat(None)
+
+
+def say_who_and_wait() -> None:
+    """A producer that notices nothing."""
+    print(os.getpid(), flush=True)  # noqa: T201 (the test reads it)
+    signal.pause()

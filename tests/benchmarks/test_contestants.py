@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +20,7 @@ from benchmarks.contestants.mp_queue import connect_queue, serve_queue
 from benchmarks.records import WrongContents, make_groups, plain
 from rich.console import Console
 from tests.benchmarks.contestants_for_tests import connect_forgetfully, serve_late
+from tests.faults.zygote import ROOT, environment
 
 SMALL = Case(producers=2, group=2, tokens=64, seconds=0.2)
 
@@ -35,6 +41,29 @@ def test_a_contestant_that_loses_a_record_is_caught() -> None:
 
 def test_what_was_sent_last_is_waited_for_when_its_senders_have_ended() -> None:
     assert race(SMALL, serve_late, connect_queue).trajectories_per_s > 0
+
+
+MEASURING = """
+from benchmarks.contestants.harness import producing
+from tests.benchmarks.contestants_for_tests import say_who_and_wait
+
+with producing(say_who_and_wait, [()]) as processes:
+    processes[0].join()
+"""
+
+
+def test_a_producer_dies_with_whoever_measures_it() -> None:
+    command = [sys.executable, "-c", MEASURING]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as measuring:
+        assert measuring.stdout is not None
+        producer = os.pidfd_open(int(measuring.stdout.readline()))
+        measuring.kill()
+
+        died = bool(select.select([producer], [], [], 30)[0])
+        if not died:
+            signal.pidfd_send_signal(producer, signal.SIGKILL)
+        os.close(producer)
+        assert died
 
 
 def test_a_record_as_bytes_comes_back_as_it_was() -> None:
