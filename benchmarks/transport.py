@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from .report import command_line, count, print_table, short, write_json
 
 __all__ = ["Results", "main", "measure"]
 
-OURS = "penstock"
+OURS, OURS_TCP = "penstock", "penstock-tcp"
 
 LIMIT_S = 0.5
 """How long the limit is measured, each time."""
@@ -84,14 +85,14 @@ class Results:
             "repeats": len(rounds),
         }
 
-    def against_best_peer(self) -> str | None:
-        """How ours compares with the fastest other, turn by turn."""
-        best = next((row["contestant"] for row in self.rows() if row["contestant"] != OURS), None)
-        if best is None or OURS not in self.rounds:
-            return None
-        pairs = zip(self.rounds[OURS], self.rounds[best], strict=False)
-        ratios = [ours.trajectories_per_s / theirs.trajectories_per_s for ours, theirs in pairs]
-        return f"{OURS} / {best}: {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+    def comparisons(self) -> Iterator[str]:
+        """How ours compares with the fastest peer, and over TCP with the sockets that it stands on, turn by turn."""
+        peers = [row["contestant"] for row in self.rows() if not row["contestant"].startswith(OURS)]
+        for ours, theirs in [(OURS, name) for name in peers[:1]] + [(OURS_TCP, "zmq-tcp")]:
+            if ours in self.rounds and theirs in self.rounds:
+                pairs = zip(self.rounds[ours], self.rounds[theirs], strict=False)
+                ratios = [one.trajectories_per_s / other.trajectories_per_s for one, other in pairs]
+                yield f"{ours} / {theirs}: {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def measure(contestants: list[str], case: Case, repeats: int, console: Console) -> Results:
@@ -134,7 +135,7 @@ def _print(results: Results, console: Console) -> None:
             f"limit: {short(results.limit)} copied ({short(min(results.limits))}–{short(max(results.limits))}), "
             f"{short(statistics.median(results.spin_limits))} with a spinning hand-over"
         )
-    if (comparison := results.against_best_peer()) is not None:
+    for comparison in results.comparisons():
         console.print(comparison)
     for name, reason in results.skipped.items():
         console.print(f"{name} {reason}", style="dim", highlight=False, markup=False)

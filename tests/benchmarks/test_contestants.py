@@ -88,25 +88,27 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
 def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(transport, "CONTESTANTS", {"penstock": steps(), "peer": steps(10.0), "gone": absent})
+    tcp = {"penstock-tcp": steps(20.0), "zmq-tcp": steps(5.0)}
+    monkeypatch.setattr(transport, "CONTESTANTS", {"penstock": steps(), "peer": steps(10.0), "gone": absent} | tcp)
     monkeypatch.setattr(transport, "copy_limit", lambda _nbytes, _seconds: 2000.0)
     monkeypatch.setattr(transport, "spin_limit", lambda _nbytes, _seconds: 1000.0)
     target = tmp_path / "results.json"
-    command = ["transport", "--contestants", "penstock", "peer", "gone", "--repeats", "3", "--json", str(target)]
+    command = ["transport", "--contestants", "penstock", "peer", "gone", *tcp, "--repeats", "3", "--json", str(target)]
     monkeypatch.setattr("sys.argv", command)
     monkeypatch.setattr(transport, "Console", partial(Console, width=80))
 
     transport.main()
 
     content, shown = json.loads(target.read_text()), capsys.readouterr().out
-    ours = content["rows"][1]
-    assert [row["contestant"] for row in content["rows"]] == ["peer", "penstock"]
+    ours = content["rows"][3]
+    assert [row["contestant"] for row in content["rows"]] == ["penstock-tcp", "peer", "zmq-tcp", "penstock"]
     assert (ours["producers"], ours["group"], ours["tokens"]) == (4, 8, 1024)
     assert (ours["trajectories_per_s"], ours["trajectories_per_s_range"]) == (300, [100, 500])
     assert (ours["ratio_to_limit"], ours["limit"], ours["spin_limit"]) == (0.15, 2000, 1000)
     assert (ours["p50_us"], ours["p99_us"]) == (1.0, 2.0)
     assert content["skipped"] == {"gone": "skipped: pip install gone"}
     assert "penstock / peer: 0.10" in shown
+    assert "penstock-tcp / zmq-tcp: 4.00" in shown
     assert "gone skipped: pip install gone" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
