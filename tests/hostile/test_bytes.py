@@ -190,18 +190,58 @@ def test_lengths_that_overflow_are_an_error_never_a_read(
 ) -> None:
     true = Contents.decode(published.groups._segment.contents(published.bundle))
     said = encode_contents((true.kind, true.form, candidates, parts))
-    at = published.writer._payload + published.bundle.slot * SLOT_BYTES
-    nbytes = at + published.bundle.nbytes
-    begin = nbytes - -(-len(said) // 64) * 64
-    header = published.bundle.slot * HEADER_BYTES
-    with (
-        _changed(published, begin, said),
-        _changed(published, header + 4, len(said).to_bytes(4, "little")),
-    ):
+    with _said(published, said):
         if [(tokens, sequences) for tokens, sequences, _ in parts] != [part[:2] for part in true.parts]:
             with pytest.raises((StaleDescriptor, InvalidRecord)):
                 published.groups.fetch((published.bundle, ()), 0, _ignore)
         _read(published, published.bundle)
+
+
+def test_contents_that_fill_another_span_than_theirs_are_refused(published: Published) -> None:
+    """Also where offsets, columns and header agree with them: behind the span lies what is another's."""
+    true = Contents.decode(published.groups._segment.contents(published.bundle))
+    longer = true.parts[0].tokens + 1000
+    said = encode_contents((*true[:3], (true.parts[0]._replace(tokens=longer), *true.parts[1:])))
+    offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES
+    last_offset_at = offsets_at + 8 * true.parts[0].sequences
+
+    with _said(published, said), _changed(published, last_offset_at, longer.to_bytes(8, "little")):
+        with pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"):
+            published.groups.fetch((published.bundle, ()), 0, _ignore)
+        with pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"):
+            published.groups.pack((published.bundle, ()), 0, Packer(10_000))
+
+
+@pytest.mark.parametrize("records", [1, 2, 4])
+def test_a_header_that_tells_of_other_records_than_there_are_is_refused(published: Published, records: int) -> None:
+    forged = published.bundle._replace(records=records)
+
+    with (
+        _changed(published, published.bundle.slot * HEADER_BYTES + 2, records.to_bytes(2, "little")),
+        pytest.raises(InvalidRecord, match="expected 3 records in"),
+    ):
+        published.groups.fetch((forged, ()), records - 1, _ignore)
+
+
+@pytest.mark.parametrize("more", [1, 64, 2**31])
+def test_contents_that_begin_before_their_span_are_refused(published: Published, more: int) -> None:
+    said = published.single.nbytes + more
+
+    with (
+        _changed(published, published.single.slot * HEADER_BYTES + 4, said.to_bytes(4, "little")),
+        pytest.raises(StaleDescriptor, match=f"expected contents within .* bytes, got {said}"),
+    ):
+        published.batches.fetch((published.single, ()), 0, _ignore)
+
+
+@contextmanager
+def _said(published: Published, contents: bytes) -> Iterator[None]:
+    """The segment, with other contents of the groups while the body runs."""
+    bundle = published.bundle
+    begin = published.writer._payload + bundle.slot * SLOT_BYTES + bundle.nbytes - -(-len(contents) // 64) * 64
+    length_at = bundle.slot * HEADER_BYTES + 4
+    with _changed(published, begin, contents), _changed(published, length_at, len(contents).to_bytes(4, "little")):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from contextlib import suppress
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
@@ -110,12 +112,43 @@ async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged:
     frames, reason = FORGED[forged]
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup, senders=2) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
-            assert isinstance(outbox, RemoteSender)
-            said = control.encode(control.Publish((Descriptor(1, 1, 1, 0, 0, 4096),)))
-            outbox._line._socket.send_multipart([said, *frames])
+            say(outbox, Descriptor(1, 1, 1, 0, 0, 4096), frames)
             with pytest.raises(PeerLost, match=rf"the forger .* was cut off: .*{reason}"):
                 await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
         async with connect(inbox.url, TrajectoryGroup) as outbox:
             await outbox.send(record("after"))
             assert (await inbox.receive()).instance_id == "after"
         assert inbox.rejected >= 1
+
+
+def say(outbox: object, descriptor: Descriptor, frames: list[bytes]) -> None:
+    """As a sender does, whatever it is that is said."""
+    assert isinstance(outbox, RemoteSender)
+    outbox._line._socket.send_multipart([control.encode(control.Publish((descriptor,))), *frames])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
+async def test_a_sender_that_promises_two_records_in_one_message_is_cut_off(packed: bool) -> None:  # noqa: FBT001 (a parameter)
+    async with (
+        serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox,
+        connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
+    ):
+        say(outbox, Descriptor(2, 2, 1, 0, 0, 4096), frames_of(record()))
+        with pytest.raises(PeerLost, match=r"the forger .* was cut off: .* to be one record"):
+            await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+
+
+async def test_a_sender_that_takes_one_more_than_its_credit_is_cut_off() -> None:
+    async with (
+        serve("tcp://127.0.0.1:0", TrajectoryGroup, capacity=2) as inbox,
+        connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
+    ):
+        for number in (1, 2, 3):
+            say(outbox, Descriptor(number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
+        with anyio.fail_after(10):
+            while not inbox.rejected:
+                await anyio.lowlevel.checkpoint()
+        came = [await inbox.receive() for _ in range(3)]  # what had come before it was noticed
+        with pytest.raises(PeerLost, match="expected at most 2 records in flight, got 3"):
+            await inbox.receive()
+        assert len(came) == 3
