@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 from anyio.abc import Listener, SocketAttribute, SocketStream, UNIXSocketStream
@@ -24,7 +25,7 @@ from ..errors import ProtocolMismatch
 from .ends import Closing
 from .keys import NONCE_BYTES, SIGNATURE_BYTES, Key, Role, Seal
 
-__all__ = ["Door", "serve_door"]
+__all__ = ["Door", "door_at", "serve_door"]
 
 _LENGTH = struct.Struct("<I")
 
@@ -36,6 +37,9 @@ LARGEST_FRAME = 64 * 1024
 
 OUT_OF_DESCRIPTORS_S = 0.1
 """How long nobody is let in when this process has no file descriptor left: one that ends is no event to wait for."""
+
+NO_ROOM_S = 0.01
+"""How often is looked whether there is room at a door where many wait to be let in: the kernel does not tell."""
 
 _NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -178,6 +182,26 @@ class Door(Closing):
     def take_fd(self) -> int | None:
         """The file descriptor that came with the last messages; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
+
+
+async def door_at(path: Path) -> Door:
+    """The door at `path`, from outside; where many wait there, when there is room.
+
+    Raises:
+        OSError: there is none, or nobody behind it.
+    """
+    raw = socket.socket(socket.AF_UNIX)
+    try:
+        raw.setblocking(False)
+        while True:
+            try:
+                raw.connect(str(path))
+                return Door(await UNIXSocketStream.from_socket(raw))
+            except BlockingIOError:
+                await anyio.sleep(NO_ROOM_S)
+    except BaseException:
+        raw.close()
+        raise
 
 
 async def serve_door(

@@ -172,6 +172,7 @@ class RemoteReceiver(Receiving[R]):
     def attend(self, listener: Listener[Any], enter: Enter, resources: AsyncExitStack) -> None:
         """Serve the door from now on; `enter` completes a carrier's introduction. Owns `resources` until closed."""
         self._resources = resources
+        resources.push_async_callback(listener.aclose)  # who leaves at once does so before the doorman has begun
         doorman = self._loop.create_task(self._reception.serve(listener, enter), name="penstock receiver door")
         resources.push_async_callback(_cancelled, doorman)
 
@@ -518,13 +519,18 @@ class RemoteReceiver(Receiving[R]):
             self._severances.close()
         self._waiting.wake_all()
         with anyio.CancelScope(shield=True):
-            for peer in list(self._peers.values()):
-                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                    await peer.door.say(Closed())
-            await self._resources.aclose()
-        self._socket.close()
-        self._arrivals.clear()  # with the peers, their segments are unmapped now, not when cycles are collected
-        self._peers.clear()
+            try:
+                for peer in list(self._peers.values()):
+                    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                        await peer.door.say(Closed())
+            finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
+                try:
+                    await self._resources.aclose()
+                finally:
+                    self._socket.close()
+                    # With the peers, their segments are unmapped now, not when cycles are collected.
+                    self._arrivals.clear()
+                    self._peers.clear()
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

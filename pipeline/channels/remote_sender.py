@@ -258,10 +258,16 @@ class SenderLine:
     async def part(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
         self.say_goodbye()
-        with anyio.move_on_after(PARTING_S, shield=True) as bound:
-            await self._parted.wait()
-        if bound.cancelled_caught:
-            log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+        try:
+            with anyio.move_on_after(PARTING_S, shield=True) as bound:
+                await self._parted.wait()
+            if bound.cancelled_caught:
+                log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+        finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Close what the line consists of."""
         self._watch.cancel()
         if self._grace is not None:
             self._grace.cancel()

@@ -26,7 +26,7 @@ from ...schemas.layout import Contents, Form, Items, Lengths, Part, Schema, alig
 from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from .carrier import Inlet, Parcel, R, Released, dealer, router
-from .door import Door
+from .door import Door, door_at
 from .introduction import answering_within, introduce, let_in
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine
@@ -305,14 +305,9 @@ async def connect_shm(
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel on this host; see `connect`."""
     path = Path(url.removeprefix(SCHEME)) / DOOR
-    try:
-        stream = await anyio.connect_unix(path)
-    except OSError as error:
-        await anyio.to_thread.run_sync(sweep)
-        raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
     async with AsyncExitStack() as stack:
-        door = await stack.enter_async_context(Door(stream))
         with answering_within(silence_s, url):
+            door = await stack.enter_async_context(await _knock(url, path))
             welcome, identity = await introduce(door, "shm", record_type.schema.kind, name, tokenizer)
             segment = await anyio.to_thread.run_sync(
                 SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
@@ -329,6 +324,14 @@ async def connect_shm(
             if isinstance(line.failure, PeerLost):  # its sockets are nobody's now
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(sweep_after, path.parent)
+
+
+async def _knock(url: str, path: Path) -> Door:
+    try:
+        return await door_at(path)
+    except OSError as error:
+        await anyio.to_thread.run_sync(sweep)
+        raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
 
 
 def _bind(directory: Path, silence_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def socket_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         os.close(lock)
 
 
@@ -47,7 +47,7 @@ def sweep() -> None:
     for path in _root().glob(PREFIX + "*"):
         with suppress(OSError):
             if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
                 os.close(lock)
 
 
@@ -62,6 +62,19 @@ def sweep_after(path: Path) -> None:
     while path.exists() and time.monotonic() < deadline:
         time.sleep(LOOK_AGAIN_S)
         sweep()
+
+
+def _remove(path: Path) -> None:
+    """Remove the directory, the lock last: whoever is killed on the way leaves what the next one knows and sweeps.
+
+    Only sockets are removed. A directory that holds anything else is somebody else's, whatever it is called.
+    """
+    with suppress(OSError):
+        found = [each for each in path.iterdir() if each.name != LOCK]
+        if all(stat.S_ISSOCK(each.lstat().st_mode) for each in found):
+            for each in (*found, path / LOCK):
+                each.unlink()
+            path.rmdir()
 
 
 def _root() -> Path:

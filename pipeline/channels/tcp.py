@@ -199,10 +199,11 @@ async def connect_tcp(
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
     host, port = await anyio.to_thread.run_sync(_address, url, key)
-    try:
-        stream = await anyio.connect_tcp(host, port)
-    except OSError as error:
-        raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
+    with answering_within(silence_s, url):
+        try:
+            stream = await anyio.connect_tcp(host, port)
+        except OSError as error:
+            raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
         with answering_within(silence_s, url):

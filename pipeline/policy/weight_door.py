@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from ..channels.door import Door
+from ..channels.door import Door, door_at
 from ..channels.socket_directory import socket_directory, sweep
 from ..errors import NobodyListens
 
@@ -52,7 +52,7 @@ async def knock(url: str) -> Door:
     if not url.startswith(SCHEME):
         raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
     try:
-        return Door(await anyio.connect_unix(directory_of(url) / DOOR))
+        return await door_at(directory_of(url) / DOOR)
     except OSError as error:
         await anyio.to_thread.run_sync(sweep)
         raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error

@@ -98,9 +98,9 @@ class WeightSubscriber:
         """
         self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
-            door = await stack.enter_async_context(await knock(self.url))
             try:
                 with anyio.fail_after(DEFAULT_SILENCE_S):
+                    door = await stack.enter_async_context(await knock(self.url))
                     await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
                     self._reader = await self._introduce(door)
             except TimeoutError:

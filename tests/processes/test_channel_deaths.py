@@ -1,5 +1,6 @@
 """What a channel does when the process at its other end dies, however it dies."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from anyio.abc import Process
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import NobodyListens, PeerLost, TooManySenders
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
 SENDER = """
@@ -205,3 +207,61 @@ async def test_the_sockets_of_a_killed_receiver_are_swept_by_a_sender_that_comes
 def _modes(directory: Path) -> dict[str, int]:
     found = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     return found | {".": directory.stat().st_mode & 0o777}
+
+
+async def test_a_directory_that_holds_more_than_sockets_is_nobodys_to_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much its name and its lock look like those of a dead receiver."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    kept = tmp_path / "penstock-weights"
+    kept.mkdir()
+    for name in "lock", "model.safetensors":
+        (kept / name).touch()
+
+    async with serve("shm://", TrajectoryGroup):
+        pass
+
+    assert [path.name for path in tmp_path.iterdir()] == ["penstock-weights"]
+    assert {path.name for path in kept.iterdir()} == {"lock", "model.safetensors"}
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who: str) -> None:
+    """asyncio cancels the task then, which no shield of anyio's keeps out."""
+    may_end = anyio.Event()
+
+    async def receive(begun: asyncio.Future[RemoteReceiver[TrajectoryGroup]]) -> None:
+        async with serve(url, TrajectoryGroup, name="the receiver") as inbox:
+            begun.set_result(inbox)
+            await inbox.receive()
+            await _cancelled_or_told(who == "receiver", may_end)
+
+    async def send(to: str) -> None:
+        async with connect(to, TrajectoryGroup) as outbox:
+            await outbox.send(group())
+            await _cancelled_or_told(who == "sender", may_end)
+
+    before = asyncio.all_tasks()
+    begun: asyncio.Future[RemoteReceiver[TrajectoryGroup]] = asyncio.get_running_loop().create_future()
+    receiving = asyncio.create_task(receive(begun))
+    inbox = await begun
+    sending = asyncio.create_task(send(inbox.url))
+    closing = receiving if who == "receiver" else sending
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    may_end.set()
+    await asyncio.wait([receiving, sending])
+
+    assert inbox._socket.closed
+    assert asyncio.all_tasks() == before
+
+
+async def _cancelled_or_told(cancelled: bool, may_end: anyio.Event) -> None:  # noqa: FBT001
+    if cancelled:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+    else:
+        await may_end.wait()

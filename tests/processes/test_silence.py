@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket as sockets
 import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from subprocess import Popen
 
 import anyio
@@ -140,6 +143,25 @@ async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> 
     with child(RECEIVER, "shm://", "0") as receiver:
         url = await line(receiver)
         stop(receiver)
+
+        with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
+            async with connect(url, TrajectoryGroup, silence_s=0.05):
+                pass
+
+
+@pytest.mark.parametrize("family", [sockets.AF_UNIX, sockets.AF_INET])
+async def test_so_is_one_whose_door_has_no_room_for_more_who_wait(family: int, tmp_path: Path) -> None:
+    """As it has none when its process is stopped for long enough, and many come."""
+    with ExitStack() as stack:
+        door = stack.enter_context(sockets.socket(family))
+        door.bind(str(tmp_path / "door") if family == sockets.AF_UNIX else ("127.0.0.1", 0))
+        door.listen(0)
+        for _ in range(3):
+            before = stack.enter_context(sockets.socket(family))
+            before.setblocking(False)
+            with suppress(BlockingIOError):
+                before.connect(door.getsockname())
+        url = f"shm://{tmp_path}" if family == sockets.AF_UNIX else f"tcp://127.0.0.1:{door.getsockname()[1]}"
 
         with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
             async with connect(url, TrajectoryGroup, silence_s=0.05):
