@@ -37,11 +37,13 @@ __all__ = [
     "Refused",
     "Release",
     "Resume",
+    "SenderMessage",
     "Subscribe",
     "Wanting",
     "Weights",
     "Welcome",
     "decode",
+    "decode_of_sender",
     "encode",
 ]
 
@@ -268,6 +270,11 @@ encode = msgspec.msgpack.Encoder().encode
 
 _decode = msgspec.msgpack.Decoder(Message).decode
 
+SenderMessage: TypeAlias = Publish | Wanting | Observed | Goodbye
+"""What a sender says over ZeroMQ."""
+
+_decode_of_sender = msgspec.msgpack.Decoder(SenderMessage).decode
+
 
 def decode(encoded: bytes | memoryview) -> Message:
     """The message that `encoded` holds.
@@ -278,7 +285,24 @@ def decode(encoded: bytes | memoryview) -> Message:
     try:
         message: Message = _decode(encoded)
     except UNREADABLE as error:
-        raise ProtocolMismatch(
-            f"expected a message of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
-        ) from None
+        raise _other(encoded, "a message", error) from None
     return message
+
+
+def decode_of_sender(encoded: bytes | memoryview) -> SenderMessage:
+    """The same of a sender: what only others say may be long, and is not looked at.
+
+    Raises:
+        ProtocolMismatch: it is nothing that a sender says.
+    """
+    try:
+        message: SenderMessage = _decode_of_sender(encoded)
+    except UNREADABLE as error:
+        raise _other(encoded, "what a sender says", error) from None
+    return message
+
+
+def _other(encoded: bytes | memoryview, expected: str, error: Exception) -> ProtocolMismatch:
+    return ProtocolMismatch(
+        f"expected {expected} of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
+    )

@@ -70,11 +70,12 @@ class Answers:
     def _give(self, enough: Callable[[Peer], bool]) -> None:
         """Answer those that want credit if there is `enough`, others if they are owed much."""
         for peer in list(self._owing.values()):
+            del self._owing[peer.identity]  # before it is looked at: what is released from now on puts it there again
             peer.gather()
             if peer.due or (peer.wanting and peer.owed and enough(peer)):
                 self.give(peer)
-            elif not (peer.wanting and peer.owed):
-                del self._owing[peer.identity]
+            elif peer.wanting and peer.owed:
+                self._owing[peer.identity] = peer
 
     def give(self, peer: Peer) -> None:
         """Tell `peer` all that it is owed, now."""

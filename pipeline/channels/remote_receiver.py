@@ -31,7 +31,7 @@ from ...schemas.control import (
     Release,
     Wanting,
     Welcome,
-    decode,
+    decode_of_sender,
     encode,
 )
 from ...schemas.descriptor import Descriptor
@@ -225,7 +225,7 @@ class RemoteReceiver(Receiving[R]):
             self._refusals.note("a message from a stranger")
             return
         try:
-            match decode(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
+            match decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
                 case Publish(descriptors):
                     self._arrive(peer, descriptors, frames[1:])
                 case Wanting():
@@ -235,8 +235,6 @@ class RemoteReceiver(Receiving[R]):
                         self._listener.observed(peer, payload)
                 case Goodbye(sequence):
                     self._part(peer, sequence)
-                case message:
-                    self._expel(peer, ProtocolMismatch(f"expected what a sender says, got {type(message).__name__}"))
         except (ProtocolMismatch, StaleDescriptor) as error:
             self._expel(peer, error)
 

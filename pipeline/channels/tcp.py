@@ -108,10 +108,10 @@ class FrameInlet:
         contents, form, buffers = self._read(parcel)
         part = contents.parts[index]
         ends = (0, part.tokens)
-        if not packer.room(form, contents.candidates, ends):
-            return 0
         flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
         form.check_offsets(flat, contents.parts)
+        if not packer.room(form, contents.candidates, ends):
+            return 0
         [group] = PackedGroup.decode([part])
         packer.copy(form, contents.candidates, flat, [group], ends)
         return 1

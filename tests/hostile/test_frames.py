@@ -90,6 +90,7 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
         frames_of(record(), offsets=np.array([0, 2**40, 8])),
         "offsets: expected to run from 0 to 8",
     ),
+    "lengths that overflow": (frames_of(record(), parts=(PART._replace(tokens=2**63),)), "expected .* bytes"),
     "another number of tokens": (
         frames_of(record(), parts=(PART._replace(tokens=7),)),
         "tokens: expected 28 bytes for .*, got 32",

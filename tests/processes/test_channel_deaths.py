@@ -222,8 +222,8 @@ async def test_a_directory_that_holds_more_than_sockets_is_nobodys_to_sweep(
     async with serve("shm://", TrajectoryGroup):
         pass
 
-    assert [path.name for path in tmp_path.iterdir()] == ["penstock-weights"]
-    assert {path.name for path in kept.iterdir()} == {"lock", "model.safetensors"}
+    assert [path.name async for path in anyio.Path(tmp_path).iterdir()] == ["penstock-weights"]
+    assert {path.name async for path in anyio.Path(kept).iterdir()} == {"lock", "model.safetensors"}
 
 
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])

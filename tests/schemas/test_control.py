@@ -73,3 +73,13 @@ def test_more_bundles_than_go_into_one_message_are_refused() -> None:
 def test_a_repetition_that_no_ledger_counts_is_refused(repetition: int) -> None:
     with pytest.raises(ProtocolMismatch, match="expected a message"):
         c.decode(c.encode(c.Ended(((GroupId("e", "1"), (repetition,), "trained", 1),))))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_of_a_sender_only_what_a_sender_says_is_heard(message: c.Message) -> None:
+    encoded = c.encode(message)
+    if isinstance(message, get_args(c.SenderMessage)):
+        assert c.decode_of_sender(encoded) == message
+    else:
+        with pytest.raises(ProtocolMismatch, match="expected what a sender says of protocol version"):
+            c.decode_of_sender(encoded)
