@@ -22,6 +22,7 @@ __all__ = [
     "MissingExtra",
     "NoDevice",
     "NobodyListens",
+    "OutOfFileDescriptors",
     "OutOfSharedMemory",
     "PeerClosed",
     "PeerLost",
@@ -65,6 +66,10 @@ class NobodyListens(PenstockError, ConnectionError):
 
 class OutOfSharedMemory(PenstockError, MemoryError):
     """The machine cannot give the shared memory that a channel is configured to use."""
+
+
+class OutOfFileDescriptors(PenstockError, OSError):
+    """This process, or the machine, has not as many file descriptors left as what is to be started needs."""
 
 
 class TooManySenders(PenstockError):

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from ..errors import OutOfFileDescriptors
+
 __all__ = ["held"]
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
@@ -21,7 +23,7 @@ def held(count: int, purpose: str) -> Iterator[ExitStack]:
     """Hold `count` file descriptors until what is given is closed, at the latest until the body is left.
 
     Raises:
-        OSError: this process, or the machine, has not so many left.
+        OutOfFileDescriptors: this process, or the machine, has not so many left.
     """
     with ExitStack() as holding:
         for holds in range(count):
@@ -30,8 +32,7 @@ def held(count: int, purpose: str) -> Iterator[ExitStack]:
             except OSError as error:
                 if error.errno not in EXHAUSTED:
                     raise
-                raise OSError(
-                    error.errno,
+                raise OutOfFileDescriptors(
                     f"expected {count} more file descriptors for {purpose}, got {holds} ({error.strerror}): raise the "
                     f"limit of open files (ulimit -n), or run fewer workers",
                 ) from error
