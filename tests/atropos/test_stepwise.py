@@ -438,9 +438,9 @@ async def test_a_coroutine_that_clings_to_life_is_left_to_itself(monkeypatch: py
         monkeypatch.setattr(stepwise, "MOST_ABANDONED", 1)
         with pytest.raises(EnvironmentTimedOut, match="expected an environment that returns, got 1 times"):
             await env.reset()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock Atropos environment"]
         trouble.release.put(None)
 
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock Atropos environment"]
     await anyio.to_thread.run_sync(thread.join)
     assert (environment.abandoned, trouble.ended) == (0, ["cling"])
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -235,7 +235,8 @@ async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who
     async def receive(begun: asyncio.Future[RemoteReceiver[TrajectoryGroup]]) -> None:
         async with serve(url, TrajectoryGroup, name="the receiver") as inbox:
             begun.set_result(inbox)
-            await inbox.receive()
+            with suppress(PeerLost):  # whoever is cut off while it leaves may leave before all is through
+                await inbox.receive()
             await _cancelled_or_told(who == "receiver", may_end)
 
     async def send(to: str) -> None:
