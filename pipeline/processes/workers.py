@@ -73,7 +73,7 @@ class Workers:
         """Open the channel on which they send, for the stage after them.
 
         Raises:
-            OSError: this process may not open as many files as they take.
+            OutOfFileDescriptors: this process may not open as many files as they take.
         """
         async with serve(
             "shm://",
