@@ -106,7 +106,7 @@ def _decoded(data: bytes, at: int) -> TrajectoryGroup | None:
         payload = np.frombuffer(data, np.uint8, nbytes, columns_at).copy()  # lives as long as the record, alone
         payload.setflags(write=False)
         columns = form.view(layout.places, payload, contents.candidates)
-        form.check_offsets(list(columns.values()), contents.parts)
+        form.check_numbers(list(columns.values()), contents.parts)
         return TrajectoryGroup.assemble(contents.parts[0].header, columns)
     except InvalidRecord:
         return None

@@ -261,7 +261,7 @@ class Form:
         typed = [payload.view(dtype) for dtype in DTYPES]
         return self._shape([typed[index][first:last] for index, first, last in places], candidates)
 
-    def check_offsets(self, columns: Sequence[Any], parts: Sequence[Part]) -> None:
+    def check_numbers(self, columns: Sequence[Any], parts: Sequence[Part]) -> None:
         """Hold what counts and leads elsewhere, of `parts` one behind the other, to what it is used for.
 
         Raises:

@@ -252,7 +252,7 @@ class SlotInlet:
         if expected != descriptor.nbytes or len(bundle.parts) != descriptor.records:
             raise InvalidRecord(f"expected {len(bundle.parts)} records in {expected} bytes, got {descriptor}")
         bundle.columns = self._segment.columns(descriptor, bundle.layout.places)
-        form.check_offsets(bundle.columns, bundle.parts)
+        form.check_numbers(bundle.columns, bundle.parts)
         return bundle
 
     def salvage(self, sequence: int) -> list[Parcel]:

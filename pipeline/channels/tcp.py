@@ -99,7 +99,7 @@ class FrameInlet:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
         contents, form, buffers = self._read(parcel)
         columns = form.frames(contents.lengths(), buffers)
-        form.check_offsets(list(columns.values()), contents.parts)
+        form.check_numbers(list(columns.values()), contents.parts)
         released(parcel[0], 1)
         return contents.parts[index].header, columns
 
@@ -109,7 +109,7 @@ class FrameInlet:
         part = contents.parts[index]
         ends = (0, part.tokens)
         flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
-        form.check_offsets(flat, contents.parts)
+        form.check_numbers(flat, contents.parts)
         if not packer.room(form, contents.candidates, ends):
             return 0
         [group] = PackedGroup.decode([part])

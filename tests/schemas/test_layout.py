@@ -164,10 +164,10 @@ def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetit
     form, lengths = GROUP_SCHEMA.measure(record.columns())
     parts = (Part(lengths.tokens, lengths.sequences, b""),)
 
-    form.check_offsets(GROUP_SCHEMA.plain(record.columns()), parts)
+    form.check_numbers(GROUP_SCHEMA.plain(record.columns()), parts)
     forged = record.columns() | {"repetition_ids": np.array([repetition, 0])}
     with pytest.raises(InvalidRecord, match=f"repetition_ids: expected 0 to 65535, got .*{repetition}"):
-        form.check_offsets(GROUP_SCHEMA.plain(forged), parts)
+        form.check_numbers(GROUP_SCHEMA.plain(forged), parts)
 
 
 @pytest.mark.parametrize("lengths", [Lengths(-1, 2, 0), Lengths(5, -1, 0), Lengths(5, 2, -3)])
