@@ -174,8 +174,9 @@ def main() -> None:
                 done.append(measure(arguments.contestants, case, arguments.repeats, console))
                 _print(done[-1], console)
     rows = [row for results in done for row in results.rows()]
+    limit = round(done[0].limit) if done[0].limits else None
     skipped = {name: reason for results in done for name, reason in results.skipped.items()}
-    write_json(arguments.json, {"rows": rows, "skipped": skipped})
+    write_json(arguments.json, {"limit": limit, "rows": rows, "skipped": skipped})
     if arguments.png and rows:
         draw(rows, arguments.png)
     if skipped.get(OURS, "").startswith("failed"):

@@ -101,6 +101,7 @@ def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
 
     content, shown = json.loads(target.read_text()), capsys.readouterr().out
     ours = content["rows"][3]
+    assert content["limit"] == 2000
     assert [row["contestant"] for row in content["rows"]] == ["penstock-tcp", "peer", "zmq-tcp", "penstock"]
     assert (ours["producers"], ours["group"], ours["tokens"]) == (4, 8, 1024)
     assert (ours["trajectories_per_s"], ours["trajectories_per_s_range"]) == (300, [100, 500])
