@@ -34,10 +34,6 @@ VERSION = 1
 
 NAME = re.compile(r"(\d{8})\.volume-(\d+)")
 
-LOCK = "journal.lock"
-"""Held for as long as its process lives. Not `lock`: by that name, unlocked, whoever makes sockets knows a directory
-whose owner is dead, and removes it."""
-
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What writing fails with where a disk, a quota or a limit of this process is exhausted."""
 
@@ -165,7 +161,7 @@ def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, lock)  # which unlocks it, as the death of this process would
         _take(lock, folder)
         files = JournalFiles(folder, capacity_bytes=capacity_bytes, fsync=fsync)
