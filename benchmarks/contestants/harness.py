@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from penstock import TrajectoryGroup
+from penstock.pipeline.processes.worker import die_with
 
 from ..records import COLUMNS, ROW, Checker, Packing, Plain, as_bytes, make_groups, plain
 
@@ -53,8 +54,6 @@ __all__ = [
     "read_flat",
     "records_to_send",
 ]
-
-PR_SET_PDEATHSIG = 1
 
 WARM_UP_S = 0.5
 
@@ -433,6 +432,5 @@ def producing(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> 
 
 def _until_the_parent_dies(parent: int, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Call `target`; a peer's producer would never notice that whoever measures it was killed, and some spin."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == parent:
-        target(*arguments)
+    die_with(parent)
+    target(*arguments)

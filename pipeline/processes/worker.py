@@ -39,7 +39,7 @@ from ..telemetry import Metrics, telling_waits
 from .account import Account
 from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed
 
-__all__ = ["main", "refuse_while_importing_main"]
+__all__ = ["die_with", "main", "refuse_while_importing_main"]
 
 LONGEST_TRACEBACK = 32_000
 """Characters: what a worker tells fits its pipe, so that telling never blocks."""
@@ -89,7 +89,7 @@ def refuse_while_importing_main() -> None:
 def main(encoded: str) -> None:
     """Run a stage as `encoded`, the `Orders`, say."""
     orders = msgspec.json.decode(encoded, type=Orders)
-    _die_with(orders.parent)
+    die_with(orders.parent)
     signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
     for fd in (orders.job, orders.account, orders.word):
         os.set_inheritable(fd, False)
@@ -106,7 +106,7 @@ def main(encoded: str) -> None:
     _tell(orders, Finished())
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; leave at once where it has already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
