@@ -19,7 +19,7 @@ from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
 from .ids import GroupId, TrajectoryId
-from .layout import DTYPES, Form, Length, Lengths, Part, Schema
+from .layout import Form, Length, Lengths, Part, Schema
 from .recycled import Block, Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -457,8 +457,6 @@ class _Plan(NamedTuple):
     form: Form
     candidates: int
     nbytes: int
-    dtypes: list[np.dtype[Any]]
-    """Of each column."""
     targets: list[tuple[int, int, int] | None]
     """Of each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
 
@@ -469,7 +467,7 @@ class _Plan(NamedTuple):
             (index, first, candidates if name in form.shaped else 1) if name in TOKEN_COLUMNS else None
             for name, (index, first, _) in zip(form.names, layout.places, strict=True)
         ]
-        return cls(form, candidates, layout.nbytes, [DTYPES[index] for index, _, _ in layout.places], targets)
+        return cls(form, candidates, layout.nbytes, targets)
 
     def suits(self, form: Form, candidates: int) -> bool:
         """Whether it is a plan for columns of that form."""
@@ -478,7 +476,7 @@ class _Plan(NamedTuple):
     def columns(self, memory: NDArray[np.uint8], tokens: int, chunks: list[list[bytes]]) -> dict[str, Array]:
         """All columns: those over tokens, so many `tokens` long, as views on `memory`, the others joined."""
         columns: dict[str, Array] = {}
-        for name, dtype, target, kept in zip(self.form.names, self.dtypes, self.targets, chunks, strict=True):
+        for name, dtype, target, kept in zip(self.form.names, self.form.dtypes, self.targets, chunks, strict=True):
             if target is None:
                 columns[name] = np.frombuffer(b"".join(kept), dtype)
             else:

@@ -7,7 +7,8 @@ new versions and are paused.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -268,12 +269,14 @@ Message = (
 encode = msgspec.msgpack.Encoder().encode
 """Any message as bytes."""
 
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode: Callable[[bytes | memoryview], Message] = msgspec.msgpack.Decoder(Message).decode
 
 SenderMessage: TypeAlias = Publish | Wanting | Observed | Goodbye
 """What a sender says over ZeroMQ."""
 
-_decode_of_sender = msgspec.msgpack.Decoder(SenderMessage).decode
+_decode_of_sender: Callable[[bytes | memoryview], SenderMessage] = msgspec.msgpack.Decoder(SenderMessage).decode
+
+M = TypeVar("M")
 
 
 def decode(encoded: bytes | memoryview) -> Message:
@@ -282,11 +285,7 @@ def decode(encoded: bytes | memoryview) -> Message:
     Raises:
         ProtocolMismatch: it holds none that this version knows.
     """
-    try:
-        message: Message = _decode(encoded)
-    except UNREADABLE as error:
-        raise _other(encoded, "a message", error) from None
-    return message
+    return _decoded(_decode, encoded, "a message")
 
 
 def decode_of_sender(encoded: bytes | memoryview) -> SenderMessage:
@@ -295,14 +294,13 @@ def decode_of_sender(encoded: bytes | memoryview) -> SenderMessage:
     Raises:
         ProtocolMismatch: it is nothing that a sender says.
     """
+    return _decoded(_decode_of_sender, encoded, "what a sender says")
+
+
+def _decoded(decode: Callable[[bytes | memoryview], M], encoded: bytes | memoryview, expected: str) -> M:
     try:
-        message: SenderMessage = _decode_of_sender(encoded)
+        return decode(encoded)
     except UNREADABLE as error:
-        raise _other(encoded, "what a sender says", error) from None
-    return message
-
-
-def _other(encoded: bytes | memoryview, expected: str, error: Exception) -> ProtocolMismatch:
-    return ProtocolMismatch(
-        f"expected {expected} of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
-    )
+        raise ProtocolMismatch(
+            f"expected {expected} of protocol version {PROTOCOL_VERSION}, got {len(encoded)} other bytes: {error}"
+        ) from None

@@ -174,7 +174,6 @@ class Form:
     """Which columns a record has, in order, with their dtypes and axes."""
 
     __slots__ = (
-        "_axes",
         "_dtypes",
         "_layouts",
         "_offsets",
@@ -190,14 +189,13 @@ class Form:
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
-        self.axes = tuple(axes for _, _, axes in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
         """What travels."""
         self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
         """Columns with more than one axis."""
         self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """Whether weights changed mid-rollout."""
-        self._axes = tuple(AXES.index(axes) for _, _, axes in columns)
+        self.axes = tuple(AXES.index(axes) for _, _, axes in columns)
         """Of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
         self._repetitions = self.names.index("repetition_ids") if "repetition_ids" in self.names else -1
@@ -226,7 +224,7 @@ class Form:
             raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
         items = lengths.items()
         places, offset = [], 0
-        for index, axes in zip(self._dtypes, self._axes, strict=True):
+        for index, axes in zip(self._dtypes, self.axes, strict=True):
             first, size = offset // _ITEM_BYTES[index], items[axes]
             places.append((index, first, first + size))
             offset = aligned(offset + size * _ITEM_BYTES[index])
@@ -245,14 +243,14 @@ class Form:
 
     def between(self, columns: Sequence[memoryview], first: Items, last: Items) -> list[memoryview]:
         """What some records of a bundle have of its `columns`: from `first` to before `last` on each axis."""
-        return [column[first[axes] : last[axes]] for column, axes in zip(columns, self._axes, strict=True)]
+        return [column[first[axes] : last[axes]] for column, axes in zip(columns, self.axes, strict=True)]
 
     def within(self, places: Iterable[Place], first: Items, last: Items) -> tuple[Place, ...]:
         """Where what `between` gives lies, of columns that lie at `places`."""
         return tuple(
             [
                 (index, begin + first[axes], begin + last[axes])
-                for (index, begin, _), axes in zip(places, self._axes, strict=True)
+                for (index, begin, _), axes in zip(places, self.axes, strict=True)
             ]
         )
 
@@ -306,7 +304,7 @@ class Form:
         """Of each column, where all have one axis."""
         tokens, sequences, candidates, records = lengths
         by_axis = (tokens,), (sequences,), (sequences + records,), (tokens * candidates,)
-        return tuple(map(by_axis.__getitem__, self._axes))
+        return tuple(map(by_axis.__getitem__, self.axes))
 
     def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
@@ -363,7 +361,7 @@ class _Usual:
         own = len(form.names) - len(parts)
         names = form.names[:own]
         by_axes = [
-            [f"{name}.shape" for name, over in zip(names, form.axes, strict=False) if over == axes] for axes in "NSF"
+            [f"{name}.shape" for name, over in zip(names, form.axes, strict=False) if over == axes] for axes in range(3)
         ]
         self._form = form
         self._columns: _Getter = attrgetter(*names)

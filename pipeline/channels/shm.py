@@ -151,8 +151,8 @@ class SlotOutlet:
         except (TypeError, ValueError) as error:
             raise InvalidRecord(
                 f"expected the {len(parts)} records up to number {self._sequence} to be as they were when they were "
-                f"sent, got others ({error}): leave a record alone until "
-                f"the task that sent it has yielded, or send a copy"
+                f"sent, got others ({error}): leave a record alone until the task that sent it has yielded, or send "
+                f"a copy"
             ) from error
         self.nbytes -= self._table.trim(span, -(-nbytes // slot_bytes)) * slot_bytes
         self._table.publish(span, self._sequence, len(parts))
