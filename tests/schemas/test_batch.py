@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas import (
@@ -102,10 +102,10 @@ def test_groups_lie_end_to_end() -> None:
 
 
 many = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5)
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+fewer = settings(max_examples=40)
 
 
-@patiently
+@fewer
 @given(many, st.booleans())
 def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], versions_by_token: bool) -> None:  # noqa: FBT001 (drawn)
     groups = [rich(shape, i, versions_by_token=versions_by_token) for i, shape in enumerate(shapes)]
@@ -256,7 +256,7 @@ def test_a_packer_begins_anew_after_each_batch() -> None:
 # -- parts of a batch ------------------------------------------------------------------------------------------------
 
 
-@patiently
+@fewer
 @given(many, st.data())
 def test_selected_groups_are_as_if_packed_alone(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
     groups = [rich(shape, i, versions_by_token=True) for i, shape in enumerate(shapes)]
@@ -272,7 +272,7 @@ def test_selecting_nothing_is_refused() -> None:
         batch(2).select(np.array([False, False]))
 
 
-@patiently
+@fewer
 @given(many, st.integers(1, 30))
 def test_micro_batches_hold_every_sequence_once_and_keep_the_global_totals(
     shapes: list[tuple[int, ...]], max_tokens: int
@@ -312,7 +312,7 @@ def test_padding_fills_the_right_with_values_of_no_meaning() -> None:
     assert padded.columns["advantages"][0, 3:].tolist() == [0, 0, 0]
 
 
-@patiently
+@fewer
 @given(many)
 def test_what_is_not_padding_is_the_batch(shapes: list[tuple[int, ...]]) -> None:
     packed = TrainBatch.pack(rich(shape, i) for i, shape in enumerate(shapes))
@@ -334,7 +334,7 @@ def test_a_sequence_longer_than_the_rectangle_is_refused() -> None:
 # -- travelling ------------------------------------------------------------------------------------------------------
 
 
-@patiently
+@fewer
 @given(many, st.booleans())
 def test_what_is_taken_apart_comes_together_bit_for_bit(shapes: list[tuple[int, ...]], versions_by_token: bool) -> None:  # noqa: FBT001 (drawn)
     original = TrainBatch.pack(rich(s, i, versions_by_token=versions_by_token) for i, s in enumerate(shapes))

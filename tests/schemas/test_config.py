@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas.config import MAX_CHARACTERS, Config, check_finite, load_config, parse_config, parse_yaml
@@ -197,10 +197,10 @@ def refusal_of(parse: Callable[[], object]) -> str:
     return ""
 
 
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+fewer = settings(max_examples=50)
 
 
-@patiently
+@fewer
 @given(st.dictionaries(st.sampled_from([*Reward.__struct_fields__, "other"]), JSON))
 def test_whatever_comes_is_accepted_or_refused_with_a_path(values: dict[str, Any]) -> None:
     message = refusal_of(lambda: parse_config(Reward, values, root="reward"))
@@ -208,7 +208,7 @@ def test_whatever_comes_is_accepted_or_refused_with_a_path(values: dict[str, Any
     assert not message or message.startswith("reward")
 
 
-@patiently
+@fewer
 @given(st.text())
 def test_whatever_text_comes_is_accepted_or_refused(text: str) -> None:
     message = refusal_of(lambda: parse_yaml(Reward, text, root="reward"))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas import Array, GroupId, InvalidRecord, StopReason, TrajectoryGroup, TrajectoryId
@@ -352,10 +352,10 @@ def test_selected_sequences_keep_every_column(versions_by_token: bool) -> None: 
 
 
 lengths = st.lists(st.integers(0, 9), max_size=6).map(tuple)
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+fewer = settings(max_examples=50)
 
 
-@patiently
+@fewer
 @given(lengths=lengths, seed=st.integers(0, 2**32), versions_by_token=st.booleans())
 def test_what_is_taken_apart_comes_together_bit_for_bit(
     lengths: tuple[int, ...], seed: int, *, versions_by_token: bool
