@@ -73,5 +73,5 @@ $(READY): pyproject.toml constraints.txt scripts/make_venv.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist penstock.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/penstock.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ import structlog
 import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+from tests.installation import Installed, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
@@ -68,6 +69,12 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     left = _left_beyond(before)
     assert not left, f"expected the test to leave nothing behind, it left {sorted(left)}"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """An editable installation of a copy of this checkout."""
+    return install_editable(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.installation import ROOT, Installed, build, copy_checkout
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = ("pipeline", "schemas", "stages")
 
 
@@ -28,20 +26,13 @@ def _setuptools() -> dict[str, Any]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that was built from it, of a copy of this checkout."""
     folder = tmp_path_factory.mktemp("built")
-    unwanted = shutil.ignore_patterns(".venv", ".git", ".*_cache", "runs", "__pycache__", "*.egg-info", "build", "dist")
-    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=unwanted)
-    _build("sdist", folder / "checkout", folder)
+    copy_checkout(folder / "checkout")
+    build("sdist", folder / "checkout", folder)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2, Debian's, has none yet
         archive.extractall(folder)  # noqa: S202 (built by this fixture)
-    _build("wheel", next(folder.glob("penstock-*/")), folder)
+    build("wheel", next(folder.glob("penstock-*/")), folder)
     return folder
-
-
-def _build(kind: str, source: Path, out: Path) -> None:
-    command = f"from setuptools import build_meta; build_meta.build_{kind}({os.fspath(out)!r})"
-    ran = subprocess.run([sys.executable, "-c", command], cwd=source, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_packages_listed_are_the_folders_on_disk() -> None:
@@ -119,3 +110,21 @@ def test_what_is_in_the_wheel_imports_without_the_checkout(built: Path, tmp_path
     )
 
     assert ran.stdout.strip() == str(tmp_path / "penstock/__init__.py"), ran.stderr
+
+
+def test_a_script_beside_a_clone_imports_the_package_and_not_the_folder(installed: Installed) -> None:
+    script = installed.checkout.parent / "script.py"
+    script.write_text("import penstock\nfrom penstock import AdvantageNormalizer\nprint(penstock.__file__)")
+
+    ran = subprocess.run([installed.python, script], capture_output=True, text=True, check=False)
+
+    assert ran.stdout.strip() == str(installed.checkout / "src/penstock/__init__.py"), ran.stderr
+
+
+def test_an_editable_installation_sees_modules_that_are_added_later(installed: Installed) -> None:
+    (installed.checkout / "stages/added_later.py").write_text("ANSWER = 42\n")
+    command = "from penstock.stages.added_later import ANSWER; print(ANSWER)"
+
+    ran = subprocess.run([installed.python, "-I", "-c", command], capture_output=True, text=True, check=False)
+
+    assert ran.stdout.strip() == "42", ran.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +13,19 @@ from penstock.cli import main
 from penstock.errors import InvalidConfig
 from penstock.stages.integrations.atropos.server.access import Access, listen
 from penstock.stages.integrations.atropos.server.door import Door
+
+OF_EXTRAS = (
+    "aiohttp",
+    "httptools",
+    "matplotlib",
+    "safetensors",
+    "starlette",
+    "tokenizers",
+    "torch",
+    "uvicorn",
+    "xxhash",
+)
+"""What a base install does not have."""
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
@@ -83,11 +97,25 @@ def test_a_habit_that_nobody_has_is_refused(
     assert "newest_first" in capsys.readouterr().err
 
 
-def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "penstock.commands", raising=False)
+def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in an interpreter that finds no package of an extra."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r})); from penstock.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", hidden, *arguments], capture_output=True, text=True, check=False)
 
-    assert "pip install 'penstock[gateway]'" in str(told(monkeypatch, "gateway"))
+
+def test_the_help_needs_no_extra() -> None:
+    ran = without_extras("--help")
+
+    assert ran.returncode == 0, ran.stderr
+    assert "gateway" in ran.stdout
+
+
+def test_a_command_without_its_extra_says_what_to_install() -> None:
+    ran = without_extras("gateway")
+
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("penstock: penstock gateway needs starlette")
+    assert "pip install 'penstock[gateway]'" in ran.stderr
 
 
 def test_with_a_token_it_listens_anywhere() -> None:

@@ -1,4 +1,4 @@
-"""A chain that does not fit is refused by both type checkers, at the line that is wrong."""
+"""A chain that does not fit is refused by both type checkers, at the line that is wrong, in a user's own folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.installation import ROOT, Installed
 
-ROOT = Path(__file__).parent.parent.parent
 ACCEPTED = "tests/typing/chains.py"
 REFUSED = "tests/typing/refused.py"
+
+MYPY = ("mypy", "--strict", "--no-pretty", "--explicit-package-bases", "--python-executable")
 
 CHECKING_S = 240
 """What a checker may take on a slow machine that checks the package for the first time."""
@@ -24,29 +26,28 @@ def marked() -> set[tuple[str, int]]:
     return {(REFUSED, number) for number, line in enumerate(lines, start=1) if "# refused: " in line}
 
 
-def check(*arguments: str) -> str:
-    ran = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+def check(folder: Path, *arguments: str) -> str:
+    """Run a checker over the copied chains, outside of the checkout and its configuration."""
+    for path in (ACCEPTED, REFUSED):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    command = [sys.executable, "-m", *arguments, ACCEPTED, REFUSED]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     return ran.stdout
 
 
 @pytest.mark.timeout(CHECKING_S)
-def test_mypy_refuses_exactly_the_chains_that_do_not_fit() -> None:
-    told = check("mypy", "--no-error-summary", "--no-pretty", "--exclude", "^$", ACCEPTED, REFUSED)
+def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
+    told = check(tmp_path, *MYPY, str(installed.python))
 
     errors = [line.split(":") for line in told.splitlines() if ": error:" in line]
-    assert {(path, int(line)) for path, line, *_ in errors if "tests/typing" in path} == marked()
+    assert {(path, int(line)) for path, line, *_ in errors} == marked()
 
 
 @pytest.mark.timeout(CHECKING_S)
-def test_pyright_refuses_exactly_the_chains_that_do_not_fit(tmp_path: Path) -> None:
-    for path in (ACCEPTED, REFUSED):  # copied, for the project's configuration leaves out what is wrong on purpose
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, tmp_path / path)
-    config = tmp_path / "pyrightconfig.json"
-    config.write_text(json.dumps({"extraPaths": [str(ROOT / "src")], "typeCheckingMode": "standard"}))
-
-    told = json.loads(check("pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(config)))
+def test_pyright_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
+    told = json.loads(check(tmp_path, "pyright", "--outputjson", "--pythonpath", str(installed.python)))
 
     errors = [each for each in told["generalDiagnostics"] if each["severity"] == "error"]
     assert {

@@ -1,0 +1,56 @@
+"""Install penstock as `pip install -e .` does: a copy of the checkout, and an interpreter that has it installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+UNWANTED = (".venv", ".git", ".*_cache", "runs", "__pycache__", "*.egg-info", "build", "dist")
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An editable installation."""
+
+    checkout: Path
+    """What is installed: a folder called `penstock`, as `git clone` makes it."""
+    python: Path
+    """The interpreter of a virtual environment that has it, and the packages of the running one."""
+
+
+def copy_checkout(to: Path) -> Path:
+    """Copy this checkout, links as links, without what git ignores."""
+    return Path(shutil.copytree(ROOT, to, symlinks=True, ignore=shutil.ignore_patterns(*UNWANTED)))
+
+
+def build(kind: str, source: Path, out: Path) -> None:
+    """Build the "sdist", "wheel" or "editable" of `source` into `out`, as pip would."""
+    command = f"from setuptools import build_meta; build_meta.build_{kind}({os.fspath(out)!r})"
+    ran = subprocess.run([sys.executable, "-c", command], cwd=source, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def install_editable(folder: Path) -> Installed:
+    """Install a copy of this checkout, `folder/penstock`, into a virtual environment beside it."""
+    checkout = copy_checkout(folder / "penstock")
+    build("editable", checkout, folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    packages = _packages_of(python)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(packages)
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return Installed(checkout, python)
+
+
+def _packages_of(python: Path) -> Path:
+    command = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.check_output([python, "-I", "-c", command], text=True).strip())
