@@ -23,6 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from ..schemas.layout import check_sequences
 from .errors import LedgerImbalance
 from .processes.account import END_STATES, Account, EndState
 from .repetitions import bits, mask_in, mask_of, masks_in, noted
@@ -139,6 +140,7 @@ class Ledger:
 
         Raises:
             LedgerImbalance: a batch holds a copy. It cannot go without it, so nothing is counted.
+            InvalidRecord: a group has no sequences.
         """
         refused = 0
         for group, mask in self._entering(record, self._begun):
@@ -449,6 +451,7 @@ class Ledger:
 def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
     """Repetitions by group, as bit masks."""
     if isinstance(what, TrajectoryGroup):
+        check_sequences(len(what))
         return [(what.id, mask_in(what.repetition_ids))]
     masks: dict[GroupId, int] = {}
     for trajectory in what.ids if isinstance(what, TrainBatch) else what:

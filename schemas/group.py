@@ -159,7 +159,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
 
         Raises:
-            InvalidRecord: a column has the wrong dtype, shape or contents.
+            InvalidRecord: a column has the wrong dtype, shape or contents, or there are no sequences.
             TypeError: an unknown column.
         """
         unknown = optional.keys() - GROUP_RULES.keys()
@@ -350,7 +350,13 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, advantages=column)
 
     def select(self, keep: NDArray[np.bool_]) -> Self:
-        """A copy with only the sequences for which `keep` [S] is true; `meta` stays as it is."""
+        """A copy with only the sequences for which `keep` [S] is true; `meta` stays as it is.
+
+        Raises:
+            InvalidRecord: nothing would be left.
+        """
+        if not keep.any():
+            raise InvalidRecord("select: expected to keep at least one sequence, got none")
         tokens = keep[self.sequence_of_token()]
         taken = {
             name: column[tokens if self._over_tokens(name) else keep]

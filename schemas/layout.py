@@ -39,6 +39,7 @@ __all__ = [
     "Place",
     "Schema",
     "aligned",
+    "check_sequences",
     "typed",
 ]
 
@@ -263,12 +264,13 @@ class Form:
         """Hold what counts and leads elsewhere, of `parts` one behind the other, to what it is used for.
 
         Raises:
-            InvalidRecord: the offsets of a record do not run from 0 to its tokens, or decrease; or a repetition id is
-                beyond those that the ledger counts.
+            InvalidRecord: a record has no sequences; its offsets do not run from 0 to its tokens, or decrease; or a
+                repetition id is beyond those that the ledger counts.
         """
         offsets: list[int] = columns[self._offsets].tolist()
         first = 0
         for tokens, sequences, _ in parts:
+            check_sequences(sequences)
             last = first + sequences
             found = offsets[first : last + 1]
             if found[0] or found[-1] != tokens or found != sorted(found):
@@ -398,6 +400,7 @@ class _Usual:
         tokens, sequences = shapes[0], shapes[over_tokens]
         if (
             len(tokens) == len(sequences) == 1
+            and sequences[0]
             and shapes
             == (tokens,) * over_tokens
             + (sequences,) * over_sequences
@@ -465,10 +468,11 @@ class Schema:
         """The form and the lengths of a record that is to be sent, without looking at every column.
 
         Raises:
-            InvalidRecord: a required column is missing, or one is unknown.
+            InvalidRecord: a required column is missing, or one is unknown, or there are no sequences.
         """
         try:
             sequences = len(columns["rewards"])
+            check_sequences(sequences)
             key = (*columns, *[len(columns[name]) == sequences for name in self._either])
             form = self._sent.get(key)
             if form is None:
@@ -493,7 +497,7 @@ class Schema:
         """Hold every column to its rule: dtype and shape, and where `contents`, that floats are finite.
 
         Raises:
-            InvalidRecord: naming the first one that breaks its rule.
+            InvalidRecord: naming the first one that breaks its rule, or there are no sequences.
         """
         rules = {**self.rules, **{name: self.rule(name) for name in columns}}
         if not contents:
@@ -503,6 +507,7 @@ class Schema:
         check_axes(columns, {offsets: rules[offsets]}, lengths)
         if not lengths["F"]:
             raise InvalidRecord(f"{offsets}: expected at least the entry 0, got none")
+        check_sequences(lengths["F"] - 1)
         check_axes(columns, rules, lengths | {"S": lengths["F"] - 1})
 
     def _form_of(self, columns: Mapping[str, Array], sequences: int) -> Form:
@@ -577,3 +582,12 @@ class Schema:
         if len(form.names) <= KNOWN_COLUMNS:
             forms[key] = form
         return form
+
+
+def check_sequences(sequences: int) -> None:
+    """Raise `InvalidRecord` for a record of no sequences."""
+    if sequences < 1:
+        raise InvalidRecord(
+            f"rewards: expected at least one sequence, got {sequences}: a group without any has nothing to count or to "
+            f"train, so do not send it"
+        )

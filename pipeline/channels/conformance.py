@@ -253,13 +253,12 @@ async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> N
 
 async def groups_of_no_tokens_and_of_very_many_arrive(make: MakeChannel) -> None:
     """Zero-length and very large."""
-    empty = TrajectoryGroup.build(env="e", instance_id="0", tokens=[], offsets=[0], loss_mask=[], rewards=[])
     hollow = TrajectoryGroup.build(
-        env="e", instance_id="1", tokens=[], offsets=[0, 0, 0], loss_mask=[], rewards=[1.0, 2.0]
+        env="e", instance_id="0", tokens=[], offsets=[0, 0, 0], loss_mask=[], rewards=[1.0, 2.0]
     )
-    large = group(completion_lengths=[100_000] * 3, instance_id="2")
+    large = group(completion_lengths=[100_000] * 3, instance_id="1")
     async with make(capacity_bytes=16 * 2**20) as ends, ends.join() as outbox:
-        for record in (empty, hollow, large):
+        for record in (hollow, large):
             await outbox.send(record)
             _same(await ends.inbox.receive(), record)
 

@@ -19,7 +19,7 @@ from penstock.pipeline.channels.tcp import FrameInlet
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import Contents, encode_contents
+from penstock.schemas.layout import Contents, Part, encode_contents
 from penstock.testing import group
 
 OPTIONAL: dict[str, Any] = {
@@ -80,6 +80,11 @@ TRUE = Contents.decode(frames_of(record())[0])
 [PART] = TRUE.parts
 TAUGHT = msgspec.msgpack.encode([*msgspec.msgpack.decode(TRUE.form)[:-3], ("teacher_ids", "<i4", "NK")])
 
+HOLLOW = TrajectoryGroup.build(
+    env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0], behavior_logprobs=[[]]
+)
+NO_SEQUENCES = {name: column[:0] for name, column in record().columns().items()} | {"offsets": np.zeros(1, np.int64)}
+
 FORGED: dict[str, tuple[list[bytes], str]] = {
     "no frames": ([], "to be one record and come with its columns, got none"),
     "two records": (frames_of(record(), parts=(PART, PART)), "expected one record a message, got 2"),
@@ -100,8 +105,12 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
         "repetition_ids: expected 0 to 65535, got 0 to 1099511627776",
     ),
     "candidates beyond any vocabulary, of no tokens": (
-        frames_of(group(completion_lengths=[]), form=TAUGHT, candidates=2**62),
+        frames_of(HOLLOW, form=TAUGHT, candidates=2**62),
         "candidates: expected at most 1048576 a token",
+    ),
+    "no sequences": (
+        frames_of(record(), parts=(Part(0, 0, record().header()),), **NO_SEQUENCES),
+        "rewards: expected at least one sequence, got 0",
     ),
     "another kind": (frames_of(record(), kind="batch"), "expected a group, got a batch"),
 }

@@ -24,7 +24,7 @@ RECORDS = [
         teacher_ids=np.arange(28, dtype=np.int32).reshape(14, 2),
         teacher_logprobs=-np.ones((14, 2), np.float32),
     ),
-    group(instance_id="3", completion_lengths=[], rewards=[]),
+    TrajectoryGroup.build(env="e", instance_id="3", sequences=[[]], loss_mask=[[]], rewards=[0.0]),
     group(instance_id="4", completion_lengths=[64] * 8),
 ]
 ENTRIES = [encode_entry(record) for record in RECORDS]
@@ -78,6 +78,18 @@ def test_a_record_that_breaks_its_schema_is_not_written() -> None:
 
     with pytest.raises(InvalidRecord, match="rewards: expected dtype float32"):
         encode_entry(broken)
+
+
+def test_a_group_without_sequences_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {name: column[:0] for name, column in RECORDS[0].columns().items()} | {"offsets": np.zeros(1, np.int64)}
+    nothing = TrajectoryGroup.assemble(RECORDS[0].header(), columns)
+
+    with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
+        encode_entry(nothing)
+    with monkeypatch.context() as lenient:
+        lenient.setattr("penstock.schemas.layout.check_sequences", lambda _: None)
+        entry = encode_entry(nothing)
+    assert read(entry) == ([], [Damage(0, len(entry))])
 
 
 @given(length=st.integers(0, len(DATA) - 1))

@@ -4,10 +4,10 @@ import anyio
 import numpy as np
 import pytest
 
-from penstock.errors import LedgerImbalance
+from penstock.errors import InvalidRecord, LedgerImbalance
 from penstock.pipeline.ledger import Ledger
 from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
-from penstock.schemas import GroupId, TrainBatch
+from penstock.schemas import GroupId, TrainBatch, TrajectoryGroup
 from penstock.testing import group
 
 A, B = GroupId("test", "a"), GroupId("test", "b")
@@ -50,6 +50,15 @@ def test_ending_twice_or_without_admission_is_an_imbalance() -> None:
     with pytest.raises(LedgerImbalance, match="test/never"):
         ledger.end(group(instance_id="never"), "lost", "x")
     assert ledger.balance().balanced
+
+
+def test_a_group_without_sequences_that_was_put_together_by_hand_is_refused_before_it_counts() -> None:
+    columns = {name: column[:0] for name, column in group().columns().items()} | {"offsets": np.zeros(1, np.int64)}
+    ledger = Ledger()
+
+    with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
+        ledger.hand_over(TrajectoryGroup.assemble(group().header(), columns))
+    assert ledger.balance().admitted == 0
 
 
 def test_a_trajectory_is_trained_at_most_once() -> None:

@@ -171,12 +171,15 @@ def test_sequences_and_flat_columns_build_the_same_group() -> None:
     assert_same(by_row, built())
 
 
-def test_a_group_may_be_empty() -> None:
-    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[], loss_mask=[], rewards=[])
+@pytest.mark.parametrize("given", [{"sequences": []}, {"tokens": [], "offsets": [0]}])
+def test_a_group_without_sequences_is_refused_with_what_to_do(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRecord, match=r"at least one sequence, got 0.*do not send it \(in e/0\)"):
+        TrajectoryGroup.build(env="e", instance_id="0", loss_mask=[], rewards=[], **given)
 
-    assert len(empty) == 0
-    assert empty.ids == []
-    assert empty.completion_lengths().tolist() == []
+
+def test_a_selection_of_no_sequence_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="select: expected to keep at least one sequence"):
+        built().select(np.zeros(len(built()), np.bool_))
 
 
 def test_a_sequence_may_be_empty() -> None:
@@ -351,7 +354,7 @@ def test_selected_sequences_keep_every_column(versions_by_token: bool) -> None: 
 # -- travelling ------------------------------------------------------------------------------------------------------
 
 
-lengths = st.lists(st.integers(0, 9), max_size=6).map(tuple)
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple)
 fewer = settings(max_examples=50)
 
 

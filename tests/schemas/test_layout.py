@@ -63,7 +63,7 @@ def laid_out(record: TrajectoryGroup) -> tuple[Form, Lengths, Array]:
     return form, lengths, np.frombuffer(b"".join(whole), np.uint8)
 
 
-@pytest.mark.parametrize("record", [group(), complete(), complete().select(np.array([False, False]))], ids=repr)
+@pytest.mark.parametrize("record", [group(), complete(), complete().select(np.array([False, True]))], ids=repr)
 def test_columns_lie_one_behind_the_other_on_cache_lines(record: TrajectoryGroup) -> None:
     form, lengths, payload = laid_out(record)
     part = Part(lengths.tokens, lengths.sequences, b"")
@@ -168,6 +168,17 @@ def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetit
     forged = record.columns() | {"repetition_ids": np.array([repetition, 0])}
     with pytest.raises(InvalidRecord, match=f"repetition_ids: expected 0 to 65535, got .*{repetition}"):
         form.check_numbers(GROUP_SCHEMA.plain(forged), parts)
+
+
+def test_a_record_without_sequences_is_refused_where_it_is_sent_and_where_it_comes_in() -> None:
+    nothing = {name: column[:0] for name, column in complete().columns().items()} | {"offsets": np.zeros(1, np.int64)}
+    form, _ = GROUP_SCHEMA.measure(complete().columns())
+
+    for refuse in (GROUP_SCHEMA.measure, GROUP_SCHEMA.check):
+        with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
+            refuse(nothing)
+    with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
+        form.check_numbers(list(nothing.values()), (Part(0, 0, b""),))
 
 
 @pytest.mark.parametrize("lengths", [Lengths(-1, 2, 0), Lengths(5, -1, 0), Lengths(5, 2, -3)])

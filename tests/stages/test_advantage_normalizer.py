@@ -212,12 +212,12 @@ async def test_a_reward_that_is_no_number_is_refused_with_the_id_of_its_trajecto
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in GATHERING])
 async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone(mode: Mode) -> None:
-    lengths = [[1, 3], [], [2, 5, 1, 1], [4]]
+    lengths = [[1, 3], [0], [2, 5, 1, 1], [4]]
     given = [
         expecting(group(completion_lengths=of, rewards=[0.1 * (i + j) for j in range(len(of))], instance_id=str(i)))
         for i, of in enumerate([*lengths, *lengths])
     ]
-    given[1] = given[1].with_advantages([])
+    given[1] = given[1].with_advantages([0.5])
     given[2] = given[2].with_advantages(np.ones(4))
     together, alone = normalizer(mode), normalizer(mode)
 
@@ -268,8 +268,8 @@ async def test_metrics_tell_what_became_of_the_rewards() -> None:
     assert metrics["reward_std"] == pytest.approx(np.std([0, 3], ddof=1) / 2)
 
 
-async def test_an_empty_group_passes() -> None:
-    empty = expecting(of_turns())
+async def test_a_group_of_empty_sequences_passes() -> None:
+    empty = expecting(TrajectoryGroup.build(env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0]))
 
     for mode in MODES:
         (out,) = await drive(normalizer(mode), [empty])

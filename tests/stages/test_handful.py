@@ -25,7 +25,7 @@ def of_masks(*masks: list[bool], rewards: list[float] | None = None) -> Trajecto
     )
 
 
-masks = st.lists(st.lists(st.booleans(), max_size=4), max_size=5)
+masks = st.lists(st.lists(st.booleans(), max_size=4), min_size=1, max_size=5)
 
 
 @given(st.lists(masks, min_size=1, max_size=4))
@@ -67,7 +67,7 @@ def test_values_of_tokens_are_added_up_by_sequence() -> None:
     handful = Handful([of_masks([True, True], [], [False]), of_masks([False, True])])
 
     assert handful.sums(np.array([1.0, 2, 3, 4, 5, 6, 7, 8])).tolist() == [6, 0, 9, 21]
-    assert Handful([of_masks()]).sums(np.zeros(0)).dtype == np.float64
+    assert Handful([of_masks([])]).sums(np.zeros(0)).dtype == np.float64
 
 
 def test_a_part_is_that_of_each_group_or_what_else_is_given() -> None:

@@ -259,7 +259,7 @@ async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
 async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone() -> None:
     given = [
         group(completion_lengths=lengths, rewards=[0.1 * n for n in lengths], instance_id=str(i))
-        for i, lengths in enumerate([[1, 3], [], [9], [2, 5, 1]])
+        for i, lengths in enumerate([[1, 3], [0], [9], [2, 5, 1]])
     ]
     (given[3],) = await drive(bridge(clip=[0.15, 10]), [given[3]])  # brings parts of its own
     stage = bridge(length_bounty={"reward": 0.07, "cap": 0.5}, combine="fallback", right_from=0.3, clip=[-1, 0.8])
@@ -289,12 +289,12 @@ async def test_everything_else_of_a_group_stays_as_it_is() -> None:
     assert out.ids == given.ids
 
 
-async def test_an_empty_group_passes() -> None:
-    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[], loss_mask=[], rewards=[])
+async def test_a_group_of_empty_sequences_passes() -> None:
+    empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0])
 
     for stage in (bridge(format_markers=[MARK]), bridge(RewardFunction(length))):
         (out,) = await drive(stage, [empty])
-        assert len(out) == 0
+        assert out.completion_lengths().tolist() == [0]
 
 
 # -- functions -------------------------------------------------------------------------------------------------------
