@@ -41,6 +41,7 @@ __all__ = [
     "Released",
     "dealer",
     "router",
+    "start_zero_copy",
 ]
 
 EVENTS = int(zmq.EVENTS)
@@ -184,6 +185,15 @@ def _may_run_as_batch_work() -> bool:
     except OSError:
         return False
     return True
+
+
+def start_zero_copy() -> None:
+    """Start the thread with which pyzmq frees frames that it sends without a copy, and wait until it runs.
+
+    The first such frame of a process starts it. Made here, it is not one that the event loop sends: a busy machine may
+    take long to run a new thread. Once it runs, this costs nothing.
+    """
+    zmq.Frame(b"\0", copy=False)
 
 
 def dealer(endpoint: str, identity: bytes, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:

@@ -24,7 +24,7 @@ from ...schemas.control import Publish, encode
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
 from ..errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
-from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router
+from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router, start_zero_copy
 from .door import Door
 from .introduction import answering_within, introduce, let_in
 from .keys import Key
@@ -199,6 +199,7 @@ async def connect_tcp(
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
     host, port = await anyio.to_thread.run_sync(_address, url, key)
+    await anyio.to_thread.run_sync(start_zero_copy)
     with answering_within(silence_s, url):
         try:
             stream = await anyio.connect_tcp(host, port)

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
+import zmq.utils.garbage
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
@@ -91,6 +93,20 @@ async def test_a_dtype_may_go_by_another_name(carrier: str) -> None:
 
     assert [each.policy_versions.tolist() for each in received[1::2]] == [versions.tolist()] * 2
     assert received[0].policy_versions.tolist() == received[2].policy_versions.tolist() == [0, 0]
+
+
+async def test_a_large_record_over_tcp_starts_no_thread_under_the_event_loop() -> None:
+    """pyzmq frees what it sends without a copy in a thread, which the first such frame of a process starts."""
+    zmq.utils.garbage.gc.stop()
+    large = group(completion_lengths=[30_000])
+
+    async with REMOTE["tcp"]() as ends, ends.join() as outbox:
+        threads = set(threading.enumerate())
+        outbox.send_nowait(large)
+        received = await ends.inbox.receive()
+
+        assert set(threading.enumerate()) <= threads
+        assert received.tokens.tobytes() == large.tokens.tobytes()
 
 
 @pytest.mark.parametrize("carrier", REMOTE)
