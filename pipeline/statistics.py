@@ -36,6 +36,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     state: WorkerState
     restarts: int
     """How often it died and was started anew."""
+    starting: str = ""
+    """What it does while it starts: `importing train.py`; "" at any other time."""
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,9 @@ __all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
 STOP_WITHIN_S = 3.0
 """How long a worker has between SIGTERM and SIGKILL: a run that is interrupted has ended within five seconds."""
 
+START_TIMEOUT_S = 60.0
+"""How long a worker may take to import what its stage needs and to connect."""
+
 
 @dataclass(frozen=True, slots=True)
 class Here:
@@ -32,6 +35,8 @@ class Processes:
     """How often each worker that died is replaced before the run fails."""
     stop_within_s: float = STOP_WITHIN_S
     """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
 
     def __str__(self) -> str:
         processes = "1 process" if self.count == 1 else f"{self.count} processes"
@@ -50,20 +55,29 @@ def here() -> Here:
     return HERE
 
 
-def processes(count: int, *, restarts: int = 1, stop_within_s: float = STOP_WITHIN_S) -> Processes:
+def processes(
+    count: int,
+    *,
+    restarts: int = 1,
+    stop_within_s: float = STOP_WITHIN_S,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Processes:
     """In `count` processes. The stage is pickled to each, so it has to be a recipe: open files and models in its `run`.
 
     A worker that dies (a signal, `os._exit`) is started anew up to `restarts` times, and what it held is counted as
-    lost. An exception in a worker ends the pipeline as it would here.
+    lost. An exception in a worker ends the pipeline as it would here. A worker whose stage has not begun after
+    `start_timeout_s` is killed, and counts as one that died.
 
     >>> processes(4, restarts=2)
-    Processes(count=4, restarts=2, stop_within_s=3.0)
+    Processes(count=4, restarts=2, stop_within_s=3.0, start_timeout_s=60.0)
 
     Raises:
-        ValueError: fewer than one process, or a negative number of restarts or seconds.
+        ValueError: fewer than one process, a negative number of restarts or seconds, or no time to start.
     """
     if count < 1 or restarts < 0 or stop_within_s < 0:
         raise ValueError(
             f"expected at least 1 process and no negative restarts or seconds, got {count}, {restarts}, {stop_within_s}"
         )
-    return Processes(count, restarts, stop_within_s)
+    if not start_timeout_s > 0:
+        raise ValueError(f"start_timeout_s: expected a positive number of seconds, got {start_timeout_s}")
+    return Processes(count, restarts, stop_within_s, start_timeout_s)

@@ -31,7 +31,7 @@ from ..statistics import WorkerState, WorkerStatistics
 from ..telemetry import get_logger
 from .placement import Processes
 from .worker import refuse_while_importing_main
-from .worker_messages import Connected, Failed, Finished, Orders, Serving, Word, words
+from .worker_messages import Connected, Failed, Finished, Orders, Serving, Starting, Word, words
 
 __all__ = ["Supervisor"]
 
@@ -85,6 +85,10 @@ class _Child:
         self.state: WorkerState = "starting"
         self.connected = False
         """Whether it has come so far that its stage began."""
+        self.phase = "importing penstock"
+        """What it does while it starts."""
+        self.started = anyio.Event()
+        """Set when its stage began; a middle stage's, when records may be sent to it."""
         self.finished = False
         """Whether its stage returned."""
         self.failure: Failed | None = None
@@ -136,17 +140,23 @@ class _Child:
 
     def _heed(self, word: Word) -> None:
         match word:
+            case Starting(phase):
+                self.phase = phase
             case Connected():
                 self.state, self.connected = "running", True
+                if not self.orders.inbox_kind:
+                    self.started.set()
             case Serving(url):
                 self.url = url
                 self.serving.set()
+                self.started.set()
             case Finished():
                 self.finished = True
                 self.done.set()
             case Failed():
                 self.failure = word
                 self.done.set()
+                self.started.set()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process and to no other."""
@@ -274,6 +284,7 @@ class Supervisor:
             pid=child.pid if child else None,
             state=child.state if child else "starting",
             restarts=child.orders.incarnation if child else 0,
+            starting=child.phase if child and child.state == "starting" else "",
         )
 
     def _name_of(self, index: int, incarnation: int = 0) -> str:
@@ -347,6 +358,7 @@ class Supervisor:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(child.hear)
             tasks.start_soon(self._hurry, child)
+            tasks.start_soon(self._limit_start, child)
             if feed is not None:
                 tasks.start_soon(self._feed, child, feed)
             try:
@@ -354,6 +366,14 @@ class Supervisor:
             finally:
                 await self._stop(child)
                 tasks.cancel_scope.cancel()
+
+    async def _limit_start(self, child: _Child) -> None:
+        """A process whose stage does not begin in time is killed."""
+        limit_s = self._on.start_timeout_s
+        with anyio.move_on_after(limit_s) as deadline:
+            await child.started.wait()
+        if deadline.cancelled_caught:
+            child.give_up(f"did not start within start_timeout_s={limit_s:g}, it was {child.phase}")
 
     async def _hurry(self, child: _Child) -> None:
         """A process whose stage is done has to end in time."""

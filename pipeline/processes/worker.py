@@ -37,7 +37,7 @@ from ..joint import Outbox, Passage
 from ..ledger import EndState, Ledger
 from ..telemetry import Metrics, telling_waits
 from .account import Account
-from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Word, framed
+from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Starting, Word, framed
 
 __all__ = ["die_with", "main", "refuse_while_importing_main"]
 
@@ -94,7 +94,7 @@ def main(encoded: str) -> None:
     for fd in (orders.job, orders.account, orders.word):
         os.set_inheritable(fd, False)
     try:
-        stopped = anyio.run(_run, _load(orders.job), orders)
+        stopped = anyio.run(_run, _load(orders), orders)
     except BaseException as error:
         cause = sole_cause(error)
         _tell(orders, Failed(_told(cause), _traceback(cause)))
@@ -121,15 +121,20 @@ def _end_by_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _load(job: int) -> Any:
-    """The stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
+def _load(orders: Orders) -> Any:
+    """Return the stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
     global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
-    file = io.BytesIO(os.pread(job, os.fstat(job).st_size, 0))  # siblings share the descriptor's position
-    os.close(job)
+    size = os.fstat(orders.job).st_size
+    file = io.BytesIO(os.pread(orders.job, size, 0))  # siblings share the descriptor's position
+    os.close(orders.job)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
+    script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
+    if script:
+        _tell(orders, Starting(f"importing {script}"))
     _importing_main = True
     spawn.prepare(preparation)
     _importing_main = False
+    _tell(orders, Starting(f"unpickling {orders.stage} and importing what it needs"))
     return pickle.load(file)  # noqa: S301 (as above)
 
 
@@ -192,6 +197,7 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
 
 
 async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
+    _tell(orders, Starting(f"connecting to {orders.outbox_url}"))
     async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, silence_s=None) as sender:
         _tell(orders, Connected())
         sender.on_ended(context.ledger.settle)

@@ -23,6 +23,7 @@ __all__ = [
     "News",
     "Orders",
     "Serving",
+    "Starting",
     "Word",
     "framed",
     "words",
@@ -60,6 +61,13 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """The worker is on its way to its stage."""
+
+    phase: str
+    """What it does now: `importing train.py`."""
+
+
 class Connected(msgspec.Struct, frozen=True, tag=True):
     """The worker is up; its stage begins."""
 
@@ -82,7 +90,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-Word = Connected | Serving | Finished | Failed
+Word = Starting | Connected | Serving | Finished | Failed
 """What a worker tells its parent on the pipe, each as a 4-byte length and msgpack."""
 
 

@@ -16,3 +16,9 @@ def test_a_placement_reads_like_a_sentence() -> None:
 def test_impossible_numbers_are_refused(count: int, options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected at least 1 process"):
         processes(count, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_worker_needs_time_to_start(seconds: float) -> None:
+    with pytest.raises(ValueError, match="start_timeout_s: expected a positive number of seconds"):
+        processes(1, start_timeout_s=seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Attentive, Commit
@@ -121,6 +123,56 @@ async def test_a_worker_killed_from_outside_is_noticed_at_once() -> None:
 
         assert time.monotonic() - at < 1
         assert f"SampleForever 1/2 (pid {pid}) was killed by SIGKILL" in str(failed.value)
+
+
+# -- starting ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_hangs_while_it_starts_is_replaced_and_then_fails_the_run_by_name() -> None:
+    on = processes(1, start_timeout_s=0.2)
+    pipeline = source(stages.HangWhenUnpickled(), on=on).sink(Commit())
+
+    with pytest.raises(WorkerFailed) as failed:
+        await pipeline.run()
+
+    assert re.match(
+        r"HangWhenUnpickled 1/1, restart 1 \(pid \d+\) did not start within start_timeout_s=0\.2, it was .+; "
+        r"it was killed; it was to be started anew 1 times at most",
+        str(failed.value),
+    )
+    assert pipeline.report is not None
+    assert pipeline.report.balance.balanced
+    assert not is_alive(pipeline.report.statistics.stages[0].workers[0].pid or 0)
+
+
+async def test_a_worker_of_a_middle_stage_that_hangs_while_it_starts_ends_the_run_likewise() -> None:
+    relay = stages.RelayThatHangsWhenUnpickled()
+    on = processes(2, restarts=0, start_timeout_s=0.2)
+    pipeline = source(stages.SampleForever()).then(relay, on=on).sink(Commit())
+
+    with pytest.raises(WorkerFailed, match=r"RelayThatHangsWhenUnpickled ./2 .* did not start within"):
+        await pipeline.run()
+
+    assert pipeline.report is not None
+    assert pipeline.report.balance.balanced
+
+
+async def test_statistics_tell_what_a_worker_does_that_has_not_started() -> None:
+    pipeline = source(stages.HangWhenUnpickled(), on=processes(1)).sink(Commit())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pipeline.run)
+        while not pipeline.statistics().stages or not starting_of(pipeline).startswith("unpickling"):
+            await anyio.lowlevel.checkpoint()
+        stage = pipeline.statistics().stages[0]
+        tasks.cancel_scope.cancel()
+
+    assert stage.waiting_for == "start of HangWhenUnpickled 1/1"
+    assert stage.workers[0].starting == "unpickling HangWhenUnpickled and importing what it needs"
+
+
+def starting_of(pipeline: Pipeline) -> str:
+    return "".join(worker.starting for worker in pipeline.statistics().stages[0].workers)
 
 
 # -- stopping ------------------------------------------------------------------------------------------------------

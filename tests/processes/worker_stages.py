@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
@@ -183,6 +184,26 @@ class DieWhenUnpickled:
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         await outbox.send(group())
+
+
+class HangWhenUnpickled:
+    """A source of which no worker gets as far as `run`."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return signal.pause, ()
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        raise NotImplementedError
+
+
+class RelayThatHangsWhenUnpickled:
+    """The same as a middle stage."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return signal.pause, ()
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
