@@ -94,6 +94,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
+    reward_noise: NDArray[np.float32] | None = None
+    """[B] how far rounding may have moved each reward."""
     behavior_logprobs: NDArray[np.float32] | None = None
     """[N] log-probability under the sampling policy."""
     token_rewards: NDArray[np.float32] | None = None

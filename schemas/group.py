@@ -21,6 +21,7 @@ from .columns import Array, ColumnRule, as_column, check_axes, count_between, fr
 from .errors import UNREADABLE, InvalidRecord
 from .ids import MAX_REPETITION_ID, GroupId, StopReason, TrajectoryId
 from .layout import Schema
+from .noise import noise_of_sum, rounding
 
 __all__ = ["Trajectory", "TrajectoryGroup"]
 
@@ -36,6 +37,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "policy_versions": ColumnRule(np.dtype(np.int64), ("S", "N"), required=True),
     "stop_reasons": ColumnRule(np.dtype(np.uint8), ("S",), required=True),
     "repetition_ids": ColumnRule(np.dtype(np.int64), ("S",), required=True),
+    "reward_noise": ColumnRule(np.dtype(np.float32), ("S",), finite=True),
     "behavior_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "token_rewards": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "values": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
@@ -115,6 +117,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[S] values of StopReason."""
     repetition_ids: NDArray[np.int64]
     """[S] which completion of the prompt each sequence is; unique within the group."""
+    reward_noise: NDArray[np.float32] | None = None
+    """[S] how far rounding may have moved each reward; without it, as far as the rounding of the reward itself."""
     behavior_logprobs: NDArray[np.float32] | None = None
     """[N] log-probability under the sampling policy; 0 where loss_mask is false."""
     token_rewards: NDArray[np.float32] | None = None
@@ -325,16 +329,25 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def with_rewards(self, rewards: ArrayLike, *, parts: Mapping[str, ArrayLike] | None = None) -> Self:
         """The same group with other `rewards` [S], and `parts` ([S] each) added to `reward_parts`.
 
+        Parts are what was added to the rewards, or, with a `score` among them, all that the new ones are the sum of:
+        `reward_noise` follows from them. What does not add up to the rewards is noted and counts for nothing.
+
         Raises:
             InvalidRecord: a column is not finite or has not one value a sequence.
         """
         columns = {"rewards": as_column("rewards", rewards, np.float32)}
         columns |= {PART_PREFIX + k: as_column(PART_PREFIX + k, v, np.float32) for k, v in (parts or {}).items()}
         check_axes(columns, dict.fromkeys(columns, GROUP_RULES["rewards"]), {"S": len(self)})
-        freeze(columns.values())
         checked = columns.pop("rewards")
         added = {name.removeprefix(PART_PREFIX): column for name, column in columns.items()}
-        return msgspec.structs.replace(self, rewards=checked, reward_parts=self.reward_parts | added)
+        noise = None
+        if added or self.reward_noise is not None:
+            before = rounding(self.rewards) if self.reward_noise is None else self.reward_noise.astype(np.float64)
+            noise = noise_of_sum(checked, self.rewards, before, added).astype(np.float32)
+        freeze([checked, noise, *added.values()])
+        return msgspec.structs.replace(
+            self, rewards=checked, reward_noise=noise, reward_parts=self.reward_parts | added
+        )
 
     def with_advantages(self, advantages: ArrayLike) -> Self:
         """The same group with `advantages`, one a token ([N]) or one a sequence ([S], spread over the loss mask).

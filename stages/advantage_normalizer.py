@@ -161,7 +161,7 @@ class AdvantageNormalizer:
         return self.clip if isinstance(self.clip, tuple) else (-self.clip, self.clip)
 
     def _observe(self, estimate: Estimate, clipped: NDArray[np.bool_]) -> None:
-        metrics, deviations = current().metrics, estimate.groups.deviations
+        metrics, deviations = current().metrics, estimate.deviations
         metrics.mean("reward_std", deviations)
         metrics.mean("frac_reward_zero_std", deviations == 0)
         if self.clip is not None:

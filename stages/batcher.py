@@ -158,7 +158,7 @@ class _Filling:
         if group.advantages is not None:
             return "" if group.advantages[group.loss_mask].any() else "zero advantages"
         alone = Handful([group])
-        compared = Groups(alone.rewards(), alone.live(), alone.sizes, magnitudes=alone.magnitudes())
+        compared = Groups(alone.rewards(), alone.live(), alone.sizes, alone.noise())
         return "" if compared.counts[0] == 1 or compared.deviations[0] else "zero variance"
 
     def _fresh(self, batch: TrainBatch) -> TrainBatch | None:

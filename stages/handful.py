@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..schemas import InvalidRecord, TrajectoryGroup
 from ..schemas.columns import as_column, count_between, freeze
 from ..schemas.group import PART_PREFIX
+from ..schemas.noise import rounding
 
 __all__ = ["Handful"]
 
@@ -55,14 +56,14 @@ class Handful:
         self._check_finite("rewards", rewards, by_token=False)
         return rewards
 
-    def magnitudes(self) -> Floats:
-        """[B] how much was added up to each reward, as far as `reward_parts` tell: what rounding is a share of."""
-        rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
-        nothing, names = np.zeros(len(rewards)), sorted(self._part_names)
-        if not names:
-            return np.abs(rewards)
-        parts = np.concatenate([part for name in names for part in self._parts(name, nothing)], dtype=np.float64)
-        return np.maximum(np.abs(rewards), sum(np.abs(parts).reshape(len(names), -1), nothing))
+    def noise(self) -> Floats:
+        """[B] how far rounding may have moved each reward."""
+        own = rounding(np.concatenate([group.rewards for group in self._groups]))
+        told = [group.reward_noise for group in self._groups]
+        if all(noise is None for noise in told):
+            return own
+        parts = [own[span] if noise is None else noise for noise, span in zip(told, self._spans, strict=True)]
+        return np.maximum(own, np.concatenate(parts, dtype=np.float64))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
         """[B] the part of that name; where a group has none, `otherwise` [B]."""
@@ -101,30 +102,41 @@ class Handful:
 
     def live(self) -> NDArray[np.bool_]:
         """[B] which sequences have a token that trains."""
-        filled = self.lengths > 0
-        live = np.zeros(len(filled), np.bool_)
-        starts = self.lengths.cumsum() - self.lengths
-        live[filled] = np.logical_or.reduceat(self.loss_mask, starts[filled])
+        live = np.zeros(len(self.lengths), np.bool_)
+        live[self.lengths > 0] = np.logical_or.reduceat(self.loss_mask, self._starts())
         return live
 
-    def with_rewards(self, rewards: Floats, parts: Mapping[str, Floats]) -> list[TrajectoryGroup]:
-        """The same groups with other `rewards` [B], and `parts` ([B] each) added to their `reward_parts`.
+    def largest(self, values: Floats) -> Floats:
+        """[B] the largest magnitude among `values` [N] of each sequence; 0 where it has no tokens."""
+        largest = np.zeros(len(self.lengths))
+        largest[self.lengths > 0] = np.maximum.reduceat(np.abs(values), self._starts())
+        return largest
+
+    def _starts(self) -> NDArray[np.int64]:
+        """Where each sequence begins that has tokens."""
+        return (self.lengths.cumsum() - self.lengths)[self.lengths > 0]
+
+    def with_rewards(self, rewards: Floats, noise: Floats, parts: Mapping[str, Floats]) -> list[TrajectoryGroup]:
+        """The same groups with other `rewards` [B], their `noise` [B], and `parts` ([B] each) among `reward_parts`.
 
         Raises:
             InvalidRecord: one is not finite, which float32 may make of it; the message names whose.
         """
-        columns = as_column("rewards", np.array([rewards, *parts.values()]), np.float32)
+        columns = as_column("rewards", np.array([rewards, noise, *parts.values()]), np.float32)
         if not np.isfinite(columns).all():
-            names = ["rewards", *(PART_PREFIX + name for name in parts)]
+            names = ["rewards", "reward_noise", *(PART_PREFIX + name for name in parts)]
             for name, column in zip(names, columns, strict=True):
                 self._check_finite(name, column, by_token=False)
         freeze([columns])
         cut = [[column[span] for span in self._spans] for column in columns]
         return [
             msgspec.structs.replace(
-                group, rewards=own, reward_parts={**group.reward_parts, **dict(zip(parts, added, strict=True))}
+                group,
+                rewards=own,
+                reward_noise=rounded,
+                reward_parts={**group.reward_parts, **dict(zip(parts, added, strict=True))},
             )
-            for group, own, *added in zip(self._groups, *cut, strict=True)
+            for group, own, rounded, *added in zip(self._groups, *cut, strict=True)
         ]
 
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:

@@ -116,11 +116,11 @@ class RewardBridge:
             return list(groups)
         handful = Handful(groups)
         scores = handful.rewards()
-        added = combined(scores, {**self._components(handful, turns), **judged}, self.config)
+        shaped = combined(scores, handful.noise(), {**self._components(handful, turns), **judged}, self.config)
         nothing = np.zeros(len(scores))
-        parts = {name: handful.reward_parts(name, nothing) + part for name, part in added.items()}
+        parts = {name: handful.reward_parts(name, nothing) + part for name, part in shaped.parts.items()}
         parts["score"] = handful.reward_parts("score", scores)  # of a bridge that this one follows, if any
-        return handful.with_rewards(scores + sum(added.values(), nothing), parts)
+        return handful.with_rewards(shaped.rewards, shaped.noise, parts)
 
     def _components(self, handful: Handful, turns: Turns) -> dict[str, NDArray[np.float64]]:
         """[B] each: what the configuration adds, before any correction."""

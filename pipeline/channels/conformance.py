@@ -232,6 +232,7 @@ async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> N
     tokens = np.full((count * length, 4), -1, np.int32)
     full = group(
         completion_lengths=[length - 2] * count,
+        reward_noise=random.random(count),
         token_rewards=random.standard_normal(count * length),
         values=random.standard_normal(count * length),
         advantages=random.standard_normal(count * length),

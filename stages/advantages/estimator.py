@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.noise import rounding
 from ..handful import Handful
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
 from .presets import Preset
@@ -38,7 +39,8 @@ class Estimate(NamedTuple):
     """[B], or [N] in the modes `BY_TOKEN`."""
     trains: Flags
     """[B] or [N], which of them train."""
-    groups: Groups
+    deviations: Floats
+    """[G] σ of the rewards of each group; 0 where they were taken as equal, or with all others at hand."""
     seen: RunningStatistics
     """What was seen before, and in mode `global` this too."""
 
@@ -48,18 +50,18 @@ class Compared(NamedTuple):
 
     values: Floats
     """[B]."""
-    magnitudes: Floats
-    """[B] how much was added up to each: noise is a share of that."""
+    noise: Floats
+    """[B] how far rounding may have moved each; 0 where a library is followed that does not tell noise from rewards."""
     counted: Flags
     """[B] which enter the statistics."""
 
     def kept(self) -> tuple[Floats, Floats]:
-        """Values and magnitudes of those that are counted."""
-        return self.values[self.counted], self.magnitudes[self.counted]
+        """Values and noise of those that are counted."""
+        return self.values[self.counted], self.noise[self.counted]
 
-    def beside(self, sizes: NDArray[np.int64], noise: float) -> Groups:
+    def beside(self, sizes: NDArray[np.int64]) -> Groups:
         """The same, in groups of `sizes` sequences."""
-        return Groups(self.values, self.counted, sizes, magnitudes=self.magnitudes, noise=noise)
+        return Groups(self.values, self.counted, sizes, self.noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +84,32 @@ class Estimator:
         """
         live = handful.live()
         rewards = self._compared(handful, live)
-        groups = rewards.beside(handful.sizes, self.preset.noise)
+        groups = rewards.beside(handful.sizes)
         if self.mode in BY_TOKEN:
-            return Estimate(self._by_token(handful), handful.loss_mask, groups, seen)
+            advantages = self._by_token(handful, rewards.noise)
+            deviations = _deviations(groups, advantages, groups.owners.repeat(handful.lengths))
+            return Estimate(advantages, handful.loss_mask, deviations, seen)
         if self.mode == "global":
             seen = seen.including(*rewards.kept())
         advantages = self._by_sequence(handful, rewards, groups, seen)
         if self.mode == "reinforce++-baseline":
             lengths = handful.completion_lengths()
             compared = lengths if self.preset.masked_count else lengths * (groups.deviations > 0)[groups.owners]
-            advantages = self._whitened(advantages, compared, 0.0)
-        return Estimate(advantages, live, groups, seen)
+            advantages = self._whitened(advantages, compared, np.zeros(len(advantages)))
+        return Estimate(advantages, live, _deviations(groups, advantages, groups.owners), seen)
 
     # -- one a sequence ----------------------------------------------------------------------------------------------
 
     def _compared(self, handful: Handful, live: Flags) -> Compared:
         counted = np.ones_like(live) if self.preset.masked_count else live
-        magnitudes = self._magnitudes(handful)
+        nothing = np.zeros(len(live))
+        noise = nothing if self.level == "token" else handful.noise()
         if self.level == "sequence":
-            return Compared(handful.rewards(), magnitudes, counted)
-        by_token = self._token_rewards(handful)
-        return Compared(handful.sums(by_token), np.maximum(magnitudes, handful.sums(np.abs(by_token))), counted)
-
-    def _magnitudes(self, handful: Handful) -> Floats:
-        """[B] how much was added up to the reward of each sequence, where that counts."""
-        return np.zeros(len(handful.lengths)) if self.level == "token" else handful.magnitudes()
+            values = handful.rewards()
+        else:
+            by_token = self._token_rewards(handful)
+            values, noise = handful.sums(by_token), noise + rounding(handful.sums(np.abs(by_token)))
+        return Compared(values, noise if self.preset.tells_noise else nothing, counted)
 
     def _by_sequence(self, handful: Handful, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
         match self.mode:
@@ -130,7 +133,7 @@ class Estimator:
         return np.where((groups.counts == 1)[groups.owners], rewards.values / deviation, advantages)
 
     def _against_batch(self, rewards: Compared, groups: Groups) -> Floats:
-        batch = rewards.beside(np.array([len(rewards.values)]), self.preset.noise)
+        batch = rewards.beside(np.array([len(rewards.values)]))
         if self.preset.batch_deviation_only:
             return groups.centred / (batch.deviations + self.preset.epsilon)
         return self._scaled(batch)
@@ -143,30 +146,30 @@ class Estimator:
 
     # -- one a token -------------------------------------------------------------------------------------------------
 
-    def _by_token(self, handful: Handful) -> Floats:
+    def _by_token(self, handful: Handful, noise: Floats) -> Floats:
+        """[N] the advantage of each token; `noise` [B] is that of the rewards of its sequence."""
         preset, mask = self.preset, handful.loss_mask
         observations = preset.gae if self.mode == "gae" else preset.returns
         places, remaining = Steps.of(mask, handful.lengths, observations)
         speak = np.ones_like(mask) if observations == "counted" else mask
         rewards = np.where(speak, self._token_rewards(handful), 0.0)[places]
-        largest = max(np.abs(rewards).max(initial=0.0), self._magnitudes(handful)[handful.live()].max(initial=0.0))
         if self.mode == "gae":
-            values = handful.column("values", speak)[places]
-            largest = max(largest, np.abs(values).max(initial=0.0))
-            advantages = generalized_advantages(rewards, values, self.gamma, self.gae_lambda, remaining)
+            values = handful.column("values", speak)
+            if preset.tells_noise:
+                noise = noise + rounding(handful.largest(values))
+            advantages = generalized_advantages(rewards, values[places], self.gamma, self.gae_lambda, remaining)
         else:
-            # where all of these are equal, each is the last reward of its chain: `largest` stands
             advantages = discounted_sums(rewards, self.gamma, remaining)
         if self.whitens:
-            advantages = self._whitened(advantages, mask[places], preset.noise * largest)
+            advantages = self._whitened(advantages, mask[places], noise.repeat(handful.lengths)[places])
         spread = np.zeros(len(mask))
         spread[places] = advantages
         return spread
 
-    def _whitened(self, values: Floats, weights: NDArray[np.int64] | Flags, least: float) -> Floats:
+    def _whitened(self, values: Floats, weights: NDArray[np.int64] | Flags, noise: Floats) -> Floats:
         preset = self.preset
         return whitened(
-            values, weights, least, epsilon=preset.token_epsilon, epsilon_of_variance=preset.token_epsilon_of_variance
+            values, weights, noise, epsilon=preset.token_epsilon, epsilon_of_variance=preset.token_epsilon_of_variance
         )
 
     # -- which rewards count -----------------------------------------------------------------------------------------
@@ -180,3 +183,9 @@ class Estimator:
             last = last_places(count, handful.lengths)
             earned[last[last >= 0]] += handful.rewards()[last >= 0]
         return earned
+
+
+def _deviations(groups: Groups, advantages: Floats, owners: NDArray[np.int64]) -> Floats:
+    """[G] σ of each group, and 0 where it was given nothing but advantages of 0; `owners` are those of `advantages`."""
+    moves = np.bincount(owners, advantages != 0, len(groups.deviations)) > 0
+    return np.where(moves, groups.deviations, 0.0)

@@ -15,9 +15,12 @@ that trains; what is masked entirely has advantage 0 and enters no statistic. Wi
     reinforce++-baseline  dr_grpo, whitened over all tokens at hand that train
     gae                   see `returns`; whitened over all tokens at hand, or not
 
-We differ from the libraries where they are wrong: a population of one, and one whose rewards differ by no more than
-float32 noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere. What they do
-stands in `presets`.
+We differ from the libraries where they are wrong: a population of one, and one in which no two rewards differ by more
+than their noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere. Where two
+differ by more, all rewards are taken as they are. What the libraries do stands in `presets`.
+
+Two values differ by more than their noise if the one's least possible value lies above the other's greatest: so all
+are equal if, and only if, the highest of the least values is not above the lowest of the greatest.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from numpy.typing import NDArray
 
 __all__ = [
     "EPSILON",
-    "NOISE",
     "Groups",
     "Mode",
     "RunningStatistics",
@@ -64,46 +66,40 @@ Counts: TypeAlias = NDArray[np.int64]
 EPSILON = 1e-6
 """Added to σ before dividing, as verl and SkyRL do."""
 
-NOISE = 4 * float(np.finfo(np.float32).eps)
-"""Rewards that differ from their mean by no more than this share of the largest are equal: rewards travel as float32,
-and a sum of parts that should be the same comes out an ulp or two apart."""
-
 
 class Groups:
     """Rewards beside those of their group, with exact zeros where nothing can be told apart.
 
-    Rewards that are sums say in `magnitudes` [B] how much was added up, for noise is a share of that: 0.1 + 0.2 − 0.3
-    differs from 0 by an ulp of 0.3.
+    `noise` [B] is how far rounding may have moved each reward.
     """
 
-    __slots__ = ("_filled", "_starts", "centred", "counts", "deviations", "owners")
+    __slots__ = ("centred", "counts", "deviations", "owners")
 
-    def __init__(
-        self, rewards: Rewards, live: Flags, sizes: Counts, *, magnitudes: Floats | None = None, noise: float = NOISE
-    ) -> None:
+    def __init__(self, rewards: Rewards, live: Flags, sizes: Counts, noise: Floats) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
         number = len(sizes)
-        self._filled = sizes > 0
-        self._starts = (sizes.cumsum() - sizes)[self._filled]
         self.owners = np.arange(number).repeat(sizes)
         """[B] the group of each sequence."""
         self.counts = np.bincount(self.owners, live, number)
         """[G] live sequences."""
         means = np.bincount(self.owners, values, number) / np.maximum(self.counts, 1)
         centred = np.where(live, values - means[self.owners], 0.0)
-        largest = self._largest(values if magnitudes is None else np.where(live, magnitudes, 0.0))
-        differ = self._largest(centred) > noise * largest
-        self.centred = np.where(differ[self.owners], centred, 0.0)
+        self.centred = np.where(_differ(values, noise, live, sizes)[self.owners], centred, 0.0)
         """[B] R − μ; 0 where masked, alone, or equal to all others."""
         squares = np.bincount(self.owners, self.centred**2, number)
         self.deviations = np.sqrt(squares / np.maximum(self.counts - 1, 1))
         """[G] σ; exactly 0 where all live sequences have the same reward, or there are fewer than two."""
 
-    def _largest(self, values: Floats) -> Floats:
-        """[G] the largest magnitude in each group; 0 where it has no sequences."""
-        largest = np.zeros(len(self.counts))
-        largest[self._filled] = np.maximum.reduceat(np.abs(values), self._starts)
-        return largest
+
+def _differ(values: Floats, noise: Floats, live: Flags, sizes: Counts) -> Flags:
+    """[G] in which groups two live values [B] differ by more than the noise [B] of these two."""
+    filled = sizes > 0
+    starts = (sizes.cumsum() - sizes)[filled]
+    differ = np.zeros(len(sizes), np.bool_)
+    differ[filled] = np.maximum.reduceat(np.where(live, values - noise, -np.inf), starts) > np.minimum.reduceat(
+        np.where(live, values + noise, np.inf), starts
+    )
+    return differ
 
 
 def grpo(groups: Groups, epsilon: float = EPSILON) -> Floats:
@@ -130,18 +126,24 @@ def opo(groups: Groups, lengths: Counts) -> Floats:
 
 
 def whitened(
-    values: Floats, weights: Counts | Flags, least: float, *, epsilon: float = EPSILON, epsilon_of_variance: float = 0.0
+    values: Floats,
+    weights: Counts | Flags,
+    noise: Floats,
+    *,
+    epsilon: float = EPSILON,
+    epsilon_of_variance: float = 0.0,
 ) -> Floats:
     """[M] (x − m) / (√(σ² + ε') + ε) with m and σ over all values [M], of which each counts `weights` [M] times.
 
-    Exactly 0 where the weight is 0, and everywhere if no value is further than `least` from the mean.
+    Exactly 0 where the weight is 0, and everywhere if no two values differ by more than the `noise` [M] of these two.
     """
-    number = int(weights.sum())
-    kept = np.where(weights > 0, values, 0.0)
-    mean = (kept * weights).sum() / max(number, 1)
-    centred: Floats = np.where(weights > 0, kept - mean, 0.0)
-    if np.abs(centred).max(initial=0.0) <= least:  # so it is where there is only one
+    counted = weights > 0
+    kept = np.where(counted, values, 0.0)
+    if not _differ(kept, noise, counted, np.array([len(kept)])).any():  # so it is where there is only one
         return np.zeros(len(values))
+    number = int(weights.sum())
+    mean = (kept * weights).sum() / number
+    centred: Floats = np.where(counted, kept - mean, 0.0)
     variance = float((centred**2 * weights).sum()) / (number - 1)
     return centred / (math.sqrt(variance + epsilon_of_variance) + epsilon)
 
@@ -158,34 +160,32 @@ class RunningStatistics:
     squares: float = 0.0
     """Σ (x − mean)²."""
     lowest: float = 0.0
+    """Of the greatest that any value may have been before it was rounded."""
     highest: float = 0.0
-    largest: float = 0.0
-    """Of what was added up to any of it: noise is a share of that."""
+    """Of the least that any value may have been."""
 
-    def including(self, values: Rewards, magnitudes: Rewards | None = None) -> RunningStatistics:
-        """These and `values` [n]; `magnitudes` [n] is how much was added up to each where they are sums."""
+    def including(self, values: Rewards, noise: Floats) -> RunningStatistics:
+        """These and `values` [n], each of which rounding may have moved by its `noise` [n]."""
         if not len(values):
             return self
         new = values.astype(np.float64)
         total = self.count + len(new)
         mean = float(new.mean())
         apart = mean - self.mean
-        lowest = min(float(new.min()), self.lowest if self.count else np.inf)
-        highest = max(float(new.max()), self.highest if self.count else -np.inf)
-        added = () if magnitudes is None else (float(magnitudes.max()),)
+        lowest = min(float((new + noise).min()), self.lowest if self.count else np.inf)
+        highest = max(float((new - noise).max()), self.highest if self.count else -np.inf)
         return RunningStatistics(
             count=total,
             mean=self.mean + apart * len(new) / total,
             squares=self.squares + float(((new - mean) ** 2).sum()) + apart**2 * self.count * len(new) / total,
             lowest=lowest,
             highest=highest,
-            largest=max(self.largest, abs(lowest), abs(highest), *added),
         )
 
     @property
     def deviation(self) -> float:
-        """σ with ddof = 1; exactly 0 where everything seen was the same, or fewer than two were seen."""
-        if max(self.highest - self.mean, self.mean - self.lowest) <= NOISE * self.largest:
+        """σ with ddof = 1; exactly 0 where no two that were seen differ by more than their noise."""
+        if self.highest <= self.lowest:
             return 0.0
         return float(np.sqrt(self.squares / (self.count - 1)))
 

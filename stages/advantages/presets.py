@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from .formulas import EPSILON, NOISE, Mode
+from .formulas import EPSILON, Mode
 from .returns import Observations
 
 __all__ = ["OURS", "PRESETS", "Library", "Preset"]
@@ -31,8 +31,8 @@ class Preset:
     """Added to σ where tokens are whitened."""
     token_epsilon_of_variance: float = 1e-8
     """Added to σ² where tokens are whitened."""
-    noise: float = 0.0
-    """The share of the largest reward by which equal ones may differ."""
+    tells_noise: bool = False
+    """Whether rewards that differ by no more than their noise are equal."""
     least_deviation: float = 0.0
     """A σ up to here counts as none: the advantages are 0."""
     masked_count: bool = True
@@ -54,7 +54,7 @@ OURS = Preset(
     modes=get_args(Mode),
     token_epsilon=EPSILON,
     token_epsilon_of_variance=0.0,
-    noise=NOISE,
+    tells_noise=True,
     masked_count=False,
     returns="skipped",
     gae="skipped",

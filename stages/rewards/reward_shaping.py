@@ -16,18 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.config import Config, check_finite
+from ...schemas.noise import rounding
 
 __all__ = [
     "FormatMarker",
     "LengthBounty",
     "RewardConfig",
+    "Shaped",
     "bounty_of_lengths",
     "combined",
     "failed",
@@ -149,17 +151,35 @@ def failed(scores: Floats, config: RewardConfig) -> NDArray[np.bool_]:
     return scores < _right_from(config)
 
 
-def combined(scores: Floats, components: Mapping[str, Floats], config: RewardConfig) -> dict[str, Floats]:
-    """[S] each: what every component, and every correction, adds to `scores` [S]."""
-    shaped = failed(scores, config)
+class Shaped(NamedTuple):
+    """What became of raw scores."""
+
+    rewards: Floats
+    """[S] where a bound decided, that bound exactly, however much was cut off."""
+    noise: Floats
+    """[S] how far rounding may have moved each of them."""
+    parts: dict[str, Floats]
+    """[S] each: what every component, and every correction, added."""
+
+
+def combined(scores: Floats, noise: Floats, components: Mapping[str, Floats], config: RewardConfig) -> Shaped:
+    """Add `components` ([S] each) to `scores` [S], which have that `noise` [S], and correct the sum."""
+    shaped, nothing = failed(scores, config), np.zeros(len(scores))
     parts = {name: np.where(shaped, component, 0.0) for name, component in components.items()}
-    total = scores + sum(parts.values(), np.zeros(len(scores)))
+    total = scores + sum(parts.values(), nothing)
+    result = Shaped(total, noise + sum(map(rounding, parts.values()), nothing), parts)
     if config.combine == "fallback":
-        bounded = np.where(shaped, np.minimum(total, _right_from(config)), total)
-        parts["fallback"], total = bounded - total, bounded
+        highest = np.where(shaped, _right_from(config), np.inf)
+        result = _bounded(result, "fallback", np.minimum(total, highest))
     if config.clip is not None:
-        parts["clip"] = np.clip(total, *config.clip) - total
-    return parts
+        result = _bounded(result, "clip", np.clip(result.rewards, *config.clip))
+    return result
+
+
+def _bounded(shaped: Shaped, name: str, bounded: Floats) -> Shaped:
+    """`shaped` with rewards `bounded` [S] by the correction `name`: a bound has no noise but its own rounding."""
+    noise = np.where(bounded == shaped.rewards, shaped.noise, rounding(bounded))
+    return Shaped(bounded, noise, shaped.parts | {name: bounded - shaped.rewards})
 
 
 def _right_from(config: RewardConfig) -> float:

@@ -38,6 +38,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
         policy_versions=random.integers(0, 9, total if versions_by_token else count),
         stop_reasons=random.integers(0, 5, count),
         repetition_ids=random.permutation(count),
+        reward_noise=np.abs(floats(count)),
         token_rewards=floats(total),
         values=floats(total),
         advantages=floats(total),
@@ -49,11 +50,19 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
     )
 
 
+def noise_of(one: TrajectoryGroup) -> list[float]:
+    assert one.reward_noise is not None
+    listed: list[float] = one.reward_noise.tolist()
+    return listed
+
+
 def rows(packed: TrainBatch) -> list[dict[str, Any]]:
     """What the batch says of each sequence, by column."""
     by_token = len(packed.policy_versions) != len(packed)
     spans = [slice(a, b) for a, b in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True)]
-    over_sequences = {"rewards", "stop_reasons", "repetition_ids"} | (set() if by_token else {"policy_versions"})
+    over_sequences = {"rewards", "reward_noise", "stop_reasons", "repetition_ids"} | (
+        set() if by_token else {"policy_versions"}
+    )
     return [
         {
             name: column[s].tolist() if name in over_sequences or "." in name else column[span].tolist()
@@ -127,6 +136,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         if versions_by_token:
             assert found["policy_versions"] == row.policy_versions.tolist()
     assert packed.position_ids.tolist() == [position for _, row in originals for position in range(len(row.tokens))]
+    assert [found["reward_noise"] for found in told] == [x for g in groups for x in noise_of(g)]
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)

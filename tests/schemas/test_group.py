@@ -47,6 +47,7 @@ def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_to
         policy_versions=random.integers(0, 2**40, total if versions_by_token else count),
         stop_reasons=random.integers(0, len(StopReason), count).astype(np.uint8),
         repetition_ids=random.permutation(count),
+        reward_noise=np.abs(floats(count)),
         behavior_logprobs=floats(total),
         token_rewards=floats(total),
         values=floats(total),

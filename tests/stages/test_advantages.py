@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from penstock.schemas.noise import rounding
 from penstock.stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
 
 GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]
@@ -37,7 +38,7 @@ def of_groups(
     of_each = np.array(
         [n for group in groups for n in lengths_of(len(group))] if lengths is None else lengths, np.int64
     )
-    compared = Groups(rewards, alive, np.array([len(group) for group in groups], np.int64))
+    compared = Groups(rewards, alive, np.array([len(group) for group in groups], np.int64), rounding(rewards))
     if mode == "opo":
         advantages = opo(compared, of_each * alive)
     else:
@@ -206,14 +207,16 @@ def test_a_better_reward_never_has_a_smaller_advantage(mode: GroupMode, rewards:
 def test_deviations_are_zero_exactly_where_nothing_can_be_told_apart() -> None:
     rewards = np.array([1 / 3] * 7 + [0, 2, 5], np.float32)
 
-    assert Groups(rewards, np.ones(10, np.bool_), np.array([7, 2, 1])).deviations.tolist() == [0, math.sqrt(2), 0]
+    groups = Groups(rewards, np.ones(10, np.bool_), np.array([7, 2, 1]), rounding(rewards))
+
+    assert groups.deviations.tolist() == [0, math.sqrt(2), 0]
 
 
 def test_noise_is_a_share_of_what_was_added_up() -> None:
     """0.1 + 0.2 − 0.3 is 0, and so is the sum of what float32 makes of them."""
     sums = np.array([np.array([0.1, 0.2, -0.3], np.float32).sum(dtype=np.float64), 0.0])
 
-    groups = Groups(sums, np.ones(2, np.bool_), np.array([2]), magnitudes=np.array([0.6, 0.6]))
+    groups = Groups(sums, np.ones(2, np.bool_), np.array([2]), rounding(np.array([0.6, 0.6])))
 
     assert sums[0] != 0
     assert groups.centred.tolist() == [0, 0]
@@ -258,7 +261,8 @@ def test_nor_is_what_differs_beside_a_large_mean_taken_for_noise() -> None:
 
 
 def white(values: Sequence[float], weights: Sequence[int], least: float = 0.0) -> list[float]:
-    listed: list[float] = whitened(np.array(values, np.float64), np.array(weights, np.int64), least).tolist()
+    noise = np.full(len(values), least)
+    listed: list[float] = whitened(np.array(values, np.float64), np.array(weights, np.int64), noise).tolist()
     return listed
 
 
@@ -310,7 +314,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
     running = RunningStatistics()
 
     for chunk in chunks:
-        running = running.including(array(chunk))
+        running = running.including(array(chunk), np.zeros(len(chunk)))
 
     everything = [x for chunk in chunks for x in chunk]
     assert running.count == len(everything)
@@ -323,7 +327,7 @@ def test_running_statistics_equal_those_of_everything_at_once(chunks: list[list[
 def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
     for _ in range(10):
-        running = running.including(array([1 / 3] * 3))
+        running = running.including(array([1 / 3] * 3), rounding(array([1 / 3] * 3)))
 
     assert running.deviation == 0
     assert running.whitened(array([1 / 3, 5]), np.array([True, True])).tolist() == [0, 0]
@@ -331,7 +335,7 @@ def test_while_all_was_the_same_everything_is_exactly_zero() -> None:
 
 def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
     running = RunningStatistics()
-    running = running.including(array([]))
+    running = running.including(array([]), np.zeros(0))
 
     assert running == RunningStatistics()
     assert running.whitened(array([5]), np.array([True])).tolist() == [0]
@@ -340,17 +344,17 @@ def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
 def test_noise_of_what_was_added_up_is_none_in_the_run_either() -> None:
     running = RunningStatistics()
 
-    running = running.including(array([0, 1e-8]), array([0.6, 0.6]))
+    running = running.including(array([0, 1e-8]), rounding(array([0.6, 0.6])))
 
     assert running.whitened(array([0, 1e-8]), np.array([True, True])).tolist() == [0, 0]
 
 
 def test_what_was_taken_stays_as_it_was_while_more_is_seen() -> None:
     """A checkpoint is written in a thread: half of an old value and half of a new one would be of no moment."""
-    taken = RunningStatistics().including(np.array([0.0, 2.0]))
+    taken = RunningStatistics().including(np.array([0.0, 2.0]), np.zeros(2))
     before = asdict(taken)
 
-    after = taken.including(np.array([5.0]))
+    after = taken.including(np.array([5.0]), np.zeros(1))
 
     assert asdict(taken) == before
     assert after.count == 3

@@ -81,9 +81,14 @@ def test_rewards_and_parts_go_back_to_their_groups() -> None:
     one, two = group(completion_lengths=[1], rewards=[0]), group(rewards=[0, 0])
     two = two.with_rewards(two.rewards, parts={"other": [1, 2], "clip": [3, 4]})
 
-    first, second = Handful([one, two]).with_rewards(np.array([1.0, 2.0, 3.0]), {"clip": np.array([4.0, 5.0, 6.0])})
+    noise, clip = np.array([0.0, 0.5, 0.25]), np.array([4.0, 5.0, 6.0])
+
+    first, second = Handful([one, two]).with_rewards(np.array([1.0, 2.0, 3.0]), noise, {"clip": clip})
 
     assert (first.rewards.tolist(), second.rewards.tolist()) == ([1], [2, 3])
+    assert first.reward_noise is not None
+    assert second.reward_noise is not None
+    assert (first.reward_noise.tolist(), second.reward_noise.tolist()) == ([0], [0.5, 0.25])
     assert {name: part.tolist() for name, part in first.reward_parts.items()} == {"clip": [4]}
     assert {name: part.tolist() for name, part in second.reward_parts.items()} == {"other": [1, 2], "clip": [5, 6]}
     assert {column.dtype for column in (first.rewards, *second.reward_parts.values())} == {np.dtype(np.float32)}
@@ -96,9 +101,9 @@ def test_what_float32_cannot_hold_is_refused() -> None:
     handful = Handful([group(rewards=[0, 0])])
 
     with pytest.raises(InvalidRecord, match="test/0, repetition 1: rewards: expected finite values, got inf"):
-        handful.with_rewards(np.array([0, 1e39]), {})
+        handful.with_rewards(np.array([0, 1e39]), np.zeros(2), {})
     with pytest.raises(InvalidRecord, match=r"repetition 0: reward_parts\.clip: expected finite values, got -inf"):
-        handful.with_rewards(np.zeros(2), {"clip": np.array([-1e39, 0])})
+        handful.with_rewards(np.zeros(2), np.zeros(2), {"clip": np.array([-1e39, 0])})
     with pytest.raises(InvalidRecord, match="test/0, repetition 0: advantages: expected finite values, got nan"):
         handful.with_advantages(np.array([np.nan, 0]))
     with pytest.raises(InvalidRecord, match="test/0, repetition 1: advantages: expected finite values, got inf"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from penstock.stages.rewards.reward_shaping import (
     FormatMarker,
     LengthBounty,
     RewardConfig,
+    Shaped,
     bounty_of_lengths,
     combined,
     reward_of_format,
@@ -89,32 +91,38 @@ def test_length_is_paid_or_charged_by_the_unit_up_to_the_cap() -> None:
     assert bounty_of_lengths(lengths, LengthBounty(reward=-0.5, cap=2)).tolist() == [0, -1.5, -2]
 
 
+def shaped(scores: Sequence[float], config: RewardConfig, component: Sequence[float] | None = None) -> Shaped:
+    """Scores without noise of their own, and with one component, `a`, or none."""
+    components = {} if component is None else {"a": np.array(component)}
+    return combined(np.array(scores), np.zeros(len(scores)), components, config)
+
+
 def test_added_components_apply_to_every_answer() -> None:
-    parts = combined(np.array([0.0, 1.0]), {"a": np.array([0.5, 0.25])}, RewardConfig())
+    parts = shaped([0.0, 1.0], RewardConfig(), [0.5, 0.25]).parts
 
     assert {name: part.tolist() for name, part in parts.items()} == {"a": [0.5, 0.25]}
 
 
 def test_a_fallback_applies_to_failed_answers_and_stops_at_right_ones() -> None:
-    scores, shaping = np.array([0.0, 0.9, 1.0, 2.0]), np.array([0.5, 0.5, 0.5, 0.5])
+    scores, shaping = [0.0, 0.9, 1.0, 2.0], [0.5, 0.5, 0.5, 0.5]
 
-    parts = combined(scores, {"a": shaping}, RewardConfig(combine="fallback"))
+    parts = shaped(scores, RewardConfig(combine="fallback"), shaping).parts
 
     assert parts["a"].tolist() == [0.5, 0.5, 0, 0]
-    assert (scores + parts["a"] + parts["fallback"]).tolist() == [0.5, 1, 1, 2]
+    assert (np.array(scores) + parts["a"] + parts["fallback"]).tolist() == [0.5, 1, 1, 2]
 
 
 def test_what_counts_as_right_can_be_said() -> None:
     config = RewardConfig(combine="fallback", right_from=0.5)
 
-    parts = combined(np.array([0.0, 0.5]), {"a": np.array([3.0, 3.0])}, config)
+    parts = shaped([0.0, 0.5], config, [3.0, 3.0]).parts
 
     assert parts["a"].tolist() == [3, 0]
     assert parts["fallback"].tolist() == [-2.5, 0]
 
 
 def test_what_clipping_takes_is_a_part_of_its_own() -> None:
-    parts = combined(np.array([0.0, 5.0]), {"a": np.array([-3.0, 0.0])}, RewardConfig(clip=(-1, 2)))
+    parts = shaped([0.0, 5.0], RewardConfig(clip=(-1, 2)), [-3.0, 0.0]).parts
 
     assert parts["clip"].tolist() == [2, -3]
 
@@ -132,7 +140,7 @@ configs = st.builds(
 
 
 def reward(score: float, shaping: float, config: RewardConfig) -> float:
-    parts = combined(np.array([score]), {"a": np.array([shaping])}, config)
+    parts = shaped([score], config, [shaping]).parts
     return score + sum(float(part[0]) for part in parts.values())
 
 
@@ -164,7 +172,7 @@ def test_a_fallback_never_ranks_a_failed_answer_above_a_right_one(
 def test_without_components_only_the_clip_changes_anything(score: float, clip: tuple[float, float] | None) -> None:
     for config in (RewardConfig(clip=clip), RewardConfig(clip=clip, combine="fallback")):
         expected = score if clip is None else float(np.clip(score, *clip))
-        parts = combined(np.array([score]), {}, config)
+        parts = shaped([score], config).parts
         assert score + sum(float(part[0]) for part in parts.values()) == pytest.approx(expected)
 
 

@@ -1,0 +1,73 @@
+"""Noise follows a reward from sum to sum, and nothing that is not in the sum adds to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.schemas import TrajectoryGroup
+from penstock.schemas.noise import NOISE
+from penstock.testing import group
+
+
+def noise(of: TrajectoryGroup) -> list[float]:
+    assert of.reward_noise is not None
+    listed: list[float] = of.reward_noise.tolist()
+    return listed
+
+
+def test_a_group_that_was_never_summed_has_the_rounding_of_its_rewards_alone() -> None:
+    assert group(rewards=[1, 0]).reward_noise is None
+
+
+def test_what_was_added_to_a_reward_adds_its_rounding() -> None:
+    summed = group(rewards=[0.7, 0.3]).with_rewards([0.0, 1.3], parts={"penalty": [-0.7, 1.0]})
+
+    again = summed.with_rewards([2.0, 1.3], parts={"bonus": [2.0, 0.0]})
+
+    assert noise(summed) == pytest.approx([1.4 * NOISE, 1.3 * NOISE])
+    assert noise(again) == pytest.approx([3.4 * NOISE, 1.3 * NOISE])
+
+
+def test_a_score_among_the_parts_makes_them_all_that_there_is() -> None:
+    summed = group(rewards=[9, 9]).with_rewards([0.0, 0.5], parts={"score": [0.7, 0.5], "penalty": [-0.7, 0.0]})
+
+    assert noise(summed) == pytest.approx([1.4 * NOISE, 0.5 * NOISE])
+
+
+def test_a_reward_that_a_bound_decided_has_the_rounding_of_the_bound() -> None:
+    for name in ("clip", "fallback"):
+        bounded = group(rewards=[0, 0]).with_rewards([-1, 1], parts={"score": [-2e6, 1], name: [1_999_999, 0]})
+
+        assert noise(bounded) == pytest.approx([NOISE, NOISE])
+
+
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=3))
+def test_a_diagnostic_beside_a_reward_adds_nothing(diagnostics: list[float]) -> None:
+    scored = group(rewards=[0, 1]).with_rewards([0, 1], parts={"score": [0.5, 1], "penalty": [-0.5, 0]})
+
+    noted = scored.with_rewards(scored.rewards, parts={f"of/{n}": [x, -x] for n, x in enumerate(diagnostics)})
+
+    assert noise(noted) == noise(scored)
+
+
+def test_a_diagnostic_beside_a_part_that_was_added_adds_nothing() -> None:
+    noted = group(rewards=[0, 1]).with_rewards([0.5, 1.5], parts={"bonus": [0.5, 0.5], "tokens": [3e7, 3e7]})
+
+    assert noise(noted) == pytest.approx([0.5 * NOISE, 1.5 * NOISE])
+
+
+def test_a_reward_that_was_replaced_keeps_nothing_of_what_it_was() -> None:
+    huge = group(rewards=[0, 0]).with_rewards([-1e8, 1], parts={"score": [-1e8, 1]})
+
+    replaced = huge.with_rewards(np.clip(huge.rewards, -1, 1))
+
+    assert noise(replaced) == pytest.approx([NOISE, NOISE])
+
+
+def test_noise_goes_with_its_sequence() -> None:
+    summed = group(completion_lengths=[1, 2, 3], rewards=[0, 0, 0]).with_rewards([1, 2, 3], parts={"score": [1, 2, 3]})
+
+    assert noise(summed.select(np.array([True, False, True]))) == pytest.approx([NOISE, 3 * NOISE])
