@@ -18,6 +18,7 @@ __all__ = [
     "InvalidRecord",
     "JournalFull",
     "JournalInUse",
+    "KeyUnavailable",
     "LedgerImbalance",
     "MissingExtra",
     "NoDevice",
@@ -89,7 +90,11 @@ class StaleDescriptor(PenstockError):
 
 
 class InvalidKey(PenstockError, ValueError):
-    """A key is no key, or lies where others can read it."""
+    """A key is no key, belongs to another user, or lies where others can read it."""
+
+
+class KeyUnavailable(PenstockError, OSError):
+    """The key that tcp channels on loopback share can be neither read nor made; the message names the file."""
 
 
 class InvalidPipeline(PenstockError):

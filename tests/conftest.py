@@ -44,6 +44,12 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _the_key_of_this_user_is_not_touched(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Channels on loopback, those of child processes too, use a key that is made for this run of the tests."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_is_heard() -> None:
     """A shell has what it starts in the background ignore SIGINT, and so would all that tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -64,6 +70,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     zmq.Context.instance().socket(zmq.PAIR).close()  # the process' one ZeroMQ context stays, and is no leak
+    zmq.Frame(b"\0", copy=False)  # nor is that of the thread with which pyzmq frees what was sent without a copy
     before = _holdings()
     yield
     gc.collect()

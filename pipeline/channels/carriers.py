@@ -53,7 +53,8 @@ def serve(
             `max_senders × capacity_bytes`.
         listener: is told of senders' losses instead of `receive` raising PeerLost.
         name: who this is, for messages.
-        key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in.
+        key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in. On loopback this
+            user's key is used by default; it is made on first use.
         silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; a busy one is not.
             None waits for it as long as its process exists.
         tokenizer: what the token ids mean here, or its `TokenizerIdentity`: senders that say another one are refused,
@@ -62,6 +63,7 @@ def serve(
     Raises:
         TypeError: `tokenizer` has no identity.
         ValueError: a capacity below 1, an unknown scheme, a key that is missing, or one that shm has no use for.
+        InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
     """
     if min(capacity, capacity_bytes, max_senders) < 1:
         raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
@@ -97,7 +99,7 @@ def connect(
         url: what `inbox.url` says.
         record_type: what the receiver receives.
         name: who this is, for messages.
-        key: what the receiver knows too, over tcp.
+        key: what the receiver knows too, over tcp; on loopback this user's key by default.
         silence_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one is not,
             except where it is to answer an introduction. None waits for it as long as its process exists.
         tokenizer: what made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
@@ -108,7 +110,8 @@ def connect(
         NobodyListens: no receiver answers at `url`.
         ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
         TooManySenders: the receiver's budget is given out.
-        PeerClosed: the receiver has another key, or none.
+        PeerClosed: the receiver has another key.
+        InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfSharedMemory: the machine has no room for the segment.
         ValueError: an unknown scheme, a key that is missing, or one that shm has no use for.
     """

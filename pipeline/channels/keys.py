@@ -24,6 +24,9 @@ __all__ = ["NONCE_BYTES", "SIGNATURE_BYTES", "Key", "Role", "Seal"]
 
 SECRET_BYTES = NONCE_BYTES = SIGNATURE_BYTES = 32
 
+LARGEST_FILE = 4096
+"""Bytes of a key file that are read: a key takes 65 of them."""
+
 Role: TypeAlias = Literal["receiver", "sender"]
 
 
@@ -64,7 +67,7 @@ class Key:
             FileExistsError: there is one already.
         """
         key = cls(secrets.token_bytes(SECRET_BYTES))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(key._secret.hex() + "\n")
         return key
@@ -77,11 +80,13 @@ class Key:
             InvalidKey: the file holds none, or others than its owner may read it.
             OSError: there is no such file.
         """
-        mode = Path(path).stat().st_mode
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(LARGEST_FILE)
         if mode & 0o077:
             raise InvalidKey(f"expected {path} to be readable by its owner alone, got mode {mode & 0o777:o}: chmod 600")
         try:
-            return cls(bytes.fromhex(Path(path).read_text("ascii")))
+            return cls(bytes.fromhex(content.decode("ascii")))
         except ValueError:
             raise InvalidKey(
                 f"expected {path} to hold {2 * SECRET_BYTES} hexadecimal digits: Key.create(path)"

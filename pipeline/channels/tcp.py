@@ -1,8 +1,8 @@
 """The tcp carrier: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
 
 Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
-Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Beyond loopback
-both sides need the same `Key`.
+Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Both sides need the
+same `Key`; on loopback they use this user's unless they are given one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ipaddress
 import socket as sockets
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import anyio
@@ -25,6 +26,7 @@ from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
 from ..errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router, start_zero_copy
+from .default_key import default_key
 from .door import Door
 from .introduction import answering_within, introduce, let_in
 from .keys import Key
@@ -136,10 +138,11 @@ def _frame(column: Array) -> memoryview | bytes:
     return np.ascontiguousarray(column).data if column.size else b""
 
 
-def _address(url: str, key: Key | None) -> tuple[str, int]:
-    """Host and port of a tcp URL.
+def _address(url: str, key: Key | None) -> tuple[str, int, Key]:
+    """Return host and port of a tcp URL, and the key to use there: on loopback this user's, unless another is given.
 
     Raises:
+        InvalidKey, KeyUnavailable: there is no key that this user may use by default.
         ValueError: it has no port, or a host beyond loopback and there is no key.
     """
     parts = urlsplit(url)
@@ -152,14 +155,15 @@ def _address(url: str, key: Key | None) -> tuple[str, int]:
             f"and forge records; make a file with Key.create(path), copy it to the other host, and give both ends "
             f"key=Key.load(path), or tunnel the port with ssh -L"
         )
-    return parts.hostname, parts.port
+    return parts.hostname, parts.port, key or default_key()
 
 
 @asynccontextmanager
 async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
-    host, port = await anyio.to_thread.run_sync(_address, url, terms.key)
-    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), terms.key, terms.silence_s)
+    host, port, key = await anyio.to_thread.run_sync(_address, url, terms.key)
+    terms = replace(terms, key=key)
+    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), key, terms.silence_s)
     wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
@@ -198,7 +202,7 @@ async def connect_tcp(
     tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
-    host, port = await anyio.to_thread.run_sync(_address, url, key)
+    host, port, used = await anyio.to_thread.run_sync(_address, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
     with answering_within(silence_s, url):
         try:
@@ -208,12 +212,11 @@ async def connect_tcp(
     async with AsyncExitStack() as stack:
         door = await stack.enter_async_context(Door(stream))
         with answering_within(silence_s, url):
-            if key is not None:
-                await _greet(door, key)
+            await _greet(door, used)
             welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name, tokenizer)
             await let_in(door)
         outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
-        data = dealer(_reached(welcome.endpoint, host), identity, key, silence_s)
+        data = dealer(_reached(welcome.endpoint, host), identity, used, silence_s)
         line = SenderLine(door, welcome, outlet, data, silence_s)
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:

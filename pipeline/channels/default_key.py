@@ -1,0 +1,63 @@
+"""The key that tcp channels on loopback use unless they are given another: one for each user, made on first use.
+
+Every process of a user finds the same file. It is written under another name first and then linked to its own, so that
+no process ever reads half of a key, and of two processes that make one at the same time both use the first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import InvalidKey, KeyUnavailable
+from .keys import Key
+
+__all__ = ["default_key", "default_key_path"]
+
+
+def default_key_path() -> Path:
+    """Return where this user's key lies: `penstock/channel.key` in $XDG_CONFIG_HOME, or else in `~/.config`."""
+    configured = os.environ.get("XDG_CONFIG_HOME")
+    folder = Path(configured) if configured else Path("~/.config").expanduser()
+    return folder / "penstock" / "channel.key"
+
+
+def default_key() -> Key:
+    """Return this user's key, and make it if there is none. Blocks: use it in a worker thread.
+
+    Raises:
+        InvalidKey: the file belongs to another user, others may read it, or it holds no key.
+        KeyUnavailable: the file can be neither read nor made.
+    """
+    path: Path | str = "~/.config"
+    try:
+        path = default_key_path()
+        if not path.exists():
+            _make(path)
+        return _load(path)
+    except (OSError, RuntimeError) as error:  # of a user without a home pathlib says RuntimeError
+        raise KeyUnavailable(
+            f"expected to find or make the key of this user's tcp channels at {path}, got {error}: "
+            f"make one elsewhere with Key.create(path) and give both ends key=Key.load(path), or set XDG_CONFIG_HOME "
+            f"to a folder that this user may write"
+        ) from error
+
+
+def _load(path: Path) -> Key:
+    owner, user = path.lstat().st_uid, os.geteuid()
+    if owner != user:
+        raise InvalidKey(f"expected {path} to belong to this user (uid {user}), got uid {owner}: remove it")
+    return Key.load(path)
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        Key.create(draft)
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
