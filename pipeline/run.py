@@ -116,6 +116,8 @@ class Run:
         self._parts = [_Part(link, context) for link in links]
         self._joints: list[Joint] = []
         self._failure: StageFailed | None = None
+        self._open_error: Exception | None = None
+        """What kept the run from opening its channels."""
         self._cancel: Callable[[], None] = _nothing
         self._ran_dry = False
         """Whether every stage returned by itself and nothing was left between them."""
@@ -129,9 +131,14 @@ class Run:
 
         Raises:
             StageFailed: a stage raised.
+            PenstockError: a channel could not be opened.
         """
         async with AsyncExitStack() as channels:
-            await self._join(channels)
+            try:
+                await self._join(channels)
+            except Exception as error:
+                self._open_error = error
+                raise
             channels.callback(self._conclude)  # while the channels are still open
             with alone():
                 async with anyio.create_task_group() as tasks:
@@ -258,6 +265,8 @@ class Run:
         """Why the run ended, for people."""
         if self._failure is not None:
             return str(self._failure).partition("\n")[0]
+        if self._open_error is not None:
+            return f"opening failed: {_line(self._open_error)}".partition("\n")[0]
         if self._ran_dry:
             return "end of stream"
         returned = [part.link.name for part in self._parts if part.state == "returned"]

@@ -84,7 +84,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to."""
 
     ended_by: str
-    """`end of stream`, `SinkTrainer returned`, `cancelled`, or the failure in a line."""
+    """`end of stream`, `SinkTrainer returned`, `cancelled`, or the failure in a line: `opening failed: …` where no
+    stage had begun."""
     seconds: float
     balance: Balance
     """The books at the end: nothing is in flight any more; what was, is lost with its reason."""

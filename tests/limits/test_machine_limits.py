@@ -144,7 +144,7 @@ try:
     anyio.run(pipeline.run)
     print(pipeline.report.ended_by)
 except OSError as error:
-    print(type(error).__name__, error)
+    print(type(error).__name__, error, pipeline.report.ended_by, sep="; ")
 print(sum(worker.pid is not None for stage in pipeline.statistics().stages for worker in stage.workers))
 """
 
@@ -166,6 +166,7 @@ def test_workers_for_whom_64_file_descriptors_are_too_few_are_an_error_before_on
     said, started = ran.stdout.splitlines()
     assert says in said
     if "expected" in says:
+        assert "; opening failed: penstock.pipeline.errors.OutOfFileDescriptors: expected " in said
         assert "raise the limit of open files (ulimit -n), or run fewer workers" in said
         assert started == "0"
 
