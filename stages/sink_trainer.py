@@ -27,7 +27,7 @@ from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
-from .training.checkpoint import latest_checkpoint
+from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
 __all__ = ["Checkpointed", "Generation", "Resumable", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
 
@@ -126,6 +126,8 @@ class SinkTrainer:
         checkpoints: folder for checkpoints; one is also written when the run ends. None writes none, but where the run
             is kept in a folder (`Pipeline.run(folder=…)`).
         checkpoint_every: optimizer steps between checkpoints; None writes only the last.
+        keep_checkpoints: how many checkpoints to keep; older ones are removed when a new one is on the disk. None keeps
+            all.
         grace_s: how long cancellation waits for the step that runs.
 
     Raises:
@@ -140,6 +142,7 @@ class SinkTrainer:
     max_steps: int | None = None
     checkpoints: str | Path | None = None
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = None
     grace_s: float = GRACE_S
     _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
     """Of every stage whose statistics a checkpoint holds."""
@@ -150,7 +153,7 @@ class SinkTrainer:
             _require(self.trainer, WeightedTrainer, "publishing", "weights() -> tensors by name")
         if self.checkpoints is not None:
             _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
-        for name in ("max_steps", "checkpoint_every"):
+        for name in ("max_steps", "checkpoint_every", "keep_checkpoints"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
 
@@ -186,11 +189,10 @@ class SinkTrainer:
         Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than `grace_s`.
 
         Raises:
-            ValueError: `checkpoint_every` without a folder for checkpoints.
+            ValueError: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
             Exception: what the trainer's `step` raises, as it raised it; that batch is not committed.
         """
-        if self.checkpoint_every is not None and self.checkpoints is None:
-            raise ValueError("checkpoint_every: expected with a folder for checkpoints, got none")
+        self._check_folder()
         thread = anyio.CapacityLimiter(1)
         ledger = current().ledger
         self._restore(ledger)
@@ -199,6 +201,11 @@ class SinkTrainer:
             await self._train_all(inbox, ledger, thread)
         if not self._saves_at(ledger.step):
             await self._save(ledger, thread)
+
+    def _check_folder(self) -> None:
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) is not None and self.checkpoints is None:
+                raise ValueError(f"{name}: expected with a folder for checkpoints, got none")
 
     async def _train_all(
         self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter
@@ -259,8 +266,11 @@ class SinkTrainer:
             committed, began = ledger.committed, time.monotonic()
             for each in self._gathered:
                 each.take()  # as of the same moment
-            path = await _in_thread(partial(self.trainer.save, Path(self.checkpoints), committed), thread)
+            folder = Path(self.checkpoints)
+            path = await _in_thread(partial(self.trainer.save, folder, committed), thread)
             ledger.announce_checkpoint(committed)
+            if self.keep_checkpoints is not None:
+                await _in_thread(partial(remove_old_checkpoints, folder, path, self.keep_checkpoints), thread)
             current().metrics.total("timing_s/checkpoint", time.monotonic() - began)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
 

@@ -47,7 +47,7 @@ from ...pipeline.policy.weight_specs import (
 )
 from ...pipeline.policy.weights import NO_VERSION
 from ...pipeline.telemetry import get_logger
-from ..training.checkpoint import FOLDER_SCHEME, write_checkpoint
+from ..training.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 
 __all__ = ["CHUNK_BYTES", "MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
 
@@ -228,10 +228,8 @@ class WeightFolder:
             self._lock = -1
 
     def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
-        versions = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for old in versions[:-KEPT]:
-            shutil.rmtree(old)
+        newest = write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
+        remove_old_checkpoints(self.folder, newest, KEPT)
 
     def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         path = into / WEIGHTS

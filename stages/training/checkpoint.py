@@ -1,7 +1,8 @@
 """Folders that are there whole or not at all: one a checkpoint, named after its optimizer step.
 
 A checkpoint is written under a temporary name, brought to the disk file by file, and renamed. A machine that loses its
-power on the way leaves the checkpoints before. Knows nothing about what is in them.
+power on the way leaves the checkpoints before. One that is removed loses its name first, then its files. Knows nothing
+about what is in them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "write_checkpoint"]
+__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "write_checkpoint"]
 
 FOLDER_SCHEME = "file://"
 """How the URL of a folder begins."""
@@ -44,7 +45,25 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint of the highest step in `folder`, or None where there is none."""
-    return max(Path(folder).glob(PREFIX + "*"), key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+    return max(Path(folder).glob(PREFIX + "*"), key=_step_of, default=None)
+
+
+def remove_old_checkpoints(folder: Path, newest: Path, keep: int) -> None:
+    """Remove all checkpoints in `folder` but `newest`, just written, and the `keep` of the highest steps. Blocks."""
+    oldest_first = sorted(folder.glob(PREFIX + "*"), key=_step_of)
+    removed = [_renamed(old) for old in oldest_first[:-keep] if old.name != newest.name]
+    _to_disk(folder)
+    for old in removed:
+        shutil.rmtree(old)
+
+
+def _renamed(old: Path) -> Path:
+    """Take its name from a checkpoint; `write_checkpoint` sweeps what a kill leaves of it."""
+    return old.rename(old.with_name(f"{UNFINISHED}{_step_of(old)}-removed"))
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def _to_disk(path: Path) -> None:

@@ -9,6 +9,7 @@ for each of `DEATHS` one in FOLDER/<moment>-<nth>, run until it dies, and then a
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -48,6 +49,7 @@ DEATHS = [
     ("stepped", 1),  # nothing is kept yet
     ("emitted", 2),  # there are metrics of two steps that no checkpoint holds
     ("half saved", 2),
+    ("half removed", 1),  # the only checkpoint is that of step 4, and a part of an older one is left
     ("scored", 60),  # while the prompts of the last step are sampled
 ]
 """When a run kills itself: what it does, and how often it has."""
@@ -126,8 +128,22 @@ class Varied:
                 drop(group, "filtered", "all alike")
 
 
+def remove_mortally(fate: Fate) -> None:
+    """From now on, the removal of a checkpoint is a moment of its own."""
+    rmtree = shutil.rmtree
+
+    def mortal(path: Path, **options: Any) -> None:
+        if path.name.endswith("-removed"):
+            next(path.iterdir()).unlink()
+            fate.at("half removed")
+        rmtree(path, **options)
+
+    shutil.rmtree = mortal  # type: ignore[assignment]
+
+
 async def run(folder: Path, fate: Fate) -> None:
     """What a user writes, and starts again."""
+    remove_mortally(fate)
     model = TinyModel(vocabulary=11)
     trainer = Mortal(fate, model)
     async with WeightPublisher(model.state_dict()) as publisher:
@@ -141,7 +157,9 @@ async def run(folder: Path, fate: Fate) -> None:
             .then(Varied())
             .then(AdvantageNormalizer("global"))
             .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
-            .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))
+            .sink(
+                SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, keep_checkpoints=1)
+            )
         )
         await pipeline.run(folder=folder)
 

@@ -20,6 +20,7 @@ from penstock.pipeline.context import Context, entered
 from penstock.pipeline.ledger import Ledger
 from penstock.schemas import GroupId, StopReason, TrainBatch
 from penstock.stages.sink_trainer import SinkTrainer, batch_metrics
+from penstock.stages.training.checkpoint import write_checkpoint
 from penstock.testing import batch, drive_sink
 
 
@@ -245,6 +246,27 @@ async def test_a_checkpoint_is_written_every_so_often_and_at_the_end() -> None:
     assert [entry for entry in trainer.story if "save" in entry] == ["save kept 4", "save kept 6"]
 
 
+async def test_old_checkpoints_are_removed_when_a_new_one_is_written(tmp_path: Path) -> None:
+    class Saving(Recorder):
+        def names_in(self, folder: Path) -> str:
+            return " ".join(sorted(path.name for path in folder.glob("*")))
+
+        def save(self, folder: Path, committed: Mapping[GroupId, int]) -> Path:  # noqa: ARG002 (the protocol's)
+            self.story.append(self.names_in(folder))
+            return write_checkpoint(folder, self.steps, lambda into: (into / "file").touch())
+
+    trainer = Saving()
+
+    await drive_sink(SinkTrainer(trainer, checkpoints=tmp_path, checkpoint_every=1, keep_checkpoints=2), batches(4))
+
+    assert [said for said in trainer.story if said.startswith("step")] == [
+        "step-00000001",
+        "step-00000001 step-00000002",
+        "step-00000002 step-00000003",
+    ]
+    assert trainer.names_in(tmp_path) == "step-00000003 step-00000004"
+
+
 async def test_a_checkpoint_that_was_just_written_is_not_written_again_at_the_end() -> None:
     trainer = Recorder()
 
@@ -343,7 +365,7 @@ def test_a_trainer_that_cannot_do_what_is_asked_is_refused(options: dict[str, An
         SinkTrainer(**given)
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 0}, {"checkpoint_every": 0}])
+@pytest.mark.parametrize("options", [{"max_steps": 0}, {"checkpoint_every": 0}, {"keep_checkpoints": 0}])
 def test_counts_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         SinkTrainer(Foreign(), **options)
@@ -352,6 +374,8 @@ def test_counts_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
 async def test_checkpoints_need_a_folder() -> None:
     with pytest.raises(ValueError, match="checkpoint_every: expected with a folder"):
         await drive_sink(SinkTrainer(Foreign(), checkpoint_every=3), batches(1))
+    with pytest.raises(ValueError, match="keep_checkpoints: expected with a folder"):
+        await drive_sink(SinkTrainer(Foreign(), keep_checkpoints=3), batches(1))
 
 
 def test_a_foreign_trainer_needs_no_weights_where_generation_is_outside() -> None:
