@@ -24,6 +24,7 @@ import msgspec
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.layout import check_sequences
+from .committed_prompts import CommittedPrompts
 from .errors import LedgerImbalance
 from .processes.account import END_STATES, Account, EndState
 from .repetitions import bits, mask_in, mask_of, masks_in, noted
@@ -94,7 +95,7 @@ class Ledger:
         """Those of them that were admitted and have not been handed over yet."""
         self._origins: dict[GroupId, dict[Origin, int]] = {}
         """Who sampled the repetitions in flight of each group, as a bit mask each: several may share a prompt."""
-        self._committed: dict[GroupId, int] = {}
+        self._committed = CommittedPrompts()
         self._admitted = 0
         self._in_flight = 0
         self._ended: Counter[EndState] = Counter()
@@ -122,7 +123,7 @@ class Ledger:
             LedgerImbalance: one of them was trained before: ids are never reused within a run.
         """
         mask = mask_of(repetitions)
-        if again := self._committed.get(group, 0) & mask:
+        if again := self._committed.mask(group) & mask:
             raise LedgerImbalance(
                 f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
             )
@@ -186,14 +187,14 @@ class Ledger:
         for packed, mask in zip(batch.groups, masks, strict=True):
             group = packed.id
             earlier = trained.get(group, 0)
-            if again := (self._committed.get(group, 0) | earlier) & mask:
+            if again := (self._committed.mask(group) | earlier) & mask:
                 raise LedgerImbalance(f"{_name(group, again)} was trained before and is committed again")
             self._expect_in_flight(group, mask, "trained")
             trained[group] = earlier | mask
         self.step = max(self.step, step)
         self._leave(trained.items(), "trained", "")
         for group, mask in trained.items():
-            self._committed[group] = self._committed.get(group, 0) | mask
+            self._committed.add(group, mask)
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         """In a worker: the trainer's ledger says how trajectories ended that it had taken over.
@@ -282,18 +283,18 @@ class Ledger:
         return self._pace.per_step
 
     @property
-    def committed(self) -> dict[GroupId, int]:
-        """Repetitions of each group that were trained, as a bit mask: what a checkpoint keeps."""
-        return dict(self._committed)
+    def committed(self) -> CommittedPrompts:
+        """Repetitions of each group that were trained, as a bit mask: what a checkpoint keeps. A copy, as of now."""
+        return CommittedPrompts(self._committed)
 
-    def restore(self, committed: dict[GroupId, int], step: int) -> None:
+    def restore(self, committed: Mapping[GroupId, int], step: int) -> None:
         """Continue from a checkpoint: these were trained by a run that this one resumes."""
-        self._committed = dict(committed)
+        self._committed = CommittedPrompts(committed)
         self.step = step
 
     def known(self, group: GroupId) -> int:
         """The repetitions of `group` that are in flight in these books or were trained, as a bit mask."""
-        return self._open.get(group, 0) | self._committed.get(group, 0)
+        return self._open.get(group, 0) | self._committed.mask(group)
 
     def is_open(self, trajectory: TrajectoryId) -> bool:
         """Whether the trajectory is in flight in these books."""
@@ -365,7 +366,7 @@ class Ledger:
     def _enter(self, group: GroupId, mask: int, begun: int = 0) -> tuple[int, int]:
         """These are in flight from now on. Returns which of them were not, and which must not go on: copies."""
         present = self._open.get(group, 0)
-        copies = mask & (present & ~begun | self._committed.get(group, 0))
+        copies = mask & (present & ~begun | self._committed.mask(group))
         new = mask & ~(present | copies)
         if new:
             self._add(group, new)
@@ -376,7 +377,7 @@ class Ledger:
         self._in_flight += new.bit_count()
 
     def _reject_copies(self, group: GroupId, copies: int) -> None:
-        trained = copies & self._committed.get(group, 0)
+        trained = copies & self._committed.mask(group)
         self._reject(trained.bit_count(), "trained already")
         self._reject((copies & ~trained).bit_count(), "in flight already")
 

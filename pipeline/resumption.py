@@ -86,7 +86,7 @@ def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[t
     with _alone(folder):
         going_on, past = _resumed(folder, links)
         if past.step:
-            context.ledger.restore(dict(past.committed), past.step)
+            context.ledger.restore(past.committed, past.step)
         sink = JsonlSink(folder / "metrics.jsonl", after_step=past.step)
         context.metrics.sinks.append(sink)
         try:

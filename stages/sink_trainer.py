@@ -22,6 +22,7 @@ import numpy as np
 from anyio.abc import TaskStatus
 
 from ..pipeline.channels.channel import ReceiveChannel
+from ..pipeline.committed_prompts import CommittedPrompts
 from ..pipeline.context import current
 from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
@@ -76,8 +77,8 @@ class Checkpointed(Trainer, Protocol):
         """What had been trained when it was resumed, as `Ledger.committed`."""
         ...
 
-    def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
-        """Write a checkpoint of this moment into `folder`. May block."""
+    def save(self, folder: Path, committed: CommittedPrompts, /) -> Path:
+        """Write a checkpoint of this moment into `folder`, with `committed.state_dict()` in it. May block."""
         ...
 
 
@@ -224,7 +225,7 @@ class SinkTrainer:
     def _restore(self, ledger: Ledger) -> None:
         """Where the trainer goes on from a checkpoint, so does the ledger."""
         if isinstance(self.trainer, Checkpointed) and self.trainer.steps > ledger.step:
-            ledger.restore(dict(self.trainer.committed), self.trainer.steps)
+            ledger.restore(self.trainer.committed, self.trainer.steps)
 
     async def _train(self, batch: TrainBatch, step: int, waited_s: float, thread: anyio.CapacityLimiter) -> None:
         """Step `step`, from the batch to the commit and its metrics."""

@@ -88,7 +88,7 @@ class SourceEnv:
 
     def going_on(self, past: Past) -> SourceEnv:
         """The same source in a run that goes on: it samples what was not trained, also what was begun before."""
-        numbers = [instance_id.partition(".")[0] for env, instance_id in past.committed if env == self.env_name]
+        numbers = [instance_id.rpartition(".")[2] for env, instance_id in past.committed if env == self.env_name]
         known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
         trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
         trained[known] = True
@@ -206,7 +206,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 
 def instance_id(number: int, worker: Worker) -> str:
     """The name of prompt `number` as sampled by `worker`: a restarted worker begins anew, under other names."""
-    return f"{number}.{worker.incarnation}" if worker.incarnation else str(number)
+    return f"{worker.incarnation}.{number}" if worker.incarnation else str(number)
 
 
 class _Crew:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .pipeline.channels.keys import Key
     from .pipeline.channels.lasting_sender import LastingSender, outlast
     from .pipeline.channels.memory import memory_channel
+    from .pipeline.committed_prompts import CommittedPrompts
     from .pipeline.context import Context, Worker, current, drop
     from .pipeline.each import each
     from .pipeline.flow import Flow, Pipeline, source
@@ -85,6 +86,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "CISPO",
     "Candidates",
     "ChannelStatistics",
+    "CommittedPrompts",
     "Completion",
     "Context",
     "Distillation",
@@ -175,6 +177,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
 _HOMES = {
     "pipeline.channels.carriers": ("connect", "serve"),
     "pipeline.channels.channel": ("ChannelStatistics", "ReceiveChannel", "SendChannel"),
+    "pipeline.committed_prompts": ("CommittedPrompts",),
     "pipeline.context": ("Context", "Worker", "current", "drop"),
     "pipeline.each": ("each",),
     "pipeline.flow": ("Flow", "Pipeline", "source"),

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...pipeline.committed_prompts import CommittedPrompts, CommittedState
 from ...pipeline.policy.weight_specs import check_weights, specs_of
 from ...pipeline.resumption import Stateful
 from ...schemas import Array, GroupId, InvalidRecord, TokenizerIdentity, TrainBatch, check_tokenizers, identity_of
@@ -46,8 +47,8 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint holds besides tensors."""
 
     step: int
-    committed: list[tuple[str, str, str]]
-    """(env, instance id, repetitions as a bit mask in hexadecimal) of everything that was trained."""
+    committed: CommittedState
+    """Everything that was trained."""
     state: dict[str, dict[str, Any]]
     """Of each Stateful, by name."""
     random: tuple[int, tuple[int, ...], float | None]
@@ -124,7 +125,7 @@ class TorchTrainer:
         self._autocast = autocast
         self._state = dict(state or {})
         self._steps = 0
-        self._committed: dict[GroupId, int] = {}
+        self._committed = CommittedPrompts()
 
     @property
     def steps(self) -> int:
@@ -132,7 +133,7 @@ class TorchTrainer:
         return self._steps
 
     @property
-    def committed(self) -> Mapping[GroupId, int]:
+    def committed(self) -> CommittedPrompts:
         """What the run that this one resumes had trained, as `Ledger.committed`."""
         return self._committed
 
@@ -280,7 +281,7 @@ class TorchTrainer:
         )
         state = _State(
             step=self._steps,
-            committed=[(env, instance_id, f"{mask:x}") for (env, instance_id), mask in committed.items()],
+            committed=CommittedPrompts(committed).state,
             state={name: _checked(name, kept.state_dict()) for name, kept in self._state.items()},
             random=random.getstate(),
             numpy=_numpy_state(),
@@ -297,12 +298,13 @@ class TorchTrainer:
         Raises:
             WeightsMismatch: the checkpoint is of another model; lists every difference.
             TokenizersDiffer: it is of a model with another tokenizer.
-            ValueError: it keeps the state of other things than this trainer.
+            ValueError: it keeps the state of other things than this trainer, or tells of a prompt twice.
             OSError: it cannot be read.
         """
         folder = Path(checkpoint)
         device = self._parameters[0].device
         kept = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+        committed = CommittedPrompts.of_state(kept.committed)
         leads = self.ranks is None or self.ranks.index == 0
         if leads and kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
@@ -317,7 +319,7 @@ class TorchTrainer:
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step
-        self._committed = {GroupId(env, instance_id): int(mask, 16) for env, instance_id, mask in kept.committed}
+        self._committed = committed
         torch.set_rng_state(tensors["torch"])
         if tensors["cuda"]:
             torch.cuda.set_rng_state_all(tensors["cuda"])

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.errors import LedgerImbalance
+from penstock.pipeline.committed_prompts import CommittedPrompts
 from penstock.pipeline.ledger import Origin
 from penstock.pipeline.processes.account import Account, EndState
 from penstock.schemas import GroupId
@@ -205,7 +206,7 @@ class ForgetsWhatWasTrained(Ledger):
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         super().commit(batch, step)
-        self._committed = {}
+        self._committed = CommittedPrompts()
 
 
 class LosesNothing(Ledger):
