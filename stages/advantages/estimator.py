@@ -151,10 +151,10 @@ class Estimator:
         preset, mask = self.preset, handful.loss_mask
         observations = preset.gae if self.mode == "gae" else preset.returns
         places, remaining = Steps.of(mask, handful.lengths, observations)
-        speak = np.ones_like(mask) if observations == "counted" else mask
-        rewards = np.where(speak, self._token_rewards(handful), 0.0)[places]
+        earn = mask | (observations == "counted")
+        rewards = np.where(earn, self._token_rewards(handful), 0.0)[places]
         if self.mode == "gae":
-            values = handful.column("values", speak)
+            values = handful.column("values", earn | (observations == "valued"))
             if preset.tells_noise:
                 noise = noise + rounding(handful.largest(values))
             advantages = generalized_advantages(rewards, values[places], self.gamma, self.gae_lambda, remaining)

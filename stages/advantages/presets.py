@@ -86,7 +86,7 @@ PRESETS: dict[Library, Preset] = {
         modes=("grpo", "dr_grpo", "batch", "reinforce++", "reinforce++-baseline", "gae"),
         least_deviation=1e-6,
         returns="blank",
-        gae="blank",
+        gae="valued",
         gae_is_whitened=False,
     ),
 }

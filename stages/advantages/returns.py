@@ -26,12 +26,13 @@ Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 Places: TypeAlias = NDArray[np.int64]
 
-Observations: TypeAlias = Literal["skipped", "severing", "blank", "counted"]
+Observations: TypeAlias = Literal["skipped", "severing", "blank", "valued", "counted"]
 """What a token is that does not train, between two that do or behind them (an environment's answer, say).
 
 skipped   no step: the tokens around it follow each other, as if it were not there
 severing  no step, and what comes after it does not reach what came before
 blank     a step that takes time, without reward or value of its own
+valued    a step that takes time, without reward, and with the value that a critic gave it
 counted   a step like any other
 """
 

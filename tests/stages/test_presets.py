@@ -90,6 +90,27 @@ async def test_a_preset_gives_the_numbers_of_its_library(library: Library, mode:
         assert row == pytest.approx(library_row, rel=1e-6, abs=1e-6)
 
 
+async def test_roll_gives_a_tool_token_the_value_of_its_critic_and_no_reward() -> None:
+    """δ of the tool token is 0.5 · V(last) − V(tool), which reaches the turn before it by γλ."""
+    turns = TrajectoryGroup.build(
+        env="e",
+        instance_id="0",
+        sequences=[[1] * 4],
+        loss_mask=[[0, 1, 0, 1]],
+        rewards=[8],
+        token_rewards=[[0, 0, 64, 0]],
+        values=[[32, 1, 2, 4]],
+    )
+    stage = AdvantageNormalizer("gae", rewards="both", gamma=0.5, gae_lambda=0.5, preset="roll")
+
+    (out,) = await drive(stage, [turns])
+
+    last = 8 - 4
+    tool = 0 + 0.5 * 4 - 2 + 0.25 * last
+    assert out.advantages is not None
+    assert out.advantages.tolist() == [0, 0 + 0.5 * 2 - 1 + 0.25 * tool, 0, last]
+
+
 LONE = 0.75
 
 

@@ -112,6 +112,7 @@ LENGTHS = np.array([7, 2, 0, 3])
         ("severing", [1, 2, 5, 11], [1, 0, 0, 0]),
         ("counted", [1, 2, 3, 4, 5, 6, 11], [5, 4, 3, 2, 1, 0, 0]),
         ("blank", [1, 2, 3, 4, 5, 6, 11], [5, 4, 3, 2, 1, 0, 0]),
+        ("valued", [1, 2, 3, 4, 5, 6, 11], [5, 4, 3, 2, 1, 0, 0]),
     ],
 )
 def test_tokens_that_do_not_train_are_steps_or_not(
@@ -123,14 +124,14 @@ def test_tokens_that_do_not_train_are_steps_or_not(
     assert steps.remaining.tolist() == left
 
 
-@pytest.mark.parametrize("observations", ["skipped", "severing", "counted", "blank"])
+@pytest.mark.parametrize("observations", ["skipped", "severing", "counted", "blank", "valued"])
 def test_turns_of_neighbouring_sequences_are_apart_even_where_nothing_lies_between(observations: Observations) -> None:
     steps = Steps.of(np.ones(4, np.bool_), np.array([2, 2]), observations)
 
     assert steps.remaining.tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("observations", ["skipped", "severing", "counted", "blank"])
+@pytest.mark.parametrize("observations", ["skipped", "severing", "counted", "blank", "valued"])
 def test_where_nothing_trains_there_are_no_steps(observations: Observations) -> None:
     for lengths in ([3], [0], []):
         steps = Steps.of(np.zeros(sum(lengths), np.bool_), np.array(lengths, np.int64), observations)

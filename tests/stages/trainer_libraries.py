@@ -1,8 +1,15 @@
-"""The advantages of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL, written down from their formulas as plain loops.
+"""The advantages of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL, written down from their sources as plain loops.
 
 Nothing is shared with penstock: one float after another, row by row. A row is the response to one prompt: what follows
 the prompt, with the mask of what trains; rewards of tokens are those that the library would be given, with the reward
 of the sequence already on its last token.
+
+Each function quotes the lines that it copies. `verl`, `skyrl` and `trl` are files of the published wheels:
+
+    verl    verl/trainer/ppo/core_algos.py, and verl/utils/torch_functional.py      of verl-0.9.1
+    skyrl   skyrl/backends/skyrl_train/utils/ppo_utils.py                           of skyrl-0.3.0
+    trl     trl/trainer/grpo_trainer.py, and trl/trainer/rloo_trainer.py            of trl-1.16.0
+    roll    roll/utils/functionals.py, and roll/pipeline/agentic/utils.py           of alibaba/ROLL at 8eb27cc2dc34
 """
 
 from __future__ import annotations
@@ -47,7 +54,11 @@ def broadcast(rows: Sequence[Row], per_row: Callable[[Row], float]) -> Advantage
 
 
 def masked_whiten(rows: Sequence[Row], tokens: Advantages) -> Advantages:
-    """(x − m) / √(variance + 1e-8) over the tokens that train."""
+    """(x − m) / √(variance + 1e-8) over the tokens that train.
+
+    verl torch_functional.py:342-343, skyrl ppo_utils.py:148-149, roll functionals.py:364-371:
+        whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    """
     kept = [x for row, xs in zip(rows, tokens, strict=True) for x, trains in zip(xs, row.mask, strict=True) if trains]
     m, scale = mean(kept), math.sqrt(deviation(kept) ** 2 + 1e-8)
     return [
@@ -60,7 +71,19 @@ def masked_whiten(rows: Sequence[Row], tokens: Advantages) -> Advantages:
 
 
 def grpo(rows: Sequence[Row], *, epsilon: float, scaled: bool = True, lone_keeps: bool = True) -> Advantages:
-    """(R − μ) / (σ + ε); of a group of one, R / (1 + ε) where it keeps its reward, else 0."""
+    """(R − μ) / (σ + ε); of a group of one, R / (1 + ε) where it keeps its reward, else 0.
+
+    verl core_algos.py:315-328, skyrl ppo_utils.py:1321-1333:
+        if len(id2score[idx]) == 1:
+            id2mean[idx] = torch.tensor(0.0)
+            id2std[idx] = torch.tensor(1.0)
+        …
+        scores[i] = (scores[i] - id2mean[index[i]]) / (id2std[index[i]] + epsilon)
+    trl grpo_trainer.py:2769-2773 (σ is 0 in a group of one) and 2785-2787:
+        advantages = rewards - mean_grouped_rewards
+        if self.scale_rewards != "none":
+            advantages = advantages / (std_rewards + 1e-4)
+    """
 
     def one(row: Row) -> float:
         group = scores_beside(rows, row)
@@ -74,7 +97,16 @@ def grpo(rows: Sequence[Row], *, epsilon: float, scaled: bool = True, lone_keeps
 
 
 def rloo(rows: Sequence[Row], *, lone_keeps: bool) -> Advantages:
-    """R less the mean of the others."""
+    """R less the mean of the others.
+
+    verl core_algos.py:630-633, which leaves a group of one as it is:
+        if response_num > 1:
+            scores[i] = scores[i] * response_num / (response_num - 1) - id2mean[index[i]] * response_num / (
+                response_num - 1
+            )
+    skyrl ppo_utils.py:1243-1249 (`else: scores[i] = 0.0`), trl rloo_trainer.py:1688-1692:
+        baselines = (grouped_sum - grouped_rewards) / (scorable_counts - 1)
+    """
 
     def one(row: Row) -> float:
         others = scores_beside(rows, row)
@@ -85,7 +117,15 @@ def rloo(rows: Sequence[Row], *, lone_keeps: bool) -> Advantages:
 
 
 def opo(rows: Sequence[Row]) -> Advantages:
-    """R less the mean of the group by length."""
+    """R less the mean of the group by length.
+
+    verl core_algos.py:678-687:
+        id2bsl[idx] = torch.tensor(0.0)
+        …
+        id2bsl[idx] = (len_tensor * score_tensor).sum() / len_tensor.sum()
+        …
+        scores[i] = scores[i] - id2bsl[index[i]]
+    """
 
     def one(row: Row) -> float:
         group = [other for other in rows if other.group == row.group]
@@ -97,13 +137,28 @@ def opo(rows: Sequence[Row]) -> Advantages:
 
 
 def trl_batch(rows: Sequence[Row]) -> Advantages:
-    """`scale_rewards="batch"`: μ of the group, σ of the batch."""
+    """`scale_rewards="batch"`: μ of the group, σ of the batch.
+
+    trl grpo_trainer.py:2777 and 2785-2787:
+        std_rewards = nanstd(rewards).expand_as(rewards)
+        …
+        advantages = rewards - mean_grouped_rewards
+        if self.scale_rewards != "none":
+            advantages = advantages / (std_rewards + 1e-4)
+    """
     sigma = deviation([row.score for row in rows])
     return broadcast(rows, lambda row: (row.score - mean(scores_beside(rows, row))) / (sigma + 1e-4))
 
 
 def roll_norm(scores: Sequence[float], score: float) -> float:
-    """`agentic_reward_norm`: 0 for one score alone, and where σ is 1e-6 or less."""
+    """`agentic_reward_norm`: 0 for one score alone, and where σ is 1e-6 or less.
+
+    roll agentic/utils.py:139-144; without a σ, `scores_float - reward_mean`:
+        if scores_float.numel() > 1 and reward_std.abs() > 1e-6:
+            normalized_scores = (scores_float - reward_mean) / (reward_std + 1e-6)
+        else:
+            normalized_scores = torch.zeros_like(scores_float)
+    """
     if len(scores) == 1 or deviation(scores) <= 1e-6:
         return 0.0
     return (score - mean(scores)) / (deviation(scores) + 1e-6)
@@ -123,7 +178,13 @@ GAMMA, LAMBDA = 0.9, 0.8
 
 
 def verl_returns(row: Row) -> list[float]:
-    """What does not train is passed over."""
+    """What does not train is passed over.
+
+    verl core_algos.py:721-726:
+        new_running_return = token_level_rewards[:, t] + gamma * running_return
+        returns[:, t] = new_running_return * response_mask[:, t]
+        running_return = new_running_return * response_mask[:, t] + running_return * (1 - response_mask[:, t])
+    """
     returns, running = [], 0.0
     for reward, trains in zip(reversed(row.rewards), reversed(row.mask), strict=True):
         running = reward + GAMMA * running if trains else running
@@ -132,7 +193,14 @@ def verl_returns(row: Row) -> list[float]:
 
 
 def skyrl_returns(row: Row) -> list[float]:
-    """What does not train sets the sum back to 0."""
+    """What does not train sets the sum back to 0.
+
+    skyrl ppo_utils.py:1191-1194:
+        running_return = token_level_rewards[:, t] + gamma * running_return
+        returns[:, t] = running_return
+        # Reset after EOS
+        running_return = running_return * response_mask[:, t]
+    """
     returns, running = [], 0.0
     for reward, trains in zip(reversed(row.rewards), reversed(row.mask), strict=True):
         running = reward + GAMMA * running
@@ -142,7 +210,14 @@ def skyrl_returns(row: Row) -> list[float]:
 
 
 def roll_returns(row: Row) -> list[float]:
-    """What does not train earns nothing and is a step."""
+    """What does not train earns nothing and is a step.
+
+    roll functionals.py:1160 (agentic/utils.py:532) and functionals.py:494-495:
+        token_level_rewards = token_level_rewards * response_mask
+        …
+        local_reward = token_level_rewards[:, t] if t < gen_len else 0.0
+        cumulative_reward = local_reward + gamma * cumulative_reward
+    """
     returns, running = [], 0.0
     for reward, trains in zip(reversed(row.rewards), reversed(row.mask), strict=True):
         running = reward * trains + GAMMA * running
@@ -151,7 +226,14 @@ def roll_returns(row: Row) -> list[float]:
 
 
 def verl_gae(row: Row) -> list[float]:
-    """What does not train is passed over."""
+    """What does not train is passed over.
+
+    verl core_algos.py:251-256:
+        delta = token_level_rewards[:, t] + gamma * nextvalues - values[:, t]
+        lastgaelam_ = delta + gamma * lam * lastgaelam
+        nextvalues = values[:, t] * response_mask[:, t] + (1 - response_mask[:, t]) * nextvalues
+        lastgaelam = lastgaelam_ * response_mask[:, t] + (1 - response_mask[:, t]) * lastgaelam
+    """
     advantages, following, running = [], 0.0, 0.0
     for reward, value, trains in zip(reversed(row.rewards), reversed(row.values), reversed(row.mask), strict=True):
         if trains:
@@ -162,7 +244,13 @@ def verl_gae(row: Row) -> list[float]:
 
 
 def plain_gae(rewards: Sequence[float], values: Sequence[float]) -> list[float]:
-    """Every token of the response is a step."""
+    """Every token of the response is a step.
+
+    skyrl ppo_utils.py:1275-1277, roll functionals.py:530-532:
+        nextvalues = values[:, t + 1] if t < gen_len - 1 else 0.0
+        delta = token_level_rewards[:, t] + gamma * nextvalues - values[:, t]
+        lastgaelam = delta + gamma * lambd * lastgaelam
+    """
     advantages, following, running = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         running = reward + GAMMA * following - value + GAMMA * LAMBDA * running
@@ -172,18 +260,31 @@ def plain_gae(rewards: Sequence[float], values: Sequence[float]) -> list[float]:
 
 
 def roll_gae(row: Row) -> list[float]:
-    """Rewards and values are multiplied by the mask."""
-    return plain_gae(
-        [r * trains for r, trains in zip(row.rewards, row.mask, strict=True)],
-        [v * trains for v, trains in zip(row.values, row.mask, strict=True)],
-    )
+    """Rewards are multiplied by the mask; of values, those that are stored, and not those of the recursion.
+
+    roll functionals.py:1160-1167 (agentic/utils.py:532-539):
+        token_level_rewards = token_level_rewards * response_mask
+        …
+        values = data.batch["values"].float()
+        data.batch["values"] = values * response_mask
+        advantages, returns = compute_gae_advantage_return(
+            token_level_rewards=token_level_rewards, values=values, gamma=gamma, lambd=lambd
+        )
+    """
+    return plain_gae([r * trains for r, trains in zip(row.rewards, row.mask, strict=True)], row.values)
 
 
 def whitened(per_row: Callable[[Row], list[float]]) -> Callable[[Sequence[Row]], Advantages]:
+    """verl core_algos.py:262 and 728-729, skyrl ppo_utils.py:1196-1197 and 1282, roll functionals.py:1183-1184:
+
+    advantages = masked_whiten(returns, response_mask)
+    advantages = advantages * response_mask
+    """
     return lambda rows: masked_whiten(rows, [per_row(row) for row in rows])
 
 
 def masked(per_row: Callable[[Row], list[float]]) -> Callable[[Sequence[Row]], Advantages]:
+    """roll functionals.py:1184, without `whiten_advantages`: `advantages = advantages * response_mask`."""
     return lambda rows: [[x * trains for x, trains in zip(per_row(r), r.mask, strict=True)] for r in rows]
 
 
