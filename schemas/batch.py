@@ -94,6 +94,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
+    total_sequences: int
+    """Sequences of the *global* batch whether or not they train, those of groups that were left out of it because
+    nothing in them trains included: what a sequence-mean loss may divide by instead."""
     reward_noise: NDArray[np.float32] | None = None
     """[B] how far rounding may have moved each reward."""
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -184,14 +187,15 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return taken
 
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
-        """The batch with only the groups for which `keep` [G] is true, its token totals taken anew.
+        """The batch with only the groups for which `keep` [G] is true, and the totals without the others.
 
         Raises:
             InvalidRecord: nothing would be left.
         """
         if not keep.any():
             raise InvalidRecord("select: expected to keep at least one group, got none")
-        return self._only(keep[self.group_of_sequence()])
+        kept = self._only(keep[self.group_of_sequence()])
+        return msgspec.structs.replace(kept, total_sequences=self.total_sequences - len(self) + len(kept))
 
     def in_order(self) -> TrainBatch:
         """The batch with its groups in the order of their ids, whichever came first."""
@@ -203,12 +207,20 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         rows = np.argsort(places, kind="stable")
         tokens = np.argsort(places[self.sequence_of_token()], kind="stable")
         taken = self._taken(rows, tokens)
-        return _finish(tuple(self.groups[place] for place in order), taken, _bounds(self.lengths()[rows]))
+        groups = tuple(self.groups[place] for place in order)
+        return self._with_totals(_finish(groups, taken, _bounds(self.lengths()[rows])))
 
     def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
         """A rank's share: the sequences for which `rows` [B] is true, maybe none, with the totals of all of it."""
+        return self._with_totals(self._only(rows))
+
+    def _with_totals(self, part: TrainBatch) -> TrainBatch:
+        """`part` of this batch with the totals of all of it."""
         return msgspec.structs.replace(
-            self._only(rows), loss_tokens=self.loss_tokens, loss_sequences=self.loss_sequences
+            part,
+            loss_tokens=self.loss_tokens,
+            loss_sequences=self.loss_sequences,
+            total_sequences=self.total_sequences,
         )
 
     def _only(self, rows: NDArray[np.bool_]) -> TrainBatch:
@@ -221,8 +233,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def split(self, max_tokens: int) -> list[TrainBatch]:
         """Micro-batches of at most `max_tokens` tokens (a longer sequence stands alone), cut between sequences.
 
-        Every part keeps the global `loss_tokens` and `loss_sequences`, so that losses of the parts add up to the loss
-        of the whole.
+        Every part keeps the global totals, so that losses of the parts add up to the loss of the whole.
         """
         parts: list[TrainBatch] = []
         first, bounds = 0, self.cu_seqlens.tolist()
@@ -238,8 +249,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         owners = self.group_of_sequence()[first:last]
         counts = np.bincount(owners, minlength=len(self.groups))
         groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
-        part = _finish(groups, taken, self.cu_seqlens[first : last + 1] - a)
-        return msgspec.structs.replace(part, loss_tokens=self.loss_tokens, loss_sequences=self.loss_sequences)
+        return self._with_totals(_finish(groups, taken, self.cu_seqlens[first : last + 1] - a))
 
     def padded(self, *, pad_token: int = 0, length: int | None = None) -> PaddedBatch:
         """The token columns as [B, L] rectangles, right-padded: tokens with `pad_token`, the rest with 0 or false.
@@ -272,7 +282,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def header(self) -> bytes:
         """What is not a column, as msgpack."""
-        return _encode_header((self.groups, self.loss_tokens, self.loss_sequences))
+        return _encode_header((self.groups, self.loss_tokens, self.loss_sequences, self.total_sequences))
 
     @classmethod
     def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
@@ -282,19 +292,28 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             InvalidRecord: the header is none, or tells of another number of sequences.
         """
         try:
-            groups, loss_tokens, loss_sequences = _decode_header(header)
+            groups, loss_tokens, loss_sequences, total_sequences = _decode_header(header)
         except UNREADABLE as error:
-            raise InvalidRecord(f"header: expected (groups, loss_tokens, loss_sequences), got {error}") from None
+            raise InvalidRecord(
+                f"header: expected (groups, loss_tokens, loss_sequences, total_sequences), got {error}"
+            ) from None
         sequences = sum(group.sequences for group in groups)
         if sequences != len(columns["rewards"]):
             raise InvalidRecord(f"header: expected groups of {len(columns['rewards'])} sequences, got {sequences}")
         fields = {name: column for name, column in columns.items() if name in BATCH_RULES}
         parts = {n.removeprefix(PART_PREFIX): column for n, column in columns.items() if n not in BATCH_RULES}
-        return cls(groups=groups, loss_tokens=loss_tokens, loss_sequences=loss_sequences, reward_parts=parts, **fields)
+        return cls(
+            groups=groups,
+            loss_tokens=loss_tokens,
+            loss_sequences=loss_sequences,
+            total_sequences=total_sequences,
+            reward_parts=parts,
+            **fields,
+        )
 
 
 _encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int]).decode
+_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int, int]).decode
 
 
 class Packer:
@@ -569,6 +588,7 @@ def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqle
         groups=groups,
         loss_tokens=int(np.count_nonzero(mask)),
         loss_sequences=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
+        total_sequences=len(cu_seqlens) - 1,
         reward_parts=parts,
         **fields,
     )

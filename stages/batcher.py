@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +32,9 @@ from .advantages.overrides import silenced
 from .handful import Handful
 
 __all__ = ["Batcher"]
+
+NOTHING_TO_TRAIN = "nothing to train"
+"""Why a group without a token that trains is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +101,14 @@ class Batcher:
 class _Filling:
     """The batch that is being filled, and the ones that were shipped and not trained yet. Decides; awaits nothing."""
 
-    __slots__ = ("_ledger", "_packer", "_rules", "_shipped")
+    __slots__ = ("_ledger", "_masked", "_packer", "_rules", "_shipped")
 
     def __init__(self, rules: Batcher, ledger: Ledger) -> None:
         self._rules = rules
         self._ledger = ledger
         self._packer = Packer(rules.max_tokens)
+        self._masked = 0
+        """Sequences of groups in which nothing trains that came while this batch was filled."""
         self._shipped: deque[TrajectoryId] = deque()
         """One trajectory of each shipped batch that may still be waiting or training, oldest first."""
 
@@ -124,6 +130,7 @@ class _Filling:
             )
         group = silenced(group)
         if reason := self._useless(group):
+            self._masked += len(group) if reason == NOTHING_TO_TRAIN else 0
             drop(group, "filtered", reason)
             return None
         displaced = None if self._packer.fits(group) else self.ship()
@@ -141,6 +148,8 @@ class _Filling:
         if batch is not None and self._rules.max_lag == 0:
             batch = batch.in_order()  # several workers may have sampled it, and rounding must not tell who was first
         if batch is not None:
+            batch = msgspec.structs.replace(batch, total_sequences=batch.total_sequences + self._masked)
+            self._masked = 0
             self._shipped.append(TrajectoryId(*batch.groups[0].id, int(batch.repetition_ids[0])))
             self._observe(batch)
         return batch
@@ -150,7 +159,7 @@ class _Filling:
         mask = group.loss_mask
         ends_in_training = len(mask) and mask[-1]  # almost always, and cheap to tell
         if not ends_in_training and not mask.any():
-            return "nothing to train"
+            return NOTHING_TO_TRAIN
         if not self._rules.drop_zero_variance:
             return ""
         if group.teacher_ids is not None and (group.teacher_ids[group.loss_mask] >= 0).any():

@@ -8,7 +8,7 @@ from .kl import KL
 from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, Used, check_used, merge, weights_metrics
 from .policy import CISPO, GSPO, AdvantageWeighted, PolicyTerm, PPOClip
 from .scored import OldPolicy, Scored, entropy_of
-from .terms import Aggregated, Aggregation, Loss, LossValue, PerToken, Sum, Summand, Term
+from .terms import Aggregated, Aggregation, Counted, Loss, LossValue, PerToken, Sum, Summand, Term
 
 __all__ = [
     "CISPO",
@@ -19,6 +19,7 @@ __all__ = [
     "Aggregated",
     "Aggregation",
     "Beyond",
+    "Counted",
     "Distillation",
     "Divergence",
     "EffectiveSamples",

@@ -117,11 +117,14 @@ class GSPO(PolicyTerm):
     Zheng et al., "Group Sequence Policy Optimization" (2025), in the form they call GSPO-token: the value of s is the
     sequence's, its gradient that of the token, so that tokens of one sequence may have advantages of their own. Where
     they do not, it is GSPO. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper.
+
+    Bounds as narrow as these are meant for an old policy that the trainer itself scored, hence "proximal": what lies
+    between an engine's log-probabilities and the trainer's is wider, and would clip tokens that have not moved.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    old: OldPolicy = "behavior"
+    old: OldPolicy = "proximal"
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)

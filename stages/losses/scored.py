@@ -39,6 +39,8 @@ class Scored:
     """Tokens that train in the *global* batch."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch."""
+    total_sequences: int
+    """Sequences of the *global* batch, those without such a token included."""
     temperature: float | Tensor = 1.0
     """At which `predicted` and `logprobs` are taken; [T, 1] where tokens have temperatures of their own."""
     advantages: Tensor | None = None

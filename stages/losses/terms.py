@@ -17,12 +17,14 @@ from torch import Tensor
 from .metrics import Mean, Metric
 from .scored import Scored
 
-__all__ = ["Aggregated", "Aggregation", "Loss", "LossValue", "PerToken", "Sum", "Summand", "Term"]
+__all__ = ["Aggregated", "Aggregation", "Counted", "Loss", "LossValue", "PerToken", "Sum", "Summand", "Term"]
 
 Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How what the tokens cost becomes one number, by the names verl and ROLL use: the mean over all tokens; the mean over
-sequences of their sums; of their means; of their sums divided by a constant. A sequence counts if it has a token that
-trains."""
+sequences of their sums; of their means; of their sums divided by a constant."""
+
+Counted: TypeAlias = Literal["trained", "all"]
+"""Which sequences a mean over sequences divides by: those with a token that trains, or all that came."""
 
 
 class PerToken(NamedTuple):
@@ -63,9 +65,11 @@ class Summand(ABC):
     def parts(self) -> tuple[tuple[float, Term], ...]:
         """Each term with its factor."""
 
-    def aggregated(self, aggregation: Aggregation, *, longest: int | None = None) -> Aggregated:
-        """The loss that this sum comes to; `longest` as in `Aggregated`."""
-        return Aggregated(Sum(self.parts()), aggregation, longest)
+    def aggregated(
+        self, aggregation: Aggregation, *, longest: int | None = None, counted: Counted = "trained"
+    ) -> Aggregated:
+        """The loss that this sum comes to; `longest` and `counted` as in `Aggregated`."""
+        return Aggregated(Sum(self.parts()), aggregation, longest, counted)
 
     def __call__(self, scored: Scored, /) -> LossValue:
         """See `Loss`."""
@@ -135,16 +139,23 @@ class Aggregated:
         aggregation: how; see `Aggregation`.
         longest: what `seq-mean-token-sum-norm` divides by besides: the budget of tokens of a completion. A constant of
             the run, for the longest completion at hand would differ from one micro-batch to the next.
+        counted: which sequences a mean over sequences divides by: those with a token that trains, as verl does, or all,
+            as SkyRL and TRL do, so that a batch of which much is masked makes a smaller step.
 
     Raises:
-        ValueError: an unknown aggregation, or `longest` missing or without use.
+        ValueError: an unknown aggregation or count, or `longest` or `counted` missing or without use.
     """
 
     total: Sum
     aggregation: Aggregation
     longest: int | None = None
+    counted: Counted = "trained"
 
     def __post_init__(self) -> None:
+        if self.counted not in get_args(Counted):
+            raise ValueError(f"counted: expected one of {', '.join(get_args(Counted))}, got {self.counted!r}")
+        if self.counted == "all" and self.aggregation == "token-mean":
+            raise ValueError("counted: expected 'all' with a mean over sequences, got it with 'token-mean'")
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(
                 f"aggregation: expected one of {', '.join(get_args(Aggregation))}, got {self.aggregation!r}"
@@ -159,7 +170,8 @@ class Aggregated:
 
     def __repr__(self) -> str:
         longest = "" if self.longest is None else f", longest={self.longest}"
-        return f"({self.total!r}).aggregated({self.aggregation!r}{longest})"
+        counted = "" if self.counted == "trained" else f", counted={self.counted!r}"
+        return f"({self.total!r}).aggregated({self.aggregation!r}{longest}{counted})"
 
     def __call__(self, scored: Scored, /) -> LossValue:
         """See `Loss`. Of several terms, each is reported by itself, before its factor.
@@ -187,7 +199,7 @@ class Aggregated:
         """[T] or one for all: what a token's cost is multiplied by."""
         if self.aggregation == "token-mean":
             return 1 / max(1, scored.loss_tokens)
-        one = 1 / max(1, scored.loss_sequences)
+        one = 1 / max(1, scored.total_sequences if self.counted == "all" else scored.loss_sequences)
         if self.aggregation == "seq-mean-token-mean":
             return scored.spread(one / scored.lengths.to(scored.logprobs.dtype))
         return one if self.longest is None else one / self.longest

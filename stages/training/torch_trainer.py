@@ -237,6 +237,7 @@ class TorchTrainer:
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
+            total_sequences=batch.total_sequences,
             **known,
         )
         part.columns.setdefault("proximal_logprobs", logprobs.detach())

@@ -50,6 +50,10 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
     )
 
 
+def totals(of: TrainBatch) -> tuple[int, int, int]:
+    return of.loss_tokens, of.loss_sequences, of.total_sequences
+
+
 def noise_of(one: TrajectoryGroup) -> list[float]:
     assert one.reward_noise is not None
     listed: list[float] = one.reward_noise.tolist()
@@ -75,7 +79,7 @@ def rows(packed: TrainBatch) -> list[dict[str, Any]]:
 
 def assert_same(left: TrainBatch, right: TrainBatch) -> None:
     assert left.groups == right.groups
-    assert (left.loss_tokens, left.loss_sequences) == (right.loss_tokens, right.loss_sequences)
+    assert totals(left) == totals(right)
     ours, theirs = left.columns(), right.columns()
     assert list(ours) == list(theirs)
     for name, column in ours.items():
@@ -140,6 +144,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
+    assert packed.total_sequences == len(packed)
 
 
 def test_groups_are_brought_into_the_order_of_their_ids_with_all_that_is_theirs() -> None:
@@ -294,7 +299,7 @@ def test_micro_batches_hold_every_sequence_once_and_keep_the_global_totals(
     assert [row for part in parts for row in rows(part)] == rows(whole)
     assert [i for part in parts for i in part.ids] == whole.ids
     assert all(len(part.tokens) <= max_tokens or len(part) == 1 for part in parts)
-    assert {(part.loss_tokens, part.loss_sequences) for part in parts} == {(whole.loss_tokens, whole.loss_sequences)}
+    assert {totals(part) for part in parts} == {totals(whole)}
 
 
 def test_micro_batches_are_as_full_as_order_allows() -> None:
@@ -375,3 +380,14 @@ def test_a_header_that_tells_of_less_than_no_sequences_is_refused() -> None:
 def test_a_header_that_makes_no_batch_is_refused() -> None:
     with pytest.raises(InvalidRecord, match="header: expected"):
         TrainBatch.assemble(b"\x93\x01", batch().columns())
+
+
+def test_sequences_that_were_left_out_count_until_their_batch_is_trained() -> None:
+    whole = TrainBatch.pack([group(instance_id=str(n)) for n in (1, 0)])
+    whole = msgspec.structs.replace(whole, total_sequences=len(whole) + 3)
+
+    assert whole.in_order().total_sequences == 7
+    assert [part.total_sequences for part in whole.split(max_tokens=1)] == [7] * 4
+    assert whole.share(np.array([True, False, False, False])).total_sequences == 7
+    assert whole.select(np.array([True, False])).total_sequences == 5
+    assert TrainBatch.assemble(whole.header(), whole.columns()).total_sequences == 7

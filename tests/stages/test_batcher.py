@@ -478,3 +478,15 @@ async def test_in_a_synchronous_schedule_a_batch_does_not_tell_who_was_first() -
     (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), came)
 
     assert [packed.instance_id for packed in batch.groups] == ["a", "b", "c"]
+
+
+async def test_sequences_of_groups_in_which_nothing_trains_are_counted_with_the_batch_that_was_filled() -> None:
+    masked = [group(instance_id=f"masked-{n}", loss_mask=np.zeros(14, np.bool_)) for n in range(2)]
+    first, second, third = (group(instance_id=str(n), rewards=[0, 1]) for n in range(3))
+    equal = group(instance_id="3", rewards=[1, 1])
+    given = [first, masked[0], second, third, masked[1], equal]
+
+    out = await drive(Batcher(max_tokens=100, sequences=4, drop_zero_variance=True), given)
+
+    assert [(len(batch), batch.loss_sequences, batch.total_sequences) for batch in out] == [(4, 4, 6), (2, 2, 4)]
+    assert out.ledger.balance().reasons["filtered"] == {"nothing to train": 4, "zero variance": 2}

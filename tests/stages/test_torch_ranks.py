@@ -38,6 +38,7 @@ def test_shares_are_the_batch_again_and_keep_its_totals() -> None:
         tokens = (taken == rank)[whole.sequence_of_token()]
         assert share.loss_tokens == whole.loss_tokens
         assert share.loss_sequences == whole.loss_sequences
+        assert share.total_sequences == whole.total_sequences
         for name in ("tokens", "loss_mask", "advantages"):
             assert np.array_equal(getattr(share, name), getattr(whole, name)[tokens])
 

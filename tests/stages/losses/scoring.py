@@ -32,6 +32,7 @@ LOSSES: list[Loss] = [
     PPOClip(old="proximal") * ImportanceWeight(high=1.3, low=0.7, beyond="mask"),
     (PPOClip(old="proximal") * ImportanceWeight(level="sequence")).aggregated("seq-mean-token-mean"),
     GSPO(clip_low=0.1, clip_high=0.2).aggregated("seq-mean-token-mean"),
+    GSPO(clip_low=0.1, clip_high=0.2, old="behavior").aggregated("seq-mean-token-mean", counted="all"),
     CISPO(highest=1.2),
     PPOClip() + 0.1 * KL("k1"),
     (PPOClip() + 0.1 * KL("k2")).aggregated("seq-mean-token-sum"),
@@ -62,6 +63,7 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
         "lengths": torch.tensor(kept),
         "loss_tokens": len(logprobs),
         "loss_sequences": sum(length > 0 for length in kept),
+        "total_sequences": len(kept),
     }
     return Scored(logprobs=logprobs, advantages=advantages, **(given | columns))
 

@@ -82,7 +82,7 @@ def dr_grpo(batch: list[list[Token]]) -> float:
 
 def gspo(batch: list[list[Token]]) -> float:
     def objective(sequence: list[Token]) -> float:
-        ratio = math.exp(mean([t.pi - t.behavior for t in sequence]))
+        ratio = math.exp(mean([t.pi - t.proximal for t in sequence]))
         return mean([surrogate(ratio, t.advantage, 1 - 3e-4, 1 + 4e-4) for t in sequence])
 
     return -mean([objective(sequence) for sequence in batch])

@@ -114,7 +114,7 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_sequence() -> None:
     ratios = [apart[:2].mean().exp().item()] * 2 + [apart[2:].mean().exp().item()] * 3
     expected = [-min(r * a, min(max(r, 0.9), 1.2) * a) for r, a in zip(ratios, given.advantage().tolist(), strict=True)]
 
-    values = GSPO(clip_low=0.1, clip_high=0.2).per_token(given).values
+    values = GSPO(clip_low=0.1, clip_high=0.2, old="behavior").per_token(given).values
 
     assert values.tolist() == pytest.approx(expected)
 
@@ -124,7 +124,7 @@ def test_the_ratio_of_gspo_is_bounded_as_a_whole_and_stays_finite(log_ratios: li
     apart = torch.tensor(log_ratios, dtype=torch.float64)
     given = scored(apart, torch.full_like(apart, -1.0), behavior_logprobs=torch.zeros(len(apart)))
 
-    values = GSPO(clip_low=0.9, clip_high=0.2).per_token(given).values
+    values = GSPO(clip_low=0.9, clip_high=0.2, old="behavior").per_token(given).values
 
     assert values.tolist() == pytest.approx([math.exp(log_mean)] * len(apart))
 
@@ -132,7 +132,7 @@ def test_the_ratio_of_gspo_is_bounded_as_a_whole_and_stays_finite(log_ratios: li
 def test_the_gradient_of_gspo_is_each_tokens_own() -> None:
     given = random(lengths=(2,))
     logprobs = given.logprobs.clone().requires_grad_()
-    wide = GSPO(clip_low=0.99, clip_high=9.0)
+    wide = GSPO(clip_low=0.99, clip_high=9.0, old="behavior")
 
     gradient = slope(wide(replace(given, logprobs=logprobs)).loss, logprobs)
 
@@ -144,7 +144,23 @@ def test_the_gradient_of_gspo_is_each_tokens_own() -> None:
 def test_gspo_clips_whole_sequences() -> None:
     ratios, advantages = [4.0, 0.5, 1.0, 1.0], [1.0] * 4
 
-    assert metric(GSPO(), ratios, advantages, "pg_clipfrac/high", lengths=[2, 2]) == 0.5
+    assert metric(GSPO(old="behavior"), ratios, advantages, "pg_clipfrac/high", lengths=[2, 2]) == 0.5
+
+
+@pytest.mark.parametrize(("nats", "share"), [(0.01, 0.27), (0.02, 0.36), (0.05, 0.42)])
+def test_gspo_clips_nothing_on_policy_and_would_clip_the_noise_of_an_engine(nats: float, share: float) -> None:
+    """2,048 sequences of 400 tokens whose log-probabilities an engine computed otherwise by so many nats a token."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(2048 * 400, generator=generator, dtype=torch.float64)
+    apart = nats * torch.randn(2048 * 400, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(2048, generator=generator, dtype=torch.float64).repeat_interleave(400)
+    given = scored(logprobs, advantages, lengths=[400] * 2048, behavior_logprobs=logprobs + apart)
+
+    clipped = {old: GSPO(old=old)(given).metrics["pg_clipfrac"].value() for old in ("behavior", "proximal")}
+
+    assert clipped["behavior"] == pytest.approx(share, abs=0.04)
+    assert clipped["proximal"] == 0
+    assert GSPO() == GSPO(old="proximal")
 
 
 # -- cispo -------------------------------------------------------------------------------------------------------------
@@ -167,7 +183,7 @@ def test_cispo_tells_what_it_bounds_for_either_sign() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [PPOClip(), GSPO(), CISPO()], ids=repr)
+@pytest.mark.parametrize("loss", [PPOClip(), GSPO(old="behavior"), CISPO()], ids=repr)
 def test_a_ratio_without_behavior_logprobs_says_what_to_do(loss: Term) -> None:
     with pytest.raises(InvalidRecord, match="behavior_logprobs: expected a column, got none: have the sampler record"):
         loss(scored(torch.zeros(1), torch.zeros(1)))

@@ -83,6 +83,11 @@ def test_a_loss_reads_as_it_was_written() -> None:
         (lambda: PPOClip().aggregated("seq-mean-token-sum-norm"), "longest: expected with 'seq-mean-token-sum-norm'"),
         (lambda: PPOClip().aggregated("token-mean", longest=3), "longest: expected with 'seq-mean-token-sum-norm'"),
         (lambda: PPOClip().aggregated("seq-mean-token-sum-norm", longest=0), "longest: expected at least 1, got 0"),
+        (lambda: PPOClip().aggregated("token-mean", counted="all"), "counted: expected 'all' with a mean over seq"),
+        (
+            lambda: PPOClip().aggregated("seq-mean-token-sum", counted="every"),  # type: ignore[arg-type]
+            "counted: expected one of trained, all, got 'every'",
+        ),
     ],
 )
 def test_aggregations_that_make_no_sense_are_refused(make: Callable[[], Aggregated], message: str) -> None:
