@@ -11,6 +11,7 @@ A stage may help by plain attributes or properties, all of them optional:
     stage_name: str                     what it is called, where the name of its class does not say enough
     sends: type                         what it sends, where the annotation of its outbox does not say
     tokenizer: Any                      what it makes tokens of text with, or text of tokens
+    check_workers: (count: int) -> None raises InvalidConfig where so many workers cannot share its work
 
 A `tokenizer` of its `trainer` or of its `policy` counts as its own. `state` of a sink's `trainer`, by name: what its
 checkpoints keep, stages among it.
@@ -25,7 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..schemas import TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
+from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
 from ..schemas.tokenizer import disagreements
 from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .link import Link, sends
@@ -113,8 +114,22 @@ def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
     if not inspect.iscoroutinefunction(run):
         ends = "outbox" if first else "inbox, outbox"
         yield f"{link.name}: expected a stage with `async def run(self, {ends})`, got {link.stage!r}"
+    yield from _of_workers(link)
     if isinstance(link.on, Processes):
         yield from _of_processes(link, link.on)
+
+
+def _of_workers(link: Link) -> Iterator[str]:
+    """Every stage of a fragment has as many workers as the fragment."""
+    count = link.on.count if isinstance(link.on, Processes) else 1
+    for stage in (link.stage, *(inner.stage for inner in getattr(link.stage, "links", ()))):
+        check_workers = getattr(stage, "check_workers", None)
+        if check_workers is None or isinstance(stage, type):
+            continue
+        try:
+            check_workers(count)
+        except InvalidConfig as error:
+            yield f"{link.name}: {error}"
 
 
 def _of_processes(link: Link, on: Processes) -> Iterator[str]:

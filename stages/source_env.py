@@ -146,19 +146,28 @@ class SourceEnv:
         Raises:
             InvalidConfig: see `run`.
         """
+        self.check_workers(worker.count)
+        return None if self.step_groups is None else self.step_groups // worker.count * self.group_size
+
+    def check_workers(self, count: int) -> None:
+        """Hold `step_groups` to what `count` workers can share, for `pipeline.check()`.
+
+        Raises:
+            InvalidConfig: see `run`.
+        """
         if self.step_groups is None:
-            return None
-        groups, left = divmod(self.step_groups, worker.count)
+            return
+        groups, left = divmod(self.step_groups, count)
         if left:
             raise InvalidConfig(
-                f"SourceEnv.step_groups: expected a multiple of the {worker.count} workers, got {self.step_groups}"
+                f"SourceEnv.step_groups: expected a multiple of the {count} workers, got {self.step_groups}: take "
+                f"{(groups + 1) * count} groups a step, or as many workers as divide {self.step_groups}"
             )
         if self.synchronous and groups * self.group_size > self.concurrency:
             raise InvalidConfig(
                 f"SourceEnv.concurrency: expected at least {groups * self.group_size}, all that a worker samples for a "
                 f"step of a synchronous schedule, got {self.concurrency}"
             )
-        return groups * self.group_size
 
     @property
     def sends_at_most_tokens(self) -> int | None:

@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack, Train
 
-from penstock import Batcher, Pipeline, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, processes, source
-from penstock.errors import InvalidPipeline
+from penstock import (
+    Batcher,
+    NoOpPolicy,
+    Pipeline,
+    ReceiveChannel,
+    SendChannel,
+    SourceEnv,
+    TrainBatch,
+    TrajectoryGroup,
+    processes,
+    source,
+)
+from penstock.errors import InvalidConfig, InvalidPipeline
 
 
 @dataclass(frozen=True)
@@ -162,3 +173,33 @@ def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
     told = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
 
     assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in told
+
+
+@dataclass(frozen=True)
+class Shared(Groups):
+    prompts: int = 6
+
+    def check_workers(self, count: int) -> None:
+        if self.prompts % count:
+            raise InvalidConfig(f"Shared.prompts: expected a multiple of the {count} workers, got {self.prompts}")
+
+
+def test_work_that_the_workers_cannot_share_is_found_before_any_of_them_starts() -> None:
+    source(Shared(1), on=processes(3)).then(Pass()).sink(Collect()).check()
+
+    alone = complaint(source(Shared(1), on=processes(4)).then(Pass()).sink(Collect()))
+    within = complaint(source(source(Shared(1)).then(Pass()), on=processes(4)).sink(Collect()))
+
+    assert "Shared: Shared.prompts: expected a multiple of the 4 workers, got 6" in alone
+    assert "Shared.prompts: expected a multiple of the 4 workers, got 6" in within
+
+
+def test_groups_of_a_step_that_the_workers_do_not_divide_are_found() -> None:
+    def pipeline(step_groups: int) -> Pipeline:
+        sampling = SourceEnv(SimpleNamespace, NoOpPolicy(), group_size=4, max_lag=1, step_groups=step_groups)
+        return source(sampling, on=processes(2)).sink(Collect())
+
+    told = complaint(pipeline(3))
+
+    assert "SourceEnv.step_groups: expected a multiple of the 2 workers, got 3: take 4 groups a step, or as " in told
+    pipeline(4).check()
