@@ -69,7 +69,7 @@ def _send_one_and_wait(url: str, pipe: Connection) -> None:
 
 
 async def _send_one_and_wait_async(url: str, pipe: Connection) -> None:
-    async with connect(url, TrajectoryGroup) as outbox:
+    async with connect(url, TrajectoryGroup, name=f"process {os.getpid()}") as outbox:
         await outbox.send(make_groups(0, group=1, tokens=1)[0])
         await anyio.wait_readable(pipe.fileno())
 

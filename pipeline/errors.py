@@ -20,6 +20,9 @@ __all__ = [
     "JournalInUse",
     "KeyUnavailable",
     "LedgerImbalance",
+    "MemberAbsent",
+    "MemberNameInUse",
+    "MemberNameRequired",
     "MissingExtra",
     "NoDevice",
     "NobodyListens",
@@ -36,6 +39,7 @@ __all__ = [
     "StaleDescriptor",
     "StaleHandle",
     "TokenizersDiffer",
+    "TooManyMembers",
     "TooManySenders",
     "TooMuchUnsaved",
     "WeightsDamaged",
@@ -71,6 +75,22 @@ class OutOfSharedMemory(PenstockError, MemoryError):
 
 class OutOfFileDescriptors(PenstockError, OSError):
     """This process, or the machine, has not as many file descriptors left as what is to be started needs."""
+
+
+class MemberAbsent(PenstockError):
+    """A sender that is counted by name was lost, and did not come back within `absence_timeout_s`."""
+
+
+class MemberNameInUse(PenstockError):
+    """Two senders are connected under one name, to a receiver that counts them by name."""
+
+
+class MemberNameRequired(PenstockError):
+    """A sender without a name came to a receiver that counts senders by name."""
+
+
+class TooManyMembers(PenstockError):
+    """More names came than a receiver counts senders; the message lists those that it knows."""
 
 
 class TooManySenders(PenstockError):

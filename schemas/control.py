@@ -43,12 +43,14 @@ __all__ = [
     "Wanting",
     "Weights",
     "Welcome",
+    "check_name",
     "decode",
     "decode_of_sender",
     "encode",
+    "printable",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
 
 
@@ -62,10 +64,37 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     """An array on the wire: the tag, then the fields in order."""
 
 
+MOST_NAME_CHARACTERS = 128
+
+
+def check_name(name: str) -> str:
+    """Return the name of a peer, which messages and logs quote as it is.
+
+    Raises:
+        ValueError: it is too long, or holds characters that a terminal or a log would not print, such as newlines.
+    """
+    if len(name) > MOST_NAME_CHARACTERS or not name.isprintable():
+        shown = f"{name[:MOST_NAME_CHARACTERS]!r} ({len(name)} characters)"
+        raise ValueError(f"name: expected at most {MOST_NAME_CHARACTERS} printable characters, got {shown}")
+    return name
+
+
+def printable(said: str) -> str:
+    """Return what a peer said with all that a terminal or a log would not print as escapes; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in said)
+
+
+class _Named(_Message, frozen=True):
+    """A message of a peer that says its name."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # -- at the door ---------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True):
+class Hello(_Named, frozen=True):
     """A sender asks to be let in."""
 
     version: int
@@ -76,13 +105,13 @@ class Hello(_Message, frozen=True):
     identity: bytes
     """The name of its ZeroMQ socket: 16 random bytes."""
     name: str
-    """Who it is, for messages and the ledger."""
+    """What its script calls it, the same after every restart; empty where it was given none."""
     pid: int
     tokenizer: TokenizerIdentity | None = None
     """What made the token ids that it will send; none where it does not say."""
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(_Named, frozen=True):
     """The receiver lets it in, and says what it may use."""
 
     version: int
@@ -173,7 +202,7 @@ class Closed(_Message, frozen=True):
 # -- at the door of a weights publisher ----------------------------------------------------------------------------
 
 
-class Subscribe(_Message, frozen=True):
+class Subscribe(_Named, frozen=True):
     """A subscriber asks for the weights."""
 
     version: int
@@ -192,7 +221,7 @@ class DeviceHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """What the driver gave out for it (CUipcMemHandle)."""
 
 
-class Weights(_Message, frozen=True):
+class Weights(_Named, frozen=True):
     """The publisher hands over its segment; the file descriptor travels with this message."""
 
     version: int

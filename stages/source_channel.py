@@ -15,10 +15,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ..pipeline.channels.carriers import serve
+from ..pipeline.channels.carriers import DEFAULT_MAX_SENDERS, serve
 from ..pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
 from ..pipeline.channels.keys import Key
+from ..pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from ..pipeline.channels.peer import Peer
+from ..pipeline.channels.remote_receiver import RemoteReceiver
+from ..pipeline.channels.silence import DEFAULT_SILENCE_S
 from ..pipeline.context import current
 from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
@@ -27,9 +30,6 @@ from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, TrajectoryGroup, identity_of
 
 __all__ = ["SourceChannel"]
-
-NEVER = 2**62
-"""So many senders never come."""
 
 LEAVING_S = 5.0
 """How long senders that have nothing unsaved may take to leave: what was said to them dies with this process."""
@@ -47,10 +47,15 @@ class SourceChannel:
     Args:
         url: where to listen; see `serve`. Senders have to find it again: a port of your own, or `address`.
         address: a file in which it is noted where this run listens, for `shm://` has another place every time.
-        senders: after so many have come and gone the stream ends; None for a stream that does not end by itself.
+        senders: how many members send: the stream ends when so many, known by their names, said that they are done;
+            see `serve`. None for any number, with or without names: the stream does not end by itself.
+        absence_timeout_s: with `senders`, how long a member that is lost is awaited.
+        on_absence: what follows then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
+        max_senders: how many may be connected at a time.
         capacity: records that each sender may have in flight.
         capacity_bytes: bytes that each sender may have in flight.
         key: what senders must know too, over tcp.
+        silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; see `serve`.
         tokenizer: what the token ids mean, or its `TokenizerIdentity`: senders that say another one are refused, and
             `pipeline.check()` holds it to that of the trainer.
     """
@@ -58,13 +63,21 @@ class SourceChannel:
     url: str = "shm://"
     address: str | Path | None = None
     senders: int | None = None
+    absence_timeout_s: float = DEFAULT_ABSENCE_TIMEOUT_S
+    on_absence: OnAbsence = "fail"
+    max_senders: int = DEFAULT_MAX_SENDERS
     capacity: int = REMOTE_CAPACITY
     capacity_bytes: int = REMOTE_CAPACITY_BYTES
     key: Key | None = None
+    silence_s: float | None = DEFAULT_SILENCE_S
     tokenizer: Any = None
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`. When the stream has ended it stays until everything is saved, and senders have heard so."""
+        """See `Source`. When the stream has ended it stays until everything is saved, and senders have heard so.
+
+        Raises:
+            MemberAbsent: a member was lost and did not come back.
+        """
         unsaved = _Unsaved(current().ledger)
         known = self.tokenizer is not None
         identity = await anyio.to_thread.run_sync(identity_of, self.tokenizer) if known else None
@@ -75,12 +88,18 @@ class SourceChannel:
                     TrajectoryGroup,
                     capacity=self.capacity,
                     capacity_bytes=self.capacity_bytes,
-                    senders=NEVER if self.senders is None else self.senders,
+                    senders=self.senders,
+                    absence_timeout_s=self.absence_timeout_s,
+                    on_absence=self.on_absence,
+                    max_senders=self.max_senders,
                     listener=unsaved,
                     key=self.key,
+                    silence_s=self.silence_s,
                     tokenizer=identity,
                 )
             )
+            if self.senders is None:
+                inbox.keep_open()
             stack.enter_context(current().ledger.hearing_of_checkpoints(unsaved.saved))
             if self.address is not None:
                 await anyio.to_thread.run_sync(_note, Path(self.address), inbox.url)
@@ -88,11 +107,22 @@ class SourceChannel:
                 await outbox.send(record)
                 del record  # its slots are free while the next is waited for
             await outbox.aclose()
-            try:
-                await unsaved.none()
-            finally:
-                with anyio.move_on_after(LEAVING_S if unsaved.empty else 0, shield=True):
-                    await inbox.deserted()
+            unsaved.ended = True
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_hear_again, inbox)
+                try:
+                    await unsaved.none()
+                finally:
+                    with anyio.move_on_after(LEAVING_S if unsaved.empty else 0, shield=True):
+                        await inbox.deserted()
+                    tasks.cancel_scope.cancel()
+
+
+async def _hear_again(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    """Receive what members offer again that were cut off after the end: it is noted, and told when it is saved."""
+    inbox.keep_open()
+    async for _ in inbox:
+        pass
 
 
 class _Unsaved:
@@ -105,6 +135,8 @@ class _Unsaved:
         self._kept: dict[Peer, dict[GroupId, int]] = {}
         """Repetitions of each group, as a bit mask, by who keeps them."""
         self._all_saved = anyio.Event()
+        self.ended = False
+        """Whether the stream has ended: a record that is new belongs to the next run, and its sender keeps it."""
 
     @property
     def empty(self) -> bool:
@@ -116,6 +148,8 @@ class _Unsaved:
         mask = mask_of(record.repetition_ids.tolist())
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
+        if self.ended:
+            mask &= self._ledger.known(record.id)
         kept = self._kept.setdefault(peer, {})
         noted(kept, record.id, kept.get(record.id, 0) | mask & ~saved)
         return record

@@ -81,7 +81,7 @@ def produce(url: str, case: Case, producer: int, control: Control) -> None:
 
 
 async def _send(url: str, case: Case, producer: int, control: Control) -> None:
-    async with connect(url, TrajectoryGroup) as outbox:
+    async with connect(url, TrajectoryGroup, name=f"producer {producer}") as outbox:
         for group in groups_to_send(case, producer, control):
             await outbox.send(group)
             if case.interval_s:  # it sleeps in the loop's thread until the next is due: the tick ends before

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, get_args
 
 from ...schemas import identity_of
+from ...schemas.control import check_name
 from .carrier import R
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .keys import Key
+from .members import DEFAULT_ABSENCE_TIMEOUT_S, Members, OnAbsence
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
 from .silence import DEFAULT_SILENCE_S
 from .tcp import connect_tcp, serve_tcp
 
-__all__ = ["connect", "serve"]
+__all__ = ["DEFAULT_MAX_SENDERS", "connect", "serve"]
 
 DEFAULT_MAX_SENDERS = 64
 """Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
@@ -32,7 +34,9 @@ def serve(
     *,
     capacity: int = REMOTE_CAPACITY,
     capacity_bytes: int = REMOTE_CAPACITY_BYTES,
-    senders: int = 1,
+    senders: int | None = None,
+    absence_timeout_s: float = DEFAULT_ABSENCE_TIMEOUT_S,
+    on_absence: OnAbsence = "fail",
     max_senders: int = DEFAULT_MAX_SENDERS,
     listener: PeerListener | None = None,
     name: str | None = None,
@@ -48,7 +52,13 @@ def serve(
         record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
         capacity: records that each sender may have in flight; at 1, let go of a record before you ask for the next.
         capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
-        senders: how many senders must have come and gone before the stream ends.
+        senders: how many members the stream has: senders with a name that stays the same when they are restarted. It
+            ends when so many have said, by closing, that they are done; one that is lost is awaited. None for senders
+            that need no name: the stream ends when one or more have come and all are gone, and `receive` raises
+            PeerLost for each that did not say that it was done.
+        absence_timeout_s: with `senders`, how long a member that is lost is awaited. One that never came is awaited
+            without a bound.
+        on_absence: what follows then: `fail` has `receive` raise MemberAbsent, `continue` goes on as if it were done.
         max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
             `max_senders × capacity_bytes`.
         listener: is told of senders' losses instead of `receive` raising PeerLost.
@@ -62,18 +72,26 @@ def serve(
 
     Raises:
         TypeError: `tokenizer` has no identity.
-        ValueError: a capacity below 1, an unknown scheme, a key that is missing, or one that shm has no use for.
+        ValueError: a capacity or `senders` below 1, no time for `absence_timeout_s`, a name that is too long or not
+            printable, an unknown scheme, a key that is missing, or one that shm has no use for.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
     """
     if min(capacity, capacity_bytes, max_senders) < 1:
         raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
+    if senders is not None and senders < 1:
+        raise ValueError(f"senders: expected at least 1, or None for any number, got {senders}")
+    if not absence_timeout_s > 0:
+        raise ValueError(f"absence_timeout_s: expected seconds, got {absence_timeout_s}")
+    if on_absence not in get_args(OnAbsence):
+        raise ValueError(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
+    counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
     terms = Terms(
         capacity=capacity,
         capacity_bytes=capacity_bytes,
-        senders=senders,
+        members=counted,
         max_senders=max_senders,
         listener=listener,
-        name=name or f"process {os.getpid()}",
+        name=check_name(name or f"process {os.getpid()}"),
         key=key,
         silence_s=silence_s,
         tokenizer=None if tokenizer is None else identity_of(tokenizer),
@@ -98,7 +116,8 @@ def connect(
     Args:
         url: what `inbox.url` says.
         record_type: what the receiver receives.
-        name: who this is, for messages.
+        name: what this sender is called, in messages; where the receiver counts members, by which it is known again,
+            so the same after every restart. At most 128 printable characters.
         key: what the receiver knows too, over tcp; on loopback this user's key by default.
         silence_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one is not,
             except where it is to answer an introduction. None waits for it as long as its process exists.
@@ -113,9 +132,11 @@ def connect(
         PeerClosed: the receiver has another key.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfSharedMemory: the machine has no room for the segment.
-        ValueError: an unknown scheme, a key that is missing, or one that shm has no use for.
+        MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
+        ValueError: an unknown scheme, a key that is missing, or one that shm has no use for, or a name that is too
+            long or not printable.
     """
-    name = name or f"process {os.getpid()}"
+    name = check_name(name or "")
     identity = None if tokenizer is None else identity_of(tokenizer)
     if _scheme(url, key) == "shm":
         return connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)

@@ -10,15 +10,34 @@ from contextlib import contextmanager, suppress
 import anyio
 
 from ...schemas import ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Hello, Message, Offer, Ready, Refused, Welcome
-from ..errors import NobodyListens, OutOfSharedMemory, PeerClosed, PenstockError, TokenizersDiffer, TooManySenders
+from ...schemas.control import PROTOCOL_VERSION, Hello, Message, Offer, Ready, Refused, Welcome, printable
+from ..errors import (
+    MemberNameInUse,
+    MemberNameRequired,
+    NobodyListens,
+    OutOfSharedMemory,
+    PeerClosed,
+    PenstockError,
+    TokenizersDiffer,
+    TooManyMembers,
+    TooManySenders,
+)
 from .door import Door
 
 __all__ = ["answering_within", "introduce", "let_in"]
 
 REFUSALS: dict[str, type[PenstockError]] = {
     error.__name__: error
-    for error in (OutOfSharedMemory, PeerClosed, ProtocolMismatch, TokenizersDiffer, TooManySenders)
+    for error in (
+        MemberNameInUse,
+        MemberNameRequired,
+        OutOfSharedMemory,
+        PeerClosed,
+        ProtocolMismatch,
+        TokenizersDiffer,
+        TooManyMembers,
+        TooManySenders,
+    )
 }
 """What a refusal at the door raises at the sender, by the name that travels."""
 
@@ -49,6 +68,7 @@ async def introduce(
         ProtocolMismatch: the receiver carries something else, or speaks another version.
         TokenizersDiffer: it has another tokenizer.
         TooManySenders: its budget of memory is given out.
+        MemberNameRequired, MemberNameInUse, TooManyMembers: it counts senders by name, and not this one.
         PeerClosed: it refused for another reason, or went away.
     """
     identity = b"p" + secrets.token_bytes(15)
@@ -80,5 +100,5 @@ async def _answer(door: Door, said: Message | None = None, fd: int | None = None
     except anyio.EndOfStream:
         raise PeerClosed("the receiver closed the door without an answer") from None
     if isinstance(answer, Refused):
-        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {answer.reason}")
+        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {printable(answer.reason)}")
     return answer

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, identity_of
 from ..causes import alone
-from ..errors import NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
+from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
 from ..repetitions import mask_of
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
@@ -47,7 +47,7 @@ LAST_WORDS_S = 1.0
 """How long what a receiver said before it closed may be on its way."""
 
 _GONE = (PeerClosed, PeerLost)
-_NOT_THERE = (NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
+_NOT_THERE = (MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
 
 
 @dataclass(slots=True, eq=False)
@@ -253,14 +253,16 @@ async def outlast(
         capacity: records that may be kept.
         capacity_bytes: bytes that may be kept.
         patience_s: how long there may be no receiver.
-        name: who this is, for messages.
+        name: what this sender is called, the same after every restart; see `connect`.
         key: what the receiver knows too, over tcp.
         silence_s: see `connect`.
         tokenizer: see `connect`.
 
     Raises:
         TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
+        MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
         NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`.
+        MemberNameInUse: another sender of this name was connected for as long.
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
     sender = LastingSender(capacity, capacity_bytes, patience_s)

@@ -23,7 +23,10 @@ class Peer:
 
     def __init__(self, hello: Hello, schedule: Callable[[Peer], None], release_at: int) -> None:
         self.identity = hello.identity
-        self.name = hello.name
+        self.name = hello.name or f"process {hello.pid}"
+        """What messages call it."""
+        self.member = hello.name
+        """The name by which it is counted; empty where it has none."""
         self.pid = hello.pid
         self.inlet: Inlet
         """Set when it is let in."""

@@ -14,9 +14,16 @@ import anyio
 from anyio.abc import Listener, SocketStream
 
 from ...schemas import ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused
+from ...schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused, printable
 from ...schemas.tokenizer import disagreements
-from ..errors import OutOfSharedMemory, StaleDescriptor
+from ..errors import (
+    MemberNameInUse,
+    MemberNameRequired,
+    OutOfSharedMemory,
+    PeerClosed,
+    StaleDescriptor,
+    TooManyMembers,
+)
 from ..telemetry import get_logger
 from .carrier import HANDSHAKE_S, Inlet
 from .door import Door, serve_door
@@ -36,11 +43,15 @@ _FAILED_INTRODUCTIONS = (
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
     anyio.EndOfStream,
+    MemberNameInUse,
+    MemberNameRequired,
     OSError,
     OutOfSharedMemory,
+    PeerClosed,
     ProtocolMismatch,
     StaleDescriptor,
     TimeoutError,
+    TooManyMembers,
 )
 
 Enter: TypeAlias = Callable[[Door], Awaitable[Inlet]]
@@ -62,7 +73,9 @@ class Refusals:
         """Something was refused."""
         self.count += 1
         if self.count <= self.TOLD or not self.count & (self.count - 1):
-            log.warning("peer_rejected", url=self._url, reason=reason, rejected=self.count)
+            log.warning(
+                "peer_rejected", url=self._url, reason=printable(reason).replace("\n", "\\n"), rejected=self.count
+            )
 
 
 class Reception(Generic[G]):
@@ -76,6 +89,7 @@ class Reception(Generic[G]):
         guests: Collection[bytes],
         admit: Callable[[Hello, Door, Inlet], G],
         gone: Callable[[G], Exception | None],
+        check: Callable[[Hello], None],
         refusals: Refusals,
         *,
         carrier: str,
@@ -92,6 +106,8 @@ class Reception(Generic[G]):
         """The identities of those who are in."""
         self._admit = admit
         self._gone = gone
+        self._check = check
+        """Raises where a sender may not join, before and after it has said all."""
         self._refusals = refusals
         self._carrier = carrier
         self._kind = kind
@@ -146,9 +162,11 @@ class Reception(Generic[G]):
             self._refusals.note(f"{hello.name} (pid {hello.pid}): {refusal.reason}")
             await door.say(refusal)
             return None
+        self._check(hello)
         inlet = await enter(door)
         if hello.identity in self._guests:
             raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
+        self._check(hello)
         return self._admit(hello, door, inlet)
 
     def _refusal(self, door: Door, hello: Hello) -> Refused | None:

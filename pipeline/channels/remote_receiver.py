@@ -7,6 +7,7 @@ on one event loop, except that a lease may die in any thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from contextlib import AsyncExitStack, suppress
@@ -33,9 +34,10 @@ from ...schemas.control import (
     Welcome,
     decode_of_sender,
     encode,
+    printable,
 )
 from ...schemas.descriptor import Descriptor
-from ..errors import PeerLost, StaleDescriptor
+from ..errors import MemberAbsent, PeerClosed, PeerLost, StaleDescriptor
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
 from .answers import Answers
@@ -44,6 +46,7 @@ from .channel import ChannelStatistics
 from .door import Door
 from .ends import Receiving
 from .keys import Key
+from .members import Members
 from .memory import CHECKPOINT_EVERY
 from .peer import Peer
 from .reception import Enter, Reception, Refusals
@@ -90,7 +93,8 @@ class Terms:
 
     capacity: int
     capacity_bytes: int
-    senders: int
+    members: Members | None
+    """Counts senders by name; None where they need none."""
     max_senders: int
     listener: PeerListener | None
     name: str
@@ -119,14 +123,23 @@ class RemoteReceiver(Receiving[R]):
         self._carrier = carrier
         self._socket = socket
         self._terms = terms
-        self._expected = terms.senders
-        """How many senders must have come before the stream may end."""
+        self._members = terms.members
+        self._kept_open = False
+        self._least = 1
+        """Where members are not counted: how many senders must have come before the stream may end."""
+        self._failure: MemberAbsent | None = None
+        """A member did not come back: nothing more is received."""
+        self._absence: asyncio.TimerHandle | None = None
+        """Runs out when a lost member is given up."""
+        self._ended_for_all = False
+        """Whether it was said that the stream has ended."""
         self._peers: dict[bytes, Peer] = {}
         self._refusals = Refusals(url)
         self._reception = Reception(
             self._peers,
             self._admit,
             self._gone,
+            self._check,
             self._refusals,
             carrier=carrier,
             kind=self.schema.kind,
@@ -176,9 +189,19 @@ class RemoteReceiver(Receiving[R]):
         doorman = self._loop.create_task(self._reception.serve(listener, enter), name="penstock receiver door")
         resources.push_async_callback(_cancelled, doorman)
 
+    def _check(self, hello: Hello) -> None:
+        """Decide whether a sender may join; see `Members.check`."""
+        if self._members is not None:
+            if self._ended_for_all and self._listener is None:
+                raise PeerClosed("the stream has ended: every member has said that it is done")
+            self._members.check(hello.name, hello.pid)
+
     def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
         peer = self._peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
         peer.door, peer.inlet = door, inlet
+        if self._members is not None:
+            self._members.join(hello.name, hello.pid)
+            self._await_absent()
         if self._severances is not None:
             self._severances.expect()
         return peer
@@ -189,9 +212,13 @@ class RemoteReceiver(Receiving[R]):
             PROTOCOL_VERSION, endpoint, self._terms.name, self._terms.capacity, self._terms.capacity_bytes, slot_bytes
         )
 
-    def expect(self, more: int) -> None:
-        """The stream shall not end before `more` further senders have come and gone (fewer where negative)."""
-        self._expected += more
+    def keep_open(self) -> None:
+        """Let the stream not end by itself until `let_end`, however many senders come and go."""
+        self._kept_open = True
+
+    def let_end(self) -> None:
+        """Let the stream end as soon as no sender is connected, whether or not any has come."""
+        self._kept_open, self._least = False, 0
         self._wake()
 
     # -- hearing them ------------------------------------------------------------------------------------------------
@@ -203,7 +230,7 @@ class RemoteReceiver(Receiving[R]):
         self._wake()
 
     def _wake(self) -> None:
-        if self._arrivals or self._ended():
+        if self._arrivals or self._failure is not None or self._ended():
             self._waiting.wake_all()
 
     def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
@@ -267,6 +294,8 @@ class RemoteReceiver(Receiving[R]):
         if sequence != peer.sequence:
             raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
         peer.open = False
+        if self._members is not None:
+            self._members.done(peer.member)
         if self._listener is not None:
             self._arrivals.append((peer, None))
         self._answers.give(peer)
@@ -279,9 +308,9 @@ class RemoteReceiver(Receiving[R]):
         peer.expelled = True
         self._refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
-        lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {error}")
+        lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {printable(str(error))}")
         lost.__cause__ = error
-        self._arrivals.append((peer, lost))
+        self._lose(peer, lost)
         self._say(peer, Closed())
 
     def _look_for_the_silent(self) -> None:
@@ -315,12 +344,34 @@ class RemoteReceiver(Receiving[R]):
                 self._take_in(peer, parcel)
             how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its door without saying goodbye"
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
-            self._arrivals.append((peer, error))
+            self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
             given_up = error if peer.silent_for else None
         self._peers.pop(peer.identity, None)
         self._waiting.wake_all()
         return given_up
+
+    def _lose(self, peer: Peer, error: PeerLost) -> None:
+        self._arrivals.append((peer, error))
+        if self._members is not None:
+            self._members.lose(peer.member, str(error), self._loop.time())
+            self._await_absent()
+
+    def _await_absent(self) -> None:
+        """Have members that are lost given up when their time is over."""
+        if self._absence is not None:
+            self._absence.cancel()
+        self._absence = None
+        if self._members is not None and not math.isinf(self._members.due_s):
+            self._absence = self._loop.call_at(self._members.due_s, self._give_up_absent, self._members)
+
+    def _give_up_absent(self, members: Members) -> None:
+        for error in members.expire(self._loop.time()):
+            log.warning("member_absent", reason=str(error))
+            if members.on_absence == "fail":
+                self._failure = self._failure or error
+        self._await_absent()
+        self._wake()
 
     # -- answering them ----------------------------------------------------------------------------------------------
 
@@ -337,8 +388,12 @@ class RemoteReceiver(Receiving[R]):
     # -- the receiving end -------------------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
+        if self._kept_open:
+            return False
+        if self._members is not None:
+            return self._members.all_done
         alive = any(peer.open for peer in self._peers.values())
-        return not alive and not self._reception.entering and self._reception.joined >= self._expected
+        return not alive and not self._reception.entering and self._reception.joined >= self._least
 
     def receive_nowait(self) -> R:
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
@@ -361,7 +416,10 @@ class RemoteReceiver(Receiving[R]):
             if not self._arrivals:
                 self._drain()
             if not self._arrivals:
+                if self._failure is not None:
+                    raise self._failure
                 if self._ended():
+                    self._ended_for_all = True
                     raise anyio.EndOfStream
                 return None
             peer, arrival = self._arrivals[0]
@@ -375,10 +433,10 @@ class RemoteReceiver(Receiving[R]):
         if notice is None:
             if self._listener is not None:
                 self._listener.parted(peer)
-        elif self._listener is None:
-            raise notice
-        else:
+        elif self._listener is not None:
             self._listener.lost(peer, notice)
+        elif self._members is None:
+            raise notice
 
     def _take(self, peer: Peer, parcel: Parcel) -> R | None:
         try:
@@ -472,7 +530,7 @@ class RemoteReceiver(Receiving[R]):
     async def _wait(self) -> None:
         with self._clock.waiting("record"):
             self._answers.give_all()
-            if not self._arrivals and not self._ended():
+            if not self._arrivals and self._failure is None and not self._ended():
                 await self._waiting.wait()
 
     async def _breathe(self) -> None:
@@ -515,6 +573,8 @@ class RemoteReceiver(Receiving[R]):
         self._loop.remove_reader(self._fd)
         if self._severances is not None:
             self._severances.close()
+        if self._absence is not None:
+            self._absence.cancel()
         self._waiting.wake_all()
         with anyio.CancelScope(shield=True):
             try:

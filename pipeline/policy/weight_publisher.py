@@ -35,6 +35,7 @@ from ...schemas.control import (
     Resume,
     Subscribe,
     Weights,
+    check_name,
 )
 from ..blocking import enter_in_thread
 from ..channels.door import Door, serve_door
@@ -123,7 +124,7 @@ class WeightPublisher:
         tensors, tables = inventory_of(model)
         self._make = partial(WeightWriter, tensors, fused=tuple(fused), cast=dict(cast), device=device, tables=tables)
         self._patience_s = patience_s
-        self.name = name or f"publisher in process {os.getpid()}"
+        self.name = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
         self._writer: WeightWriter | None = None
         self._listeners: set[_Listener] = set()

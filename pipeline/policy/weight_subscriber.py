@@ -35,6 +35,7 @@ from ...schemas.control import (
     Resume,
     Subscribe,
     Weights,
+    check_name,
 )
 from ..channels.door import Door
 from ..channels.silence import DEFAULT_SILENCE_S
@@ -60,7 +61,7 @@ class WeightSubscriber:
     def __init__(self, url: str, *, name: str | None = None) -> None:
         """Prepare to subscribe at `url`; `name` says who this is, for messages."""
         self.url = url
-        self.name = name or f"subscriber in process {os.getpid()}"
+        self.name = check_name(name or f"subscriber in process {os.getpid()}")
         self._stack = AsyncExitStack()
         self._reader: WeightReader | None = None
         self._publisher = url

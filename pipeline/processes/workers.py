@@ -30,10 +30,6 @@ from .worker_books import RelayBooks, SourceBooks
 
 __all__ = ["Workers"]
 
-HELD_OPEN = 2**62
-"""Senders that a channel behind workers waits for: so many never come; when the last worker is done, none is awaited.
-Workers die and are started anew, so how many will have come and gone is not known before."""
-
 SILENCE_S = DEFAULT_SILENCE_S
 """How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
 for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
@@ -80,12 +76,12 @@ class Workers:
             carried(self._link.stage),
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
-            senders=HELD_OPEN,
             max_senders=self._on.count * (2 if self._on.restarts else 1),
             listener=self._books,
             name=self._after.name,
             silence_s=SILENCE_S,
         ) as self._outlet:
+            self._outlet.keep_open()  # workers die and are started anew, so how many will come and go is not known
             with held(self._descriptors, f"the workers of {self._link.name} ({self._on.count})") as self._held:
                 yield self._outlet
 
@@ -105,7 +101,7 @@ class Workers:
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
         await self._supervisor.run(self._channels(self._outlet.url), feed)
-        self._outlet.expect(-HELD_OPEN)
+        self._outlet.let_end()
 
     def _channels(self, outbox_url: str) -> dict[str, Any]:
         """What the workers are told about their channels."""

@@ -13,9 +13,11 @@ import anyio.to_thread
 import pytest
 
 from penstock import TrajectoryGroup, connect, serve
+from penstock.errors import PeerLost
 from penstock.pipeline.channels import door as doors
 from penstock.pipeline.channels import reception
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.schemas import control
 from penstock.testing import group
 
@@ -24,8 +26,8 @@ LENGTH = struct.Struct("<I")
 OWN = os.getuid()
 
 
-def hello(identity: bytes = b"p" + bytes(15)) -> bytes:
-    said = control.encode(control.Hello(control.PROTOCOL_VERSION, "shm", "group", identity, "stranger", 1))
+def hello(identity: bytes = b"p" + bytes(15), *, kind: str = "group", name: str = "stranger") -> bytes:
+    said = control.encode(control.Hello(control.PROTOCOL_VERSION, "shm", kind, identity, name, 1))
     return LENGTH.pack(len(said)) + said
 
 
@@ -97,8 +99,34 @@ async def test_who_says_hello_and_then_nothing_keeps_nobody_out_meanwhile() -> N
             await still_works(inbox)
 
 
+async def test_what_a_stranger_says_reaches_no_log_and_no_message_unescaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(reception, "log", _Log(told))
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        for said in (hello(kind="\x1b[2Jgroup\nforged"), hello(name="@@@@").replace(b"@@@@", b"\x1b[2J")):
+            with a_stranger(inbox) as stranger:
+                stranger.sendall(said)
+                await refused(stranger)
+        async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
+            assert isinstance(outbox, RemoteSender)
+            outbox._line._socket.send(b"\x92\xa8\x1b[2JHello\x01")
+            with pytest.raises(PeerLost) as lost:
+                await inbox.receive()
+
+    assert len(told) >= 3
+    assert all(reason.isprintable() for reason in [*told, str(lost.value)])
+
+
+class _Log:
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def warning(self, _event: str, *, reason: str, **_fields: object) -> None:
+        self._told.append(reason)
+
+
 async def test_who_comes_under_the_name_of_another_is_refused() -> None:
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+    async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         [identity] = inbox._peers
         with a_stranger(inbox) as stranger:
             stranger.sendall(hello(identity))

@@ -58,7 +58,7 @@ async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_betw
     flood = 50_000
     told: list[object] = []
     monkeypatch.setattr(reception, "log", _Log(told))
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+    async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             for _ in range(flood):
                 stranger.send(b"\xc1")
@@ -78,7 +78,7 @@ class _Log:
 
 async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_receiver.RemoteReceiver._drain, "__defaults__", (10,))
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+    async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             for _ in range(200):
                 stranger.send(b"\xc1")
@@ -88,7 +88,7 @@ async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.Monkey
 
 
 async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+    async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             stranger.send(bytes(65 * 2**20))
             stranger.send(b"\xc1")

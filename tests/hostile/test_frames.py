@@ -120,7 +120,7 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
 @pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
 async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged: str, packed: bool) -> None:  # noqa: FBT001 (a parameter)
     frames, reason = FORGED[forged]
-    async with serve("tcp://127.0.0.1:0", TrajectoryGroup, senders=2) as inbox:
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             say(outbox, Descriptor(1, 1, 1, 0, 0, 4096), frames)
             with pytest.raises(PeerLost, match=rf"the forger .* was cut off: .*{reason}"):

@@ -36,9 +36,11 @@ class RemoteEnds:
     inbox: ReceiveChannel[TrajectoryGroup]
     url: str
     key: Key | None
+    joined: int = 0
 
     def join(self) -> AbstractAsyncContextManager[SendChannel[TrajectoryGroup]]:
-        return connect(self.url, TrajectoryGroup, key=self.key)
+        self.joined += 1
+        return connect(self.url, TrajectoryGroup, name=f"member {self.joined}", key=self.key)
 
 
 @asynccontextmanager

@@ -120,7 +120,7 @@ async def test_what_a_dead_sender_left_stays_readable_while_it_is_held() -> None
 
 
 async def test_the_others_go_on_when_one_sender_is_killed() -> None:
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+    async with serve("shm://", TrajectoryGroup) as inbox:
         async with child(SENDER, inbox.url, 2, "waiting") as one, child(SENDER, inbox.url, 2, "waiting") as other:
             assert await line(one) == "sent"
             assert await line(other) == "sent"

@@ -29,16 +29,16 @@ def frame(message: control.Message) -> bytes:
 async def test_as_many_senders_as_there_may_be_can_come_at_once(url: str) -> None:
     senders = 4
 
-    async def send(to: str) -> None:
-        async with connect(to, TrajectoryGroup) as outbox:
+    async def send(to: str, number: int) -> None:
+        async with connect(to, TrajectoryGroup, name=f"member {number}") as outbox:
             await outbox.send(group())
 
     async with (
         serve(url, TrajectoryGroup, capacity_bytes=2**20, senders=senders, max_senders=senders) as inbox,
         anyio.create_task_group() as tasks,
     ):
-        for _ in range(senders):
-            tasks.start_soon(send, inbox.url)
+        for number in range(senders):
+            tasks.start_soon(send, inbox.url, number)
         received = [record async for record in inbox]
 
         assert len(received) == senders

@@ -23,7 +23,7 @@ KEY, OTHER = Key(bytes(32)), Key(bytes(range(32)))
 
 @asynccontextmanager
 async def serving(url: str = "tcp://127.0.0.1:0", key: Key | None = KEY) -> AsyncIterator[RemoteReceiver[Any]]:
-    async with serve(url, TrajectoryGroup, senders=9, key=key) as inbox:
+    async with serve(url, TrajectoryGroup, key=key) as inbox:
         yield inbox
 
 

@@ -126,7 +126,7 @@ FORGED = [
 
 @pytest.mark.parametrize("forged", FORGED, ids=range(len(FORGED)))
 async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on(forged: control.Message) -> None:
-    async with serve("shm://", TrajectoryGroup, senders=2) as inbox:
+    async with serve("shm://", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             assert isinstance(outbox, RemoteSender)
             outbox._line.tell(forged)

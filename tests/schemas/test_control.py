@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import get_args
 
 import msgspec
@@ -83,3 +84,26 @@ def test_of_a_sender_only_what_a_sender_says_is_heard(message: c.Message) -> Non
     else:
         with pytest.raises(ProtocolMismatch, match="expected what a sender says of protocol version"):
             c.decode_of_sender(encoded)
+
+
+NAMED = [
+    lambda name: c.Hello(c.PROTOCOL_VERSION, "shm", "group", b"identity", name, 123),
+    lambda name: c.Welcome(c.PROTOCOL_VERSION, "ipc:///x", name, 8, 2**30, 1024),
+    lambda name: c.Subscribe(c.PROTOCOL_VERSION, name, 123),
+    lambda name: c.Weights(c.PROTOCOL_VERSION, name, 2**62, 2**40, 512, 0),
+]
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "a\x00", "\u202eright to left", "n" * 129])
+def test_a_name_that_is_long_or_not_printable_is_refused_and_quoted_so_that_it_can_be_printed(
+    named: Callable[[str], c.Message], name: str
+) -> None:
+    with pytest.raises(ValueError, match="name: expected at most 128 printable characters") as sent:
+        named(name)
+    said = [name if field == "@" else field for field in msgspec.msgpack.decode(c.encode(named("@")))]
+    with pytest.raises(ProtocolMismatch, match="name: expected at most 128 printable characters") as received:
+        c.decode(msgspec.msgpack.encode(said))
+
+    assert str(sent.value).isprintable()
+    assert str(received.value).isprintable()

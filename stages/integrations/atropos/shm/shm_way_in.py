@@ -26,9 +26,6 @@ log = get_logger("penstock.atropos")
 PATH = "/shm"
 """Where the gateway tells environments about it, by GET."""
 
-NEVER = 2**62
-"""So many environments never come and go."""
-
 CAPACITY = 16
 """Groups that each environment may have in flight: so many may be on their way here when `/status-env` is asked."""
 
@@ -116,9 +113,9 @@ async def shm_way_in(
         TrajectoryGroup,
         capacity=capacity,
         capacity_bytes=capacity_bytes,
-        senders=NEVER,
         max_senders=max_environments,
         listener=senders,
         name="the gateway",
     ) as inbox:
+        inbox.keep_open()
         yield ShmWayIn(inbox, senders)

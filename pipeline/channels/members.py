@@ -1,0 +1,122 @@
+"""The members of a channel: senders that are counted by name, so that a restarted one is not taken for another.
+
+The stream ends when as many members as were announced have said that they are done. A member that is lost is awaited
+for a time. Decides; knows names and a clock, neither sockets nor connections.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from ..errors import MemberAbsent, MemberNameInUse, MemberNameRequired, TooManyMembers
+
+__all__ = ["DEFAULT_ABSENCE_TIMEOUT_S", "Members", "OnAbsence"]
+
+DEFAULT_ABSENCE_TIMEOUT_S = 600.0
+"""How long a lost member is awaited: a machine is found and an environment loaded again in less."""
+
+OnAbsence: TypeAlias = Literal["fail", "continue"]
+"""What follows when a lost member has not come back: an error that names it, or the stream goes on without it."""
+
+
+class Members:
+    """The first `count` names that come are the members. Each is sending, done, or lost.
+
+    >>> members = Members(1, absence_timeout_s=60, on_absence="fail")
+    >>> members.join("env 0", pid=7)
+    >>> members.done("env 0")
+    >>> members.all_done
+    True
+    """
+
+    def __init__(self, count: int, *, absence_timeout_s: float, on_absence: OnAbsence) -> None:
+        self._count = count
+        self._absence_timeout_s = absence_timeout_s
+        self.on_absence = on_absence
+        self._sending: dict[str, int] = {}
+        """Process id of every member that is connected."""
+        self._done: set[str] = set()
+        """Members that said that they are done, or are waited for no more, and have not come again."""
+        self._lost: dict[str, tuple[float, str]] = {}
+        """When the time of a lost member is over, and how it was lost; in the order in which they were lost."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Members: {len(self._sending)} sending, {len(self._done)} done, {len(self._lost)} lost, of {self._count}>"
+        )
+
+    @property
+    def all_done(self) -> bool:
+        """Whether every member has said that it is done."""
+        return len(self._done) >= self._count
+
+    @property
+    def due_s(self) -> float:
+        """When `expire` has something to do; infinity while no member is lost."""
+        return next(iter(self._lost.values()))[0] if self._lost else math.inf
+
+    def check(self, name: str, pid: int) -> None:
+        """Decide whether a sender may join.
+
+        Raises:
+            MemberNameRequired: it has no name.
+            MemberNameInUse: a member of that name is connected.
+            TooManyMembers: there are as many others as were announced.
+        """
+        if not name:
+            raise MemberNameRequired(
+                f"expected a sender with a name, for {self._count} members are counted by name, got one without (pid "
+                f"{pid}): give connect or outlast name=…, the same after every restart"
+            )
+        if name in self._sending:
+            raise MemberNameInUse(
+                f"expected one connection of member {name!r} at a time, got a second one (pid {pid}) beside that of "
+                f"pid {self._sending[name]}: give every sender a name of its own; a restarted sender is let in once "
+                f"its former connection has ended"
+            )
+        known = {*self._sending, *self._done, *self._lost}
+        if name not in known and len(known) >= self._count:
+            raise TooManyMembers(
+                f"expected {self._count} members, which are {', '.join(map(repr, sorted(known)))}, got another one, "
+                f"{name!r} (pid {pid}): give senders the same name after every restart, or raise senders"
+            )
+
+    def join(self, name: str, pid: int) -> None:
+        """Note that a member has connected. One that was done is not, until it says so again.
+
+        Raises:
+            MemberNameRequired, MemberNameInUse, TooManyMembers: as `check`.
+        """
+        self.check(name, pid)
+        self._done.discard(name)
+        self._lost.pop(name, None)
+        self._sending[name] = pid
+
+    def done(self, name: str) -> None:
+        """Note that a member said that it is done."""
+        del self._sending[name]
+        self._done.add(name)
+
+    def lose(self, name: str, how: str, now_s: float) -> None:
+        """Note that the connection of a member ended before it said that it is done."""
+        del self._sending[name]
+        self._lost[name] = (now_s + self._absence_timeout_s, how)
+
+    def expire(self, now_s: float) -> list[MemberAbsent]:
+        """Give up the members whose time is over, and return an error for each.
+
+        They stay lost, so that the stream never ends, unless it is to go on without them.
+        """
+        overdue = {name: how for name, (due_s, how) in self._lost.items() if due_s <= now_s}
+        for name in overdue:
+            del self._lost[name]
+            if self.on_absence == "continue":
+                self._done.add(name)
+        return [self._absent(name, how) for name, how in overdue.items()]
+
+    def _absent(self, name: str, how: str) -> MemberAbsent:
+        return MemberAbsent(
+            f"expected member {name!r} to come back within {self._absence_timeout_s:g} s, got nothing: {how}. Start it "
+            f"again under its name, raise absence_timeout_s, or go on without it with on_absence='continue'"
+        )

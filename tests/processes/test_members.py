@@ -1,0 +1,284 @@
+"""Senders that are counted by name: killed, restarted and doubled in real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.abc import Process
+
+from penstock import (
+    Batcher,
+    GroupId,
+    Packer,
+    Pipeline,
+    SinkTrainer,
+    SourceChannel,
+    TrainBatch,
+    TrajectoryGroup,
+    connect,
+    outlast,
+    serve,
+    source,
+)
+from penstock.errors import (
+    MemberAbsent,
+    MemberNameInUse,
+    MemberNameRequired,
+    PeerClosed,
+    StageFailed,
+    TooManyMembers,
+)
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.stages.training.checkpoint import write_checkpoint
+from penstock.testing import group
+
+MEMBER = """
+import sys, anyio
+from penstock import TrajectoryGroup, connect
+from penstock.testing import group
+
+async def main(url, name, first, count, end):
+    async with connect(url, TrajectoryGroup, name=name) as outbox:
+        for number in range(first, first + count):
+            await outbox.send(group(env=name, instance_id=str(number)))
+        await anyio.sleep(0)
+        print("sent", flush=True)
+        if end == "stays":
+            await anyio.sleep_forever()
+
+anyio.run(main, sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+"""
+
+KINDS = ["shm://", "tcp://127.0.0.1:0"]
+
+
+@asynccontextmanager
+async def member(url: str, name: str, first: int, count: int, end: str) -> AsyncIterator[Process]:
+    """A sender in a process of its own, that has sent its records."""
+    command = [sys.executable, "-c", MEMBER, url, name, str(first), str(count), end]
+    async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None) as process:
+        try:
+            assert process.stdout is not None
+            assert (await process.stdout.receive()).strip() == b"sent"
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def killed(url: str, name: str, first: int, count: int, inbox: RemoteReceiver[TrajectoryGroup]) -> list[str]:
+    """Run a member until what it sent has come, kill it, and return that."""
+    async with member(url, name, first, count, "stays") as process:
+        got = [(await inbox.receive()).instance_id for _ in range(count)]
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    return got
+
+
+async def receive(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    await inbox.receive()
+
+
+async def iterate(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    async for _ in inbox:
+        pass
+
+
+async def receive_packed(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    await inbox.receive_packed(Packer(100))
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_one_member_that_is_killed_again_and_again_uses_up_no_other(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=2) as inbox:
+        for life in range(3):
+            assert await killed(inbox.url, "a", life, 1, inbox) == [str(life)]
+        async with member(inbox.url, "a", 3, 1, "done"), member(inbox.url, "b", 0, 2, "done"):
+            rest = [(record.env, record.instance_id) async for record in inbox]
+
+    assert sorted(rest) == [("a", "3"), ("b", "0"), ("b", "1")]
+
+
+@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("how", [receive, iterate, receive_packed])
+async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
+    url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
+) -> None:
+    async with serve(url, TrajectoryGroup, senders=1, absence_timeout_s=0.2) as inbox:
+        await killed(inbox.url, "the member", 0, 2, inbox)
+
+        with pytest.raises(MemberAbsent, match=r"'the member' to come back within 0\.2 s.*after record 2"):
+            await how(inbox)
+        with pytest.raises(MemberAbsent):  # it never passes for an end of the stream
+            await inbox.receive()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_the_stream_goes_on_without_a_killed_member_where_that_was_chosen(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=2, absence_timeout_s=0.2, on_absence="continue") as inbox:
+        await killed(inbox.url, "a", 0, 1, inbox)
+        async with member(inbox.url, "b", 0, 2, "done"):
+            assert [record.env async for record in inbox] == ["b", "b"]
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_second_live_connection_under_a_name_is_refused_and_the_first_goes_on(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="a") as outbox:
+            with pytest.raises(MemberNameInUse, match="give every sender a name of its own"):
+                async with connect(inbox.url, TrajectoryGroup, name="a"):
+                    pass
+            await outbox.send(group(instance_id="first"))
+        assert [record.instance_id async for record in inbox] == ["first"]
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_member_that_was_done_and_comes_again_is_awaited_again(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=2) as inbox:
+        for instance_id in "01":
+            async with connect(inbox.url, TrajectoryGroup, name="a") as outbox:
+                await outbox.send(group(instance_id=instance_id))
+        async with connect(inbox.url, TrajectoryGroup, name="a") as again:
+            async with connect(inbox.url, TrajectoryGroup, name="b"):
+                pass
+            assert [(await inbox.receive()).instance_id for _ in "01"] == ["0", "1"]
+            with pytest.raises(anyio.WouldBlock):
+                inbox.receive_nowait()
+            await again.send(group(instance_id="2"))
+        assert [record.instance_id async for record in inbox] == ["2"]
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_member_that_comes_after_the_end_is_refused_for_nothing_it_sends_would_be_received(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="a"):
+            pass
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+        with pytest.raises(PeerClosed, match="every member has said that it is done"):
+            async with connect(inbox.url, TrajectoryGroup, name="a"):
+                pass
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_sender_without_a_name_or_with_one_too_many_is_refused(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox:
+        with pytest.raises(MemberNameRequired, match="give connect or outlast name="):
+            async with connect(inbox.url, TrajectoryGroup):
+                pass
+        async with connect(inbox.url, TrajectoryGroup, name="a"):
+            with pytest.raises(TooManyMembers, match=r"expected 1 members, which are 'a', got another one, 'b'"):
+                async with connect(inbox.url, TrajectoryGroup, name="b"):
+                    pass
+        assert inbox.rejected == 2
+
+
+async def test_a_lasting_sender_that_a_receiver_does_not_count_fails_at_once() -> None:
+    async with serve("shm://", TrajectoryGroup, senders=1) as inbox:
+        with pytest.raises(MemberNameRequired):
+            async with outlast(inbox.url) as outbox:
+                await outbox.send(group())
+
+
+LASTING_MEMBER = """
+import sys, anyio, pathlib
+from penstock import outlast
+from penstock.testing import group
+
+async def main(address, name, count, end):
+    async with outlast(address, name=name) as outbox:
+        for number in range(count):
+            await outbox.send(group(env=name, instance_id=str(number), completion_lengths=[2, 2]))
+        await anyio.sleep(0)
+        print("sent", flush=True)
+        if end == "stays":
+            await anyio.sleep_forever()
+
+anyio.run(main, pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+"""
+
+
+class Trainer:
+    """Notes which prompts it was trained on; a checkpoint of it holds what was committed."""
+
+    def __init__(self) -> None:
+        self.trained: Counter[GroupId] = Counter()
+        self.steps = 0
+        self.committed: Mapping[GroupId, int] = {}
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        self.trained.update(packed.id for packed in batch.groups)
+        self.steps += 1
+        return {}
+
+    def save(self, folder: Path, committed: Mapping[GroupId, int]) -> Path:
+        del committed
+        return write_checkpoint(folder, self.steps, lambda _: None)
+
+
+@asynccontextmanager
+async def lasting_member(address: Path, name: str, count: int, end: str) -> AsyncIterator[Process]:
+    """A sender that outlasts its receiver, in a process of its own, that has sent its records."""
+    command = [sys.executable, "-c", LASTING_MEMBER, str(address), name, str(count), end]
+    async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None) as process:
+        try:
+            assert process.stdout is not None
+            assert (await process.stdout.receive()).strip() == b"sent"
+            yield process
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+def training(folder: Path, trainer: Trainer, channel: SourceChannel, max_tokens: int = 16) -> Pipeline:
+    return (
+        source(channel)
+        .then(Batcher(max_tokens=max_tokens))
+        .sink(SinkTrainer(trainer, checkpoints=folder / "checkpoints", checkpoint_every=2))
+    )
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_trained_once(
+    url: str, tmp_path: Path
+) -> None:
+    trainer, address = Trainer(), tmp_path / "address"
+    pipeline = training(tmp_path, trainer, SourceChannel(url, address=address, senders=2))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pipeline.run)
+        async with lasting_member(address, "a", 5, "stays") as unlucky:
+            unlucky.send_signal(signal.SIGKILL)
+        async with lasting_member(address, "a", 7, "done") as again, lasting_member(address, "b", 5, "done") as other:
+            pass
+
+    assert (again.returncode, other.returncode) == (0, 0)
+    assert trainer.trained == Counter(
+        [GroupId("a", str(n)) for n in range(7)] + [GroupId("b", str(n)) for n in range(5)]
+    )
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_run_whose_member_was_killed_and_stays_away_fails_and_says_which(url: str, tmp_path: Path) -> None:
+    address = tmp_path / "address"
+    pipeline = training(
+        tmp_path, Trainer(), SourceChannel(url, address=address, senders=2, absence_timeout_s=0.2, max_senders=2)
+    )
+
+    async def lose_a_member() -> None:
+        async with lasting_member(address, "the unlucky one", 3, "stays") as unlucky:
+            unlucky.send_signal(signal.SIGKILL)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lose_a_member)
+        with pytest.raises(StageFailed, match="MemberAbsent: expected member 'the unlucky one'"):
+            await pipeline.run()
