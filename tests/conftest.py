@@ -15,12 +15,13 @@ import structlog
 import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+from tests.failsafe import FAILSAFE_S
 from tests.installation import Installed, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
-REAPING_S = 2.0
-"""How long ZeroMQ may take to close a socket that was closed here: its linger, and a busy machine."""
+REAPING_S = FAILSAFE_S
+"""How long ZeroMQ may take to close a socket that was closed here: a thread of its own does that."""
 
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)

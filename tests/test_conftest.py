@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from blockbuster import BlockingError
+from tests.warned import strict
 
 import penstock
 
@@ -26,6 +28,40 @@ async def test_a_blocking_call_from_penstock_code_on_the_event_loop_raises() -> 
         exec(blocking)  # noqa: S102 (code that claims to stand in penstock's folder)
 
 
+def warn_from(module: str, category: type[Warning]) -> None:
+    """Warn as a module of that name would."""
+    code = compile("import warnings; warnings.warn('slow', category)", f"{module}.py", "exec")
+    exec(code, {"__name__": module, "category": category})  # noqa: S102 (code that claims to be another's)
+
+
+@pytest.mark.parametrize("module", ["penstock.pipeline.run", "tests.stages.test_batcher", "benchmarks.soak"])
+def test_a_warning_of_this_project_fails_a_test(module: str) -> None:
+    with pytest.raises(RuntimeWarning, match="slow"):
+        warn_from(module, RuntimeWarning)
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo.guards", "uvicorn.config", "transformers"])
+def test_a_foreign_module_that_warns_of_itself_fails_none(module: str) -> None:
+    with warnings.catch_warnings(record=True, action=None) as told:
+        warn_from(module, RuntimeWarning)
+
+    assert [str(each.message) for each in told] == ["slow"]
+
+
+def test_what_leaks_fails_a_test_wherever_it_is_told() -> None:
+    with pytest.raises(ResourceWarning, match="slow"):
+        warn_from("asyncio.selector_events", ResourceWarning)
+
+
+@pytest.mark.parametrize(("module", "status"), [("penstock.pipeline.run", 1), ("torch._dynamo.guards", 0)])
+def test_so_it_is_in_a_strict_interpreter(module: str, status: int) -> None:
+    warns = f"exec('import warnings; warnings.warn(str())', {{'__name__': {module!r}}})"
+
+    ran = subprocess.run([sys.executable, "-c", warns], env=strict(), capture_output=True, text=True, check=False)
+
+    assert (ran.returncode, "UserWarning" in ran.stderr) == (status, bool(status))
+
+
 LEAKS = {
     "child process": "import subprocess, sys; kept = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1)",
     "descriptor": "import os; kept = os.memfd_create('left')",
@@ -35,7 +71,8 @@ LEAKS = {
 def test_a_test_with_real_processes_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     folder = tmp_path / "processes"
     folder.mkdir()
-    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    impatient = CONFTEST.read_text().replace("REAPING_S = FAILSAFE_S", "REAPING_S = 0")
+    (tmp_path / "conftest.py").write_text(impatient)
     for number, leak in enumerate(LEAKS.values()):
         (folder / f"test_leak_{number}.py").write_text(f"def test_leaks():\n    global kept\n    {leak}\n")
 
@@ -45,13 +82,20 @@ def test_a_test_with_real_processes_that_leaves_something_behind_fails(tmp_path:
 
 
 HANGING = """
-import pytest
+import signal
+import anyio
 from penstock import TrajectoryGroup, memory_channel
 
-@pytest.mark.timeout(0.2)
 async def test_hangs():
     outbox, inbox = memory_channel[TrajectoryGroup](3)
-    await inbox.receive()
+
+    async def receive():
+        await inbox.receive()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(receive)
+        await anyio.wait_all_tasks_blocked()
+        signal.raise_signal(signal.SIGALRM)  # the deadline
 """
 
 
@@ -59,7 +103,7 @@ def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_hangs.py").write_text(HANGING)
 
-    said = failing(tmp_path)
+    said = failing(tmp_path, "--timeout=600")
 
     assert "what is waited for:" in said
     assert "capacity=3" in said
@@ -103,7 +147,7 @@ def test_so_do_the_scripts_that_it_started(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_script.py").write_text(HANGING_WITH_A_SCRIPT)
 
-    said = failing(tmp_path, "--timeout=50")
+    said = failing(tmp_path, "--timeout=600")
 
     assert "Timeout" in said
     assert "capacity=3" in said

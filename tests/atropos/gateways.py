@@ -13,10 +13,10 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from penstock.cli import main; main()", "gateway"]
+from tests.failsafe import FAILSAFE_S
+from tests.warned import strict
 
-ENDING_S = 10
-"""Twice what a gateway is to take to end, for machines that do much besides."""
+COMMAND = [sys.executable, "-c", "from penstock.cli import main; main()", "gateway"]
 
 TRAINER = {
     "wandb_group": "group",
@@ -66,7 +66,7 @@ class Client:
         host = urlsplit(url)
         self.url = url
         self._headers = headers
-        self._connection = http.client.HTTPConnection(str(host.hostname), host.port, timeout=20)
+        self._connection = http.client.HTTPConnection(str(host.hostname), host.port, timeout=FAILSAFE_S)
 
     def close(self) -> None:
         """End the connection."""
@@ -106,7 +106,7 @@ class Client:
 def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A gateway, and where it listens. It ends with the body, by SIGTERM, in time and with 0."""
     command = [*COMMAND, "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=strict(os.environ | variables)) as running:
         try:
             assert running.stdout is not None
             line = running.stdout.readline()
@@ -114,7 +114,7 @@ def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
             yield running, line.removeprefix("listening at ").strip()
             if running.poll() is None:
                 running.terminate()
-                assert running.wait(timeout=ENDING_S) == 0
+                assert running.wait(timeout=FAILSAFE_S) == 0
         finally:
             running.kill()
 

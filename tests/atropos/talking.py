@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import anyio
+from tests.failsafe import FAILSAFE_S
 
 from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers
 from penstock.stages.integrations.atropos.server.door import Door
@@ -41,5 +42,5 @@ class Talk:
 async def talking(stage: AtroposGateway | AtroposTrainers) -> AsyncGenerator[Talk]:
     """A client of a stage that is about to listen."""
     async with aiohttp.ClientSession() as session:
-        with anyio.fail_after(10):
+        with anyio.fail_after(FAILSAFE_S):
             yield Talk(await stage.listening.url(), session)

@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.atropos.gateways import ENDING_S, TRAINER, Client, client, environment, process, scored
+from tests.atropos.gateways import TRAINER, Client, client, environment, process, scored
+from tests.failsafe import FAILSAFE_S
 
 TOKEN = "a token of this test"  # noqa: S105 (no secret)
 REQUEST_BYTES = 20_000
@@ -294,7 +295,7 @@ def test_a_batch_whose_reader_died_on_the_way_comes_to_the_next_who_asks(gateway
         dying.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert dying.recv(100).startswith(b"HTTP/1.1 200")
         dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset
-    until = time.monotonic() + ENDING_S
+    until = time.monotonic() + FAILSAFE_S
     while (batch := gateway.get("/batch")["batch"]) is None:
         assert time.monotonic() < until
 
@@ -532,7 +533,7 @@ def address(url: str) -> tuple[str, int]:
 @contextmanager
 def half_of_a_body(url: str) -> Iterator[socket.socket]:
     """Somebody who sends a part of a group, and no more."""
-    with socket.create_connection(address(url), timeout=10) as sender:
+    with socket.create_connection(address(url), timeout=FAILSAFE_S) as sender:
         sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         sender.sendall(b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
         assert b"100 Continue" in sender.recv(1000)  # it reads the body
@@ -573,7 +574,7 @@ def test_a_gateway_that_was_killed_comes_back_at_the_same_place_and_knows_nothin
 
         with half_of_a_body(again) as waited_for:
             running.send_signal(signal.SIGINT)
-            assert running.wait(timeout=ENDING_S) == 0
+            assert running.wait(timeout=FAILSAFE_S) == 0
             assert b"503" in waited_for.recv(1000).splitlines()[0]
 
 

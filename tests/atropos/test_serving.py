@@ -9,10 +9,9 @@ import anyio.to_thread
 import pytest
 from anyio.lowlevel import checkpoint
 from starlette.responses import PlainTextResponse
+from tests.failsafe import FAILSAFE_S
 
 from penstock.stages.integrations.atropos.server.serving import serving
-
-WITHIN_S = 5.0
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -24,7 +23,7 @@ async def test_who_connects_as_the_server_ends_is_hung_up_on(turns: int) -> None
         async with await anyio.connect_tcp(*address) as early:
             await early.send(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             assert await early.receive()
-        late = socket.create_connection(address, timeout=WITHIN_S)
+        late = socket.create_connection(address, timeout=FAILSAFE_S)
         for _ in range(turns):
             await checkpoint()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from tests.atropos.environment import Config, Environment, Scored, scored_group
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock.errors import NobodyListens
@@ -93,7 +94,7 @@ async def send(env: Environment, *scored: Scored) -> None:
 
 async def received(way_in: ShmWayIn, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
     groups: list[tuple[int | None, TrajectoryGroup]] = []
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         async for env_id, group in way_in:
             groups.append((env_id, group.owned()))
             if len(groups) == count:
@@ -103,7 +104,7 @@ async def received(way_in: ShmWayIn, count: int) -> list[tuple[int | None, Traje
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for what a socket brings."""
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         while not holds():  # noqa: ASYNC110 (there is no event)
             await asyncio.sleep(0)
 

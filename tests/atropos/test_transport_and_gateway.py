@@ -16,6 +16,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 from tests.atropos.environment import Config, Environment, scored_group
+from tests.failsafe import FAILSAFE_S
 from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
@@ -76,7 +77,7 @@ async def training(sink: Trains | Keeps, candidates: int | None = None, **door: 
     gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0, **door), candidates=candidates)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source(gateway).sink(sink).run)
-        with anyio.fail_after(50):
+        with anyio.fail_after(FAILSAFE_S):
             yield await gateway.listening.url()
         tasks.cancel_scope.cancel()
 
@@ -128,7 +129,7 @@ async def test_a_token_in_the_url_opens_the_way_in_and_is_told_to_nobody(caplog:
         await env._send_scored_data_to_api(scored_group(0))
         await sink.has(0, 1)
         told = repr(vars(env)["_penstock_line"])
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         while "gateway_not_there" not in caplog.text:  # noqa: ASYNC110 (there is no event)
             await anyio.sleep(0.001)
 

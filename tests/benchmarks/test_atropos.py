@@ -23,7 +23,7 @@ def test_groups_arrive_and_are_counted(tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     small = ["--tokens", "256", "--clients", "1", "--seconds", "0.1", "--json", str(target)]
     command = [sys.executable, "-m", "benchmarks.atropos", "--ways", "gateway", "shm", *small]
-    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=50)
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(target.read_text())["rows"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "arithmetic_grpo.py"
@@ -90,10 +91,6 @@ def read_until(demo: subprocess.Popen[str], marker: str) -> None:
     raise AssertionError("".join(read))
 
 
-OTHERS_S = 10.0
-"""How long files of others in /dev/shm may be there: tests that run beside this one come and go, a leak stays."""
-
-
 def kept(folder: Path) -> dict[str, Any]:
     """The summary of the latest run, whose folder is whole."""
     latest = folder / "runs" / "latest"
@@ -104,10 +101,10 @@ def kept(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def interrupted(demo: subprocess.Popen[str], within_s: float = 30) -> str:
-    """What the demo says after Ctrl-C, upon which it ends in time and in peace."""
+def interrupted(demo: subprocess.Popen[str]) -> str:
+    """What the demo says after Ctrl-C, upon which it ends in peace."""
     os.killpg(demo.pid, signal.SIGINT)
-    rest, _ = demo.communicate(timeout=within_s)
+    rest, _ = demo.communicate(timeout=FAILSAFE_S)
     assert demo.returncode == 130
     assert "Traceback" not in rest
     assert "ignored" not in rest
@@ -117,9 +114,10 @@ def interrupted(demo: subprocess.Popen[str], within_s: float = 30) -> str:
 
 @pytest.fixture
 def _memory_is_left_as_it_was() -> Iterator[None]:
+    """Files of tests that run beside this one come and go, a leak stays."""
     before = named_memory()
     yield
-    deadline = time.monotonic() + OTHERS_S
+    deadline = time.monotonic() + FAILSAFE_S
     while (left := named_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
@@ -139,13 +137,12 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
     with started(tmp_path, "-X", "importtime", str(SCRIPT)) as demo:
         read_until(demo, rf"\| +{imported}$")
 
-        rest = interrupted(demo, within_s=5)
+        rest = interrupted(demo)
 
     assert rest.splitlines()[-1] == "interrupted; nothing is in flight"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 @pytest.mark.parametrize(
     "moment",
@@ -156,18 +153,17 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
         pytest.param("step 10:", marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     with started(tmp_path, "-c", SHORTEST) as demo:
         read_until(demo, moment)
 
-        rest = interrupted(demo, within_s=5)
+        rest = interrupted(demo)
 
     assert "in flight when training ended" in rest
     assert kept(tmp_path)["ended_by"] == "interrupted"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) -> None:
     with started(tmp_path, "-c", SHORTEST) as demo:
@@ -180,7 +176,6 @@ def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:
     with started(tmp_path, "-c", SHORTEST) as demo:
@@ -195,7 +190,6 @@ def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:
     assert kept(tmp_path)["ended_by"] == "interrupted"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 @pytest.mark.parametrize(
     ("script", "rises_to"),
@@ -206,7 +200,7 @@ def test_ctrl_c_again_and_again_is_ctrl_c_once(tmp_path: Path) -> None:
 )
 def test_the_demo_rises_from_a_third(script: list[str], rises_to: float, tmp_path: Path) -> None:
     with started(tmp_path, *script, "--seed", "2") as demo:
-        shown, _ = demo.communicate(timeout=170)
+        shown, _ = demo.communicate()
 
     assert demo.returncode == 0, shown
     assert session(demo.pid) == []

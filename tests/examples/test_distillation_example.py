@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "distillation.py"
 
@@ -36,10 +34,9 @@ exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file
 CURVE = re.compile(r"^(.+)\n +0: (\d+\.\d)%\n((?: +\d+: \d+\.\d%\n)*)final exam: \d+\.\d%$", re.MULTILINE)
 
 
-@pytest.mark.timeout(60)
 def test_three_curves_are_printed_and_distillation_brings_the_student_on() -> None:
     command, alone = [sys.executable, "-c", SHORTER], {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, env=alone)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
 
     assert ran.returncode == 0, ran.stderr
     curves = {name: (float(start), rest) for name, start, rest in CURVE.findall(ran.stdout)}

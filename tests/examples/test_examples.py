@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.warned import strict
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 HABITUAL = EXAMPLES.parent / "tests" / "atropos" / "guessing.py"
@@ -19,8 +20,8 @@ LONGEST = 90
 
 
 def run(name: str) -> str:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    command = [sys.executable, str(EXAMPLES / name)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=strict())
     assert ran.returncode == 0, ran.stderr
     assert not ran.stderr
     return ran.stdout
@@ -42,7 +43,7 @@ def test_two_processes_count_every_token_that_was_sent() -> None:
 
 def test_two_ranks_train_as_one_process() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "two_ranks.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert ran.returncode == 0, ran.stderr
     assert [line.partition(":")[0] for line in ran.stdout.splitlines()] == [f"step {step}" for step in range(1, 6)]
@@ -62,9 +63,9 @@ def right(told: str) -> int:
 
 
 def test_so_does_one_that_polls_cancels_and_connects_anew_for_every_request() -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "atropos_gateway.py"), str(HABITUAL)]
-    paths = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50, env=paths)
+    command = [sys.executable, str(EXAMPLES / "atropos_gateway.py"), str(HABITUAL)]
+    paths = strict(os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=paths)
 
     assert ran.returncode == 0, ran.stderr
     *_, counts, last = ran.stdout.splitlines()

@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import PeerLost
@@ -82,7 +83,7 @@ async def test_file_descriptors_that_come_with_an_unfinished_frame_are_refused_b
 async def test_who_says_hello_and_then_nothing_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "HANDSHAKE_S", 0.05)
     async with serve("shm://", TrajectoryGroup) as inbox:
-        with a_stranger(inbox) as stranger, anyio.fail_after(10):
+        with a_stranger(inbox) as stranger, anyio.fail_after(FAILSAFE_S):
             stranger.sendall(said)
             while not inbox.rejected:
                 await anyio.lowlevel.checkpoint()

@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import zmq
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import PeerClosed
@@ -36,7 +37,7 @@ async def still_works(inbox: Inbox) -> None:
 
 
 async def until_rejected(inbox: Inbox, count: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while inbox.rejected < count:
             await anyio.lowlevel.checkpoint()
 
@@ -124,7 +125,7 @@ async def test_file_descriptors_that_nobody_asked_for_are_not_kept() -> None:
                     socket.send_fds(stranger, [b"\x00"], [stranger.fileno()])
                 await anyio.lowlevel.checkpoint()
         await still_works(inbox)
-        with anyio.fail_after(10):
+        with anyio.fail_after(FAILSAFE_S):
             while open_descriptors() > before:
                 await anyio.lowlevel.checkpoint()
 

@@ -11,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.failsafe import FAILSAFE_S
 
 from penstock import Packer, TrajectoryGroup, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
@@ -155,7 +156,7 @@ async def test_a_sender_that_takes_one_more_than_its_credit_is_cut_off() -> None
     ):
         for number in (1, 2, 3):
             say(outbox, Descriptor(number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
-        with anyio.fail_after(10):
+        with anyio.fail_after(FAILSAFE_S):
             while not inbox.rejected:
                 await anyio.lowlevel.checkpoint()
         came = [await inbox.receive() for _ in range(3)]  # what had come before it was noticed

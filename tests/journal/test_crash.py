@@ -56,7 +56,7 @@ def finished(folder: Path, first: int, last: int) -> Counter[int]:
 
 def _ran(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(folder), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def once(prompts: Iterable[int]) -> Counter[int]:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import anyio
 import pytest
 import structlog
+from tests.failsafe import FAILSAFE_S
 
 from penstock import (
     Context,
@@ -358,7 +359,7 @@ def test_a_capacity_that_holds_next_to_nothing_is_refused(tmp_path: Path) -> Non
 async def test_a_folder_that_cannot_be_had_ends_the_run_at_its_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with anyio.fail_after(10), pytest.raises(StageFailed, match="Journal raised NotADirectoryError"):
+    with anyio.fail_after(FAILSAFE_S), pytest.raises(StageFailed, match="Journal raised NotADirectoryError"):
         await source(Samples(9)).then(Journal(tmp_path / "file" / "journal")).sink(Stuck()).run()
 
 

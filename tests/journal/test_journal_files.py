@@ -219,9 +219,7 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_what_was_passed_on_is_kept_w
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # what was traced could not be written either
 
-    ran = subprocess.run(
-        [sys.executable, "-c", FULL, tmp_path, str(room)], capture_output=True, text=True, check=True, timeout=50
-    )
+    ran = subprocess.run([sys.executable, "-c", FULL, tmp_path, str(room)], capture_output=True, text=True, check=True)
 
     *passed, error, ended_by = ran.stdout.splitlines()
     assert error.startswith("JournalFull expected room for")

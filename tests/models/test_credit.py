@@ -9,15 +9,13 @@ import anyio.lowlevel
 import anyio.to_thread
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import ChannelFull
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.testing import group
-
-WELL_OVER_S = 20.0
-"""How long a message takes at most that takes some microseconds."""
 
 AMPLE = 2**20
 TIGHT = 16 * 1024
@@ -104,13 +102,13 @@ class Ends:
             await self.take(len(self.on_their_way))
             for _ in range(min(together, len(self.held)) if self.ample else len(self.held)):
                 await self.let_go(0, in_a_thread=False)
-            tasks.cancel_scope.deadline = anyio.current_time() + WELL_OVER_S
+            tasks.cancel_scope.deadline = anyio.current_time() + FAILSAFE_S
         assert not tasks.cancel_scope.cancelled_caught, f"{self.outbox} waits, {len(self.held)} are held"
         self.on_their_way += [record.instance_id] * together
 
     async def take(self, records: int) -> None:
         for _ in range(records):
-            with anyio.fail_after(WELL_OVER_S):
+            with anyio.fail_after(FAILSAFE_S):
                 self.held.append(await self.inbox.receive())
             assert self.held[-1].instance_id == self.on_their_way.pop(0)
 
@@ -134,7 +132,7 @@ async def _play(steps: list[Any], capacity: int, capacity_bytes: int) -> None:
             await ends.play(step)
         await ends.take(len(ends.on_their_way))
         ends.held.clear()
-        with anyio.fail_after(WELL_OVER_S):
+        with anyio.fail_after(FAILSAFE_S):
             while outbox.statistics().items:
                 await anyio.lowlevel.checkpoint()
         assert outbox.statistics().nbytes == 0

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq.utils.garbage
+from tests.failsafe import FAILSAFE_S
 
 from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
@@ -74,7 +75,7 @@ CARRIERS: dict[str, MakeChannel] = {
 @pytest.mark.parametrize("rule", CHANNEL_RULES, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_every_carrier_keeps_every_rule(carrier: str, rule: Callable[[MakeChannel], Awaitable[None]]) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(FAILSAFE_S):
         await rule(CARRIERS[carrier])
 
 
@@ -125,7 +126,7 @@ async def test_credit_goes_back_by_halves_or_when_none_is_left(carrier: str, mon
         for _ in range(4):
             await outbox.send(group())
         await ends.inbox.receive()
-        with anyio.fail_after(20):
+        with anyio.fail_after(FAILSAFE_S):
             await outbox.send(group())
         assert said == [2, 2, 1]
 
@@ -142,7 +143,7 @@ async def test_bytes_go_back_when_they_are_wanted(carrier: str, monkeypatch: pyt
         await anyio.wait_all_tasks_blocked()
         assert said == []
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(FAILSAFE_S):
             await outbox.send(large)
         assert said == [1]
 
@@ -153,7 +154,7 @@ async def test_who_looks_is_told_what_is_in_flight(carrier: str) -> None:
         await outbox.send(group())
         await ends.inbox.receive()
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(FAILSAFE_S):
             while outbox.statistics().items:
                 await anyio.lowlevel.checkpoint()
 

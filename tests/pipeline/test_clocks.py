@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.testing import group
@@ -66,7 +67,7 @@ async def test_records_travel_while_the_time_of_day_jumps(url: str, monkeypatch:
             for record in sent:
                 await outbox.send(record)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         async with serve(url, TrajectoryGroup, capacity=2, silence_s=5) as inbox, anyio.create_task_group() as tasks:
             tasks.start_soon(send, inbox.url)
             got += [record.instance_id async for record in inbox]

@@ -2,6 +2,7 @@ import asyncio
 
 import anyio
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 from penstock.pipeline.waiting import WaitClock, Waiters
 
@@ -40,7 +41,7 @@ async def test_a_wake_up_that_reaches_a_cancelled_task_is_passed_on(woken_first:
         first.cancel()
         waiters.wake_one()
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         await second
     assert first.cancelled()
     assert not waiters
@@ -67,7 +68,7 @@ async def test_whoever_cancels_at_the_head_lets_the_next_have_a_look() -> None:
 
     first.cancel()
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         await second
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.to_thread
 import numpy as np
+from tests.failsafe import FAILSAFE_S
 from tests.processes.worker_stages import SampleVersioned
 
 from penstock import Batcher, Ledger, Pipeline, PipelineStatistics, SinkTrainer, TrainBatch, processes, source
@@ -37,7 +38,7 @@ class Halting:
         self.lags.append(int(np.max(len(self.lags) - batch.policy_versions)))
         if len(self.lags) == 5:
             self.halted.set()
-            assert self.may_go_on.wait(30)
+            assert self.may_go_on.wait(FAILSAFE_S)
         return {}
 
 

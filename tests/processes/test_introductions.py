@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from anyio.abc import UNIXSocketStream
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TokenizerIdentity, TrajectoryGroup, connect, identity_of, outlast, serve
 from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost, TokenizersDiffer
@@ -62,7 +63,7 @@ async def test_a_sender_that_dies_as_it_is_let_in_does_not_keep_the_stream_open(
         async with serve("shm://", TrajectoryGroup) as inbox:
             await anyio.to_thread.run_sync(knock_and_die, inbox.url)
 
-            with anyio.fail_after(5):
+            with anyio.fail_after(FAILSAFE_S):
                 with pytest.raises(PeerLost, match="short-lived"):
                     await inbox.receive()
                 with pytest.raises(anyio.EndOfStream):
@@ -141,7 +142,7 @@ async def test_equal_tokenizers_are_let_in_and_so_is_who_does_not_say(
 
 async def test_a_sender_that_outlives_its_receiver_does_not_ask_again_where_it_has_another_tokenizer() -> None:
     async with serve("shm://", TrajectoryGroup, tokenizer=OURS) as inbox:
-        with anyio.fail_after(5), pytest.raises(TokenizersDiffer, match="different vocabulary"):
+        with anyio.fail_after(FAILSAFE_S), pytest.raises(TokenizersDiffer, match="different vocabulary"):
             async with outlast(inbox.url, tokenizer=THEIRS) as outbox:
                 await outbox.send(group())
 

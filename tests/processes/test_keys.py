@@ -12,6 +12,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import zmq
+from tests.failsafe import FAILSAFE_S
 
 from penstock import Key, TrajectoryGroup, connect, serve
 from penstock.errors import InvalidKey, PeerClosed, ProtocolMismatch
@@ -58,7 +59,7 @@ async def test_a_sender_with_another_key_is_refused_at_once_and_the_others_go_on
     theirs: Key | None, ours: Key | None
 ) -> None:
     async with serving(key=theirs) as inbox:
-        with anyio.fail_after(5), pytest.raises((PeerClosed, ProtocolMismatch)):
+        with anyio.fail_after(FAILSAFE_S), pytest.raises((PeerClosed, ProtocolMismatch)):
             async with connect(inbox.url, TrajectoryGroup, key=ours):
                 pass
         await still_works(inbox, theirs)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 from penstock import (
     OutsideServer,
@@ -31,8 +32,6 @@ from penstock.pipeline.processes.outside_server import RunningServer
 from penstock.testing import group
 
 SCRIPT = Path(__file__).with_name("outside.py")
-ENDS_S = 30.0
-"""How long a process that was killed may take to be gone, on a busy machine."""
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop
 
 async def settled(port: int) -> None:
     """Return when somebody answers."""
-    with anyio.fail_after(ENDS_S):
+    with anyio.fail_after(FAILSAFE_S):
         while True:
             with suppress(OSError):
                 await ask(port, "/")
@@ -101,7 +100,7 @@ def child(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], bytes
 
 
 async def ended(descriptors: list[int]) -> None:
-    with anyio.fail_after(ENDS_S):
+    with anyio.fail_after(FAILSAFE_S):
         for descriptor in descriptors:
             await anyio.wait_readable(descriptor)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
@@ -304,7 +305,7 @@ async def test_a_stopped_subscriber_does_not_hold_up_publishing() -> None:
         with child(SAMPLING, publisher.url) as sampler:
             await line(sampler)
             sampler.send_signal(signal.SIGSTOP)
-            with anyio.fail_after(20):
+            with anyio.fail_after(FAILSAFE_S):
                 for version in range(200):
                     await publisher.publish(tensors(), version)
 

@@ -7,12 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import children_of
 
 SCRIPT = Path(__file__).with_name("script_of_a_user.py")
@@ -46,10 +46,9 @@ def workers_of(running: subprocess.Popen[str]) -> list[int]:
     raise AssertionError(f"the script ended: {running.stderr.read() if running.stderr else ''}")
 
 
-def all_gone(workers: list[int], within_s: float) -> bool:
+def all_gone(workers: list[int], within_s: float = FAILSAFE_S) -> bool:
     """Whether all workers end within the time."""
-    deadline = time.monotonic() + within_s
-    gone = [bool(select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0]) for pidfd in workers]
+    gone = [bool(select.select([pidfd], [], [], within_s)[0]) for pidfd in workers]
     for pidfd in workers:
         os.close(pidfd)
     return all(gone)
@@ -67,12 +66,10 @@ def test_stages_that_live_in_the_script_reach_their_workers() -> None:
 def test_ctrl_c_reaches_the_parent_alone_which_ends_everything() -> None:
     with script("forever") as running:
         workers = workers_of(running)
-        began = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
         out, errors = running.communicate()
 
     assert all_gone(workers, within_s=0)
-    assert time.monotonic() - began < 5
     assert "ended cancelled" in out
     assert errors.endswith("KeyboardInterrupt\n")
     assert "worker.py" not in errors  # workers end in silence
@@ -87,7 +84,7 @@ def test_workers_die_with_their_parent(stopped: bool) -> None:  # noqa: FBT001 (
                 signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         running.kill()
 
-    assert all_gone(workers, within_s=1)
+    assert all_gone(workers)
 
 
 def test_a_script_without_a_guard_is_told_to_have_one() -> None:

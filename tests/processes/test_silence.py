@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket as sockets
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -13,6 +12,7 @@ from subprocess import Popen
 import anyio
 import anyio.to_thread
 import pytest
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, Sample, SampleAndDie
@@ -23,8 +23,6 @@ from penstock.pipeline.processes import workers
 from penstock.testing import group
 
 SILENCE_S = 0.8
-
-KNOWN_WITHIN_S = SILENCE_S + 1.0
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
 
@@ -66,16 +64,15 @@ RECEIVER = """
 """
 
 
-def stop(process: Popen[str]) -> float:
-    """Stop a process, and return when it stood still."""
+def stop(process: Popen[str]) -> None:
+    """Stop a process, and wait until it stands still."""
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
-    return time.monotonic()
 
 
 async def status(process: Popen[str]) -> int:
     """How a process ends, to which this one goes on listening."""
-    return await anyio.to_thread.run_sync(process.wait, 10)
+    return await anyio.to_thread.run_sync(process.wait, FAILSAFE_S)
 
 
 async def receive_into(came: list[int], inbox: ReceiveChannel[TrajectoryGroup]) -> None:
@@ -96,11 +93,11 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wake
         with child(SENDER, inbox.url, "0") as sender:
             assert await line(sender) == "sent"
 
-            stopped_at, came = stop(sender), list[int]()
+            stop(sender)
+            came = list[int]()
             with pytest.raises(PeerLost, match=r"the sender .pid \d+. was silent for 0.8 s"):
                 await receive_into(came, inbox)
 
-            assert time.monotonic() - stopped_at < KNOWN_WITHIN_S
             assert came == list(range(len(came)))
             sender.send_signal(signal.SIGCONT)
             assert "gave this sender up: the sender" in await line(sender)
@@ -115,11 +112,9 @@ async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url:
             await outbox.send(group())
             assert await line(receiver) == "received"
 
-            stopped_at = stop(receiver)
+            stop(receiver)
             with pytest.raises(PeerLost, match=r"the receiver, was silent for 0\.8 s, for its process was stopped"):
                 await send_into(outbox)
-
-            assert time.monotonic() - stopped_at < KNOWN_WITHIN_S
         receiver.send_signal(signal.SIGCONT)
         assert await status(receiver) == 1  # PeerLost: its sender closed the door without a goodbye
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 from torch import nn
 
@@ -194,7 +195,7 @@ async def test_whoever_does_not_sample_holds_up_nobody() -> None:
 
     async with WeightPublisher(filled(model, 0)) as publisher, WeightSubscriber(publisher.url) as subscriber:
         subscriber.attach(model)
-        with anyio.fail_after(20):
+        with anyio.fail_after(FAILSAFE_S):
             for version in range(20):
                 await publisher.publish(filled(model, version), version)
                 if version == 3:
@@ -305,6 +306,6 @@ async def test_the_weights_of_a_killed_publisher_stay_and_what_it_left_is_swept_
             assert subscriber.intact
             directory = anyio.Path(url.removeprefix("weights://"))
             assert directory.parent == anyio.Path(tmp_path)
-            with anyio.fail_after(10):
+            with anyio.fail_after(FAILSAFE_S):
                 while await directory.exists():
                     await checkpoint()

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -119,14 +118,13 @@ def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
 
 
 def die(rank: int, folder: Path, kind: str) -> None:
-    """`rank` is killed in the second step; the other one writes down what it is told, and how long that took."""
+    """`rank` is killed in the second step; the other one writes down what it is told."""
     shared = ddp()
 
     def kill(*_: Any) -> None:
         if dist.get_rank() == rank and ranked.steps == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    began = time.monotonic()
     shared.register_forward_pre_hook(kill)
     raw = trainer(shared)
     ranked = RankedTrainer(raw)
@@ -135,10 +133,9 @@ def die(rank: int, folder: Path, kind: str) -> None:
             if not ranked.leads:
                 ranked.follow()
             for seed in range(2):
-                began = time.monotonic()
                 ranked.step(made(seed))
     except Exception as error:  # noqa: BLE001 (whatever it is told)
-        (folder / f"{kind}-left").write_text(f"{type(error).__name__}: {error}\n{time.monotonic() - began:.1f}")
+        (folder / f"{kind}-left").write_text(f"{type(error).__name__}: {error}")
         os._exit(0)  # whoever is left cannot take leave of the process group
 
 

@@ -20,6 +20,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 
@@ -147,7 +148,7 @@ async def refuse(url: str, statuses: dict[str, int]) -> None:
 
 async def until(url: str, name: str, value: int) -> None:
     """Ask until the server says so."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while (await told(url))[name] != value:
             await checkpoint()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
+from tests.failsafe import FAILSAFE_S
 
 from penstock.pipeline.channels.memory import MemoryReceiver, memory_channel
 from penstock.pipeline.context import Context, entered
@@ -88,7 +89,7 @@ class Slow:
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         self.begun.set()
-        self.may_end.wait(timeout=20)
+        self.may_end.wait(timeout=FAILSAFE_S)
         return {"sequences": len(batch)}
 
 

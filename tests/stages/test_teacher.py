@@ -10,6 +10,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrainBatch, TrajectoryGroup, memory_channel
 from penstock.errors import EngineFailed, EngineRefused, NobodyListens, TokenizersDiffer
@@ -159,7 +160,7 @@ async def test_while_nobody_takes_what_was_answered_no_more_is_asked() -> None:
 
     async with sender, inbox, outbox, answered, anyio.create_task_group() as tasks:
         tasks.start_soon(Teacher(teacher, Letters(), top_k=2, concurrency=2).run, inbox, outbox)
-        with anyio.fail_after(5):
+        with anyio.fail_after(FAILSAFE_S):
             while len(teacher.questions) < 3:
                 await anyio.lowlevel.checkpoint()
         await anyio.wait_all_tasks_blocked()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
+from tests.failsafe import FAILSAFE_S
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
@@ -231,7 +232,7 @@ async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds
         except anyio.ClosedResourceError as error:
             failures.append(error)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(FAILSAFE_S):
         async with anyio.create_task_group() as tasks, TorchPolicy(TinyModel, EOS).open(Worker()) as engine:
             await engine.pause()
             tasks.start_soon(ask, engine)

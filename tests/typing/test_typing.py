@@ -8,16 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tests.installation import ROOT, Installed
 
 ACCEPTED = "tests/typing/chains.py"
 REFUSED = "tests/typing/refused.py"
 
 MYPY = ("mypy", "--strict", "--no-pretty", "--explicit-package-bases", "--python-executable")
-
-CHECKING_S = 240
-"""What a checker may take on a slow machine that checks the package for the first time."""
 
 
 def marked() -> set[tuple[str, int]]:
@@ -37,7 +33,6 @@ def check(folder: Path, *arguments: str) -> str:
     return ran.stdout
 
 
-@pytest.mark.timeout(CHECKING_S)
 def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
     told = check(tmp_path, *MYPY, str(installed.python))
 
@@ -45,7 +40,6 @@ def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, t
     assert {(path, int(line)) for path, line, *_ in errors} == marked()
 
 
-@pytest.mark.timeout(CHECKING_S)
 def test_pyright_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
     told = json.loads(check(tmp_path, "pyright", "--outputjson", "--pythonpath", str(installed.python)))
 
