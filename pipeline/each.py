@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import anyio
 
+from ..schemas.numbers import normalize_counts
 from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
 
@@ -24,6 +25,9 @@ class Each(Generic[In, Out]):
     function: Callable[[In], Awaitable[Out]]
     concurrency: int = 1
     """Calls at a time; above 1, results leave in the order in which they are ready."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "concurrency")
 
     @property
     def stage_name(self) -> str:
@@ -62,8 +66,6 @@ def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> E
     in `function` ends the pipeline, with the function's name. To drop records, write a stage.
 
     Raises:
-        ValueError: `concurrency` is below 1.
+        InvalidConfig: `concurrency` is no whole number, or below 1.
     """
-    if concurrency < 1:
-        raise ValueError(f"expected a concurrency of at least 1, got {concurrency}")
     return Each(function, concurrency)

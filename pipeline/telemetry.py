@@ -20,6 +20,8 @@ import numpy as np
 import structlog
 from numpy.typing import ArrayLike
 
+from ..schemas.numbers import whole_number
+
 __all__ = [
     "Absorbing",
     "JsonlSink",
@@ -246,8 +248,10 @@ class JsonlSink:
     def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if after_step is not None and self._path.exists():
-            os.truncate(self._path, _bytes_until(self._path, after_step))
+        if after_step is not None:
+            after_step = whole_number("after_step", after_step, least=0)
+            if self._path.exists():
+                os.truncate(self._path, _bytes_until(self._path, after_step))
 
     def __repr__(self) -> str:
         return f"JsonlSink({str(self._path)!r})"

@@ -20,6 +20,7 @@ from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
 from .ids import GroupId, TrajectoryId
 from .layout import Form, Length, Lengths, Part, Schema
+from .numbers import whole_number
 from .recycled import Block, Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
@@ -236,6 +237,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Every part keeps the global totals, so that losses of the parts add up to the loss of the whole.
         """
         parts: list[TrainBatch] = []
+        max_tokens = whole_number("max_tokens", max_tokens)
         first, bounds = 0, self.cu_seqlens.tolist()
         for last in range(1, len(self) + 1):
             if last == len(self) or bounds[last + 1] - bounds[first] > max_tokens:
@@ -261,7 +263,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         lengths = self.lengths()
         longest = int(lengths.max(initial=0))
-        width = longest if length is None else length
+        width = longest if length is None else whole_number("length", length, least=0)
         if longest > width:
             raise InvalidRecord(f"padded: expected sequences of at most {width} tokens, got one of {longest}")
         mask = np.arange(width) < lengths[:, None]
@@ -335,7 +337,7 @@ class Packer:
     )
 
     def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+        self.max_tokens = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""
         self._plan = _Plan.of(Form([]), 0, 0)
         """Where the columns of the batch lie; while it is empty, those of the batch before it."""

@@ -19,6 +19,7 @@ from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
 from ..schemas import TrajectoryGroup
+from ..schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .advantages.formulas import Mode, RunningStatistics
 from .advantages.overrides import silenced
@@ -74,6 +75,7 @@ class AdvantageNormalizer:
             _check_choice("preset", self.preset, get_args(Library))
         preset = OURS if self.preset is None else PRESETS[self.preset]
         _check_choice(f"mode with preset {self.preset!r}", self.mode, preset.modes)
+        normalize_counts(self, "batch_groups")
         low, high = self._bounds
         if math.isnan(low) or math.isnan(high) or not low <= 0 <= high or low == high:
             raise ValueError(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
@@ -90,8 +92,6 @@ class AdvantageNormalizer:
                 raise ValueError(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
             raise ValueError(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
-        elif self.batch_groups < 1:
-            raise ValueError(f"batch_groups: expected at least 1, got {self.batch_groups}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. Groups that are gathered are held as owned copies."""

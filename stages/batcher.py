@@ -27,6 +27,7 @@ from ..pipeline.errors import RecordTooLarge
 from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
+from ..schemas.numbers import normalize_counts
 from .advantages.formulas import Groups
 from .advantages.overrides import silenced
 from .handful import Handful
@@ -54,7 +55,7 @@ class Batcher:
         sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
 
     Raises:
-        ValueError: a number that makes no sense.
+        InvalidConfig: a number that is not whole, or too small.
     """
 
     max_tokens: int
@@ -63,11 +64,8 @@ class Batcher:
     sequences: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"max_tokens": 1, "max_lag": 0, "sequences": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"{name}: expected at least {bound}, got {value}")
+        normalize_counts(self, "max_tokens", "sequences")
+        normalize_counts(self, "max_lag", least=0)
 
     @property
     def takes_at_most_tokens(self) -> int:

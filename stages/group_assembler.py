@@ -21,6 +21,7 @@ from ..pipeline.context import current, drop
 from ..pipeline.repetitions import bits, trajectories
 from ..pipeline.telemetry import get_logger
 from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
+from ..schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["GroupAssembler"]
 
@@ -73,14 +74,13 @@ class GroupAssembler:
     max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "max_groups", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        normalize_counts(self, "group_size", "max_groups", "max_bytes")
+        normalize_numbers(self, "deadline_s")
         if self.stragglers not in get_args(Stragglers):
             raise ValueError(f"stragglers: expected one of {', '.join(get_args(Stragglers))}, got {self.stragglers!r}")
         if self.stragglers == "wait" and self.deadline_s is not None:
             raise ValueError(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
-        if self.stragglers != "wait" and (self.deadline_s is None or not self.deadline_s > 0):
+        if self.stragglers != "wait" and self.deadline_s is None:
             raise ValueError(
                 f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait for "
                 f"as long as there is room, say stragglers='wait'"

@@ -27,6 +27,7 @@ from ..pipeline.ledger import Ledger
 from ..pipeline.repetitions import mask_of, noted, without
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, TrajectoryGroup
+from ..schemas.numbers import normalize_counts
 
 __all__ = ["Journal"]
 
@@ -60,8 +61,7 @@ class Journal:
     fsync: bool = False
 
     def __post_init__(self) -> None:
-        if self.capacity_bytes < LEAST_CAPACITY_BYTES:
-            raise ValueError(f"capacity_bytes: expected at least {LEAST_CAPACITY_BYTES}, got {self.capacity_bytes}")
+        normalize_counts(self, "capacity_bytes", least=LEAST_CAPACITY_BYTES)
 
     def __reduce__(self) -> NoReturn:
         """Whoever is to run in a process is pickled, and this stage belongs where the checkpoints are known."""

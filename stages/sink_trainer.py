@@ -28,6 +28,7 @@ from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
+from ..schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
 __all__ = ["Checkpointed", "Generation", "Resumable", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
@@ -154,9 +155,8 @@ class SinkTrainer:
             _require(self.trainer, WeightedTrainer, "publishing", "weights() -> tensors by name")
         if self.checkpoints is not None:
             _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
-        for name in ("max_steps", "checkpoint_every", "keep_checkpoints"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        normalize_counts(self, "max_steps", "checkpoint_every", "keep_checkpoints")
+        normalize_numbers(self, "grace_s", zero=True)
 
     def kept_in(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, Past]:
         """The same sink with checkpoints in `folder`, its trainer resumed from the last one, and how far that had come.

@@ -28,6 +28,7 @@ from ..pipeline.ledger import Ledger
 from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, TrajectoryGroup, identity_of
+from ..schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["SourceChannel"]
 
@@ -58,6 +59,9 @@ class SourceChannel:
         silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; see `serve`.
         tokenizer: what the token ids mean, or its `TokenizerIdentity`: senders that say another one are refused, and
             `pipeline.check()` holds it to that of the trainer.
+
+    Raises:
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
     """
 
     url: str = "shm://"
@@ -71,6 +75,10 @@ class SourceChannel:
     key: Key | None = None
     silence_s: float | None = DEFAULT_SILENCE_S
     tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "senders", "max_senders", "capacity", "capacity_bytes")
+        normalize_numbers(self, "absence_timeout_s", "silence_s")
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Source`. When the stream has ended it stays until everything is saved, and senders have heard so.

@@ -30,6 +30,7 @@ from ..pipeline.ledger import EndState
 from ..pipeline.resumption import Past
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from ..schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
 from .pace import Pace
@@ -100,18 +101,11 @@ class SourceEnv:
         Raises:
             InvalidConfig: naming the field.
         """
-        for field, least in (("group_size", 1), ("max_tokens", 1), ("concurrency", 1), ("threads", 1)):
-            if getattr(self, field) < least:
-                raise InvalidConfig(f"SourceEnv.{field}: expected {least} or more, got {getattr(self, field)}")
-        for field in ("temperature", "timeout_s"):
-            if getattr(self, field) <= 0:
-                raise InvalidConfig(f"SourceEnv.{field}: expected more than 0, got {getattr(self, field)}")
-        if self.max_lag is not None and self.max_lag < 0:
-            raise InvalidConfig(f"SourceEnv.max_lag: expected 0 or more, got {self.max_lag}")
-        if self.step_groups is not None and (self.step_groups < 1 or self.max_lag is None):
-            raise InvalidConfig(
-                f"SourceEnv.step_groups: expected 1 or more, with max_lag, got {self.step_groups} with {self.max_lag}"
-            )
+        normalize_counts(self, "group_size", "max_tokens", "max_length", "concurrency", "threads", "step_groups")
+        normalize_counts(self, "max_lag", "groups", "first_task", least=0)
+        normalize_numbers(self, "temperature", "timeout_s")
+        if self.step_groups is not None and self.max_lag is None:
+            raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.

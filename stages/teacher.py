@@ -25,6 +25,7 @@ from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
 from ..schemas.columns import freeze
+from ..schemas.numbers import normalize_counts, normalize_numbers
 from ..schemas.tokenizer import check_tokenizers
 from .engines.backoff import Backoff, jitter
 from .teachers.candidates import Candidates
@@ -101,11 +102,8 @@ class Teacher:
     on_failure: OnFailure = "drop"
 
     def __post_init__(self) -> None:
-        if min(self.top_k, self.concurrency, self.backoff.attempts) < 1 or self.timeout_s <= 0:
-            raise ValueError(
-                f"expected top_k, concurrency and attempts of at least 1 and timeout_s above 0, got {self.top_k}, "
-                f"{self.concurrency}, {self.backoff.attempts} and {self.timeout_s}"
-            )
+        normalize_counts(self, "top_k", "concurrency")
+        normalize_numbers(self, "timeout_s")
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}")
 

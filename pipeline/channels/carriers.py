@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from ...schemas import identity_of
 from ...schemas.control import check_name
+from ...schemas.numbers import finite_number, whole_number
 from .carrier import R
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .keys import Key
@@ -72,28 +73,26 @@ def serve(
 
     Raises:
         TypeError: `tokenizer` has no identity.
-        ValueError: a capacity or `senders` below 1, no time for `absence_timeout_s`, a name that is too long or not
-            printable, an unknown scheme, a key that is missing, or one that shm has no use for.
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
+        ValueError: a name that is too long or not printable, an unknown scheme, a key that is missing, or one that shm
+            has no use for.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
     """
-    if min(capacity, capacity_bytes, max_senders) < 1:
-        raise ValueError(f"expected capacities of at least 1, got {capacity}, {capacity_bytes}, {max_senders}")
-    if senders is not None and senders < 1:
-        raise ValueError(f"senders: expected at least 1, or None for any number, got {senders}")
-    if not absence_timeout_s > 0:
-        raise ValueError(f"absence_timeout_s: expected seconds, got {absence_timeout_s}")
+    absence_timeout_s = finite_number("absence_timeout_s", absence_timeout_s)
+    if senders is not None:
+        senders = whole_number("senders", senders)
     if on_absence not in get_args(OnAbsence):
         raise ValueError(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
     counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
     terms = Terms(
-        capacity=capacity,
-        capacity_bytes=capacity_bytes,
+        capacity=whole_number("capacity", capacity),
+        capacity_bytes=whole_number("capacity_bytes", capacity_bytes),
         members=counted,
-        max_senders=max_senders,
+        max_senders=whole_number("max_senders", max_senders),
         listener=listener,
         name=check_name(name or f"process {os.getpid()}"),
         key=key,
-        silence_s=silence_s,
+        silence_s=_silence_s(silence_s),
         tokenizer=None if tokenizer is None else identity_of(tokenizer),
     )
     opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
@@ -133,14 +132,20 @@ def connect(
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfSharedMemory: the machine has no room for the segment.
         MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
+        InvalidConfig: seconds that are not finite.
         ValueError: an unknown scheme, a key that is missing, or one that shm has no use for, or a name that is too
             long or not printable.
     """
+    silence_s = _silence_s(silence_s)
     name = check_name(name or "")
     identity = None if tokenizer is None else identity_of(tokenizer)
     if _scheme(url, key) == "shm":
         return connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)
     return connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s, tokenizer=identity)
+
+
+def _silence_s(silence_s: float | None) -> float | None:
+    return None if silence_s is None else finite_number("silence_s", silence_s)
 
 
 def _scheme(url: str, key: Key | None) -> str:

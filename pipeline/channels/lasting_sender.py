@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 
 from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, identity_of
+from ...schemas.numbers import finite_number, whole_number
 from ..causes import alone
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
 from ..repetitions import mask_of
@@ -65,9 +66,9 @@ class LastingSender:
     """The sending end of a channel whose receiver may die and come back; see `outlast`."""
 
     def __init__(self, capacity: int, capacity_bytes: int, patience_s: float) -> None:
-        self._capacity = capacity
-        self._capacity_bytes = capacity_bytes
-        self._patience_s = patience_s
+        self._capacity = whole_number("capacity", capacity)
+        self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
+        self._patience_s = finite_number("patience_s", patience_s, zero=True)
         self._kept: dict[_Kept, None] = {}
         """In the order in which they were sent."""
         self._by_group: dict[GroupId, list[_Kept]] = {}
@@ -259,6 +260,7 @@ async def outlast(
         tokenizer: see `connect`.
 
     Raises:
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
         TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
         MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
         NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`.
@@ -266,6 +268,7 @@ async def outlast(
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
     sender = LastingSender(capacity, capacity_bytes, patience_s)
+    silence_s = None if silence_s is None else finite_number("silence_s", silence_s)
     with alone():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.stay_connected, url, name, key, silence_s, identity)

@@ -14,6 +14,7 @@ from warnings import warn
 import anyio
 import anyio.lowlevel
 
+from ...schemas.numbers import whole_number
 from ..errors import ChannelFull, PeerClosed, RecordTooLarge
 from ..waiting import WaitClock, Waiters
 from .channel import MEMORY_CAPACITY, ChannelStatistics
@@ -252,14 +253,15 @@ class memory_channel(tuple[MemorySender[T], MemoryReceiver[T]]):  # noqa: N801 (
         capacity_bytes: bytes that may wait in it, counted by each record's `nbytes` (0 where it has none).
 
     Raises:
-        ValueError: a capacity below 1.
+        InvalidConfig: a capacity that is no whole number, or below 1.
     """
 
     __slots__ = ()
 
     def __new__(cls, capacity: int = MEMORY_CAPACITY, capacity_bytes: int | None = None) -> Self:
         """Both ends, sender first."""
-        if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
-            raise ValueError(f"expected capacities of at least 1, got {capacity} records and {capacity_bytes} bytes")
+        capacity = whole_number("capacity", capacity)
+        if capacity_bytes is not None:
+            capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         queue: _Queue[T] = _Queue(capacity, capacity_bytes)
         return super().__new__(cls, (MemorySender(queue), MemoryReceiver(queue)))

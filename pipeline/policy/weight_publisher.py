@@ -37,6 +37,7 @@ from ...schemas.control import (
     Weights,
     check_name,
 )
+from ...schemas.numbers import finite_number
 from ..blocking import enter_in_thread
 from ..channels.door import Door, serve_door
 from ..telemetry import get_logger
@@ -119,11 +120,12 @@ class WeightPublisher:
             name: who this is, for messages.
 
         Raises:
+            InvalidConfig: seconds that are not finite.
             TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
         """
         tensors, tables = inventory_of(model)
         self._make = partial(WeightWriter, tensors, fused=tuple(fused), cast=dict(cast), device=device, tables=tables)
-        self._patience_s = patience_s
+        self._patience_s = finite_number("patience_s", patience_s, zero=True)
         self.name = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
         self._writer: WeightWriter | None = None
@@ -235,7 +237,7 @@ class WeightPublisher:
             self._pause = self._pauses
             self._ring()
         try:
-            await self._all_stopped(timeout_s)
+            await self._all_stopped(finite_number("timeout_s", timeout_s, zero=True))
             yield
         finally:
             self._holders -= 1

@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from ...schemas.numbers import normalize_numbers, whole_number
 from ..context import current
 from ..errors import ServerFailed
 from ..telemetry import get_logger
@@ -74,7 +75,7 @@ async def _get(url: str) -> None:
 
 def listens(port: int, host: str = "127.0.0.1") -> Probe:
     """A probe: somebody accepts connections at this port."""
-    return partial(_connect, host, port)
+    return partial(_connect, host, whole_number("port", port))
 
 
 async def _connect(host: str, port: int) -> None:
@@ -192,6 +193,9 @@ class OutsideServer:
     """How long it may take to become ready: a large model is loaded in minutes."""
     stop_within_s: float = 10.0
     """From SIGTERM to SIGKILL."""
+
+    def __post_init__(self) -> None:
+        normalize_numbers(self, "ready_within_s", "stop_within_s", zero=True)
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[RunningServer]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ...schemas.numbers import normalize_counts, normalize_numbers
+
 __all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
 
 STOP_WITHIN_S = 3.0
@@ -37,6 +39,12 @@ class Processes:
     """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "count")
+        normalize_counts(self, "restarts", least=0)
+        normalize_numbers(self, "stop_within_s", zero=True)
+        normalize_numbers(self, "start_timeout_s")
 
     def __str__(self) -> str:
         processes = "1 process" if self.count == 1 else f"{self.count} processes"
@@ -72,12 +80,7 @@ def processes(
     Processes(count=4, restarts=2, stop_within_s=3.0, start_timeout_s=60.0)
 
     Raises:
-        ValueError: fewer than one process, a negative number of restarts or seconds, or no time to start.
+        InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
+            finite or negative, or no time to start.
     """
-    if count < 1 or restarts < 0 or stop_within_s < 0:
-        raise ValueError(
-            f"expected at least 1 process and no negative restarts or seconds, got {count}, {restarts}, {stop_within_s}"
-        )
-    if not start_timeout_s > 0:
-        raise ValueError(f"start_timeout_s: expected a positive number of seconds, got {start_timeout_s}")
     return Processes(count, restarts, stop_within_s, start_timeout_s)

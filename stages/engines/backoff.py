@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...pipeline.context import Worker
+from ...schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["Backoff", "jitter"]
 
@@ -31,6 +32,10 @@ class Backoff:
     """Bound of the first pause."""
     longest_s: float = 30.0
     """No bound is above it."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "attempts")
+        normalize_numbers(self, "first_s", "longest_s", zero=True)
 
     def pauses(self, draw: Callable[[], float]) -> Iterator[float]:
         """One pause between each two attempts; `draw` draws from 0 to 1."""

@@ -25,6 +25,7 @@ from ...pipeline.errors import EngineRefused, InvalidConfig, PenstockError, Prot
 from ...pipeline.policy.shielded import shielded
 from ...pipeline.telemetry import get_logger
 from ...schemas.config import check_url
+from ...schemas.numbers import normalize_counts, normalize_numbers
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
 from .backoff import Backoff, jitter
 from .completion_stream import Events, StreamedCompletion
@@ -82,8 +83,8 @@ class HttpPolicy:
         check_url(self.url, "HttpPolicy.url")
         if self.server not in SERVERS:
             raise InvalidConfig(f"HttpPolicy.server: expected one of {', '.join(SERVERS)}, got {self.server!r}")
-        if self.concurrency < 1 or self.timeout_s <= 0 or self.backoff.attempts < 1:
-            raise InvalidConfig(f"HttpPolicy: expected concurrency, timeout_s and attempts above 0, got {self}")
+        normalize_counts(self, "concurrency")
+        normalize_numbers(self, "timeout_s")
         if self.versions == "asked" and SERVERS[self.server].version is None:
             raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {self.server} cannot be asked')
 

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from ...pipeline.context import Worker
+from ...schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
 from .policies import Engine
 from .torch_engine import TorchEngine, as_seed
@@ -43,6 +44,9 @@ class TorchPolicy:
     updates: Updates = "between_batches"
     """`in_flight`: a completion goes on with newer weights as soon as there are some, on the keys and values that the
     older ones computed, and `policy_versions` says which sampled each token; a pause does not wait for its end."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "max_rows")
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 
+from ...schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
 
@@ -165,8 +166,7 @@ class Aggregated:
                 f"longest: expected with 'seq-mean-token-sum-norm' and only there, got {self.longest} "
                 f"with {self.aggregation!r}"
             )
-        if self.longest is not None and self.longest < 1:
-            raise ValueError(f"longest: expected at least 1, got {self.longest}")
+        normalize_counts(self, "longest")
 
     def __repr__(self) -> str:
         longest = "" if self.longest is None else f", longest={self.longest}"

@@ -20,6 +20,7 @@ import msgspec
 from ...pipeline.context import current
 from ...pipeline.telemetry import get_logger
 from ...schemas import Trajectory
+from ...schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
 __all__ = ["Answer", "Calls", "Failure", "RewardFunction", "calling"]
@@ -76,8 +77,8 @@ class RewardFunction:
         if not name or name == "<lambda>":
             raise ValueError(f"name: expected one, {self.function!r} has none of its own")
         object.__setattr__(self, "name", name)
-        if self.concurrency < 1 or not self.timeout_s > 0:
-            raise ValueError(f"expected a concurrency of at least 1 and a positive timeout_s, got {self}")
+        normalize_counts(self, "concurrency")
+        normalize_numbers(self, "timeout_s")
         if isinstance(self.on_failure, str):
             known = self.on_failure in {"drop", "raise"}
         else:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...pipeline.context import Worker
+from ...schemas.numbers import normalize_counts
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel
 from ..training.scoring import Likelihood, Packed, scored_tokens
@@ -36,6 +37,9 @@ class TorchTeacher:
     """The model's tokenizer, or its `TokenizerIdentity`."""
     micro_batch_tokens: int = 16_384
     """Tokens that are scored at once, padding included."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "micro_batch_tokens")
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)

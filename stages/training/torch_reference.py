@@ -5,7 +5,6 @@ For what needs them before the trainer does, `KLReward` above all; the trainer c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from ...pipeline.at_hand import at_hand, send_each
 from ...pipeline.channels.channel import ReceiveChannel, SendChannel
 from ...schemas import TrajectoryGroup
 from ...schemas.columns import freeze
+from ...schemas.numbers import normalize_counts, normalize_numbers
 from .causal_model import CausalModel
 from .scoring import Packed, check_temperature, own_temperatures, scored_tokens
 
@@ -43,10 +43,8 @@ class TorchReference:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens: expected at least 1, got {self.micro_batch_tokens}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
+        normalize_counts(self, "micro_batch_tokens")
+        normalize_numbers(self, "temperature")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. Groups that are waiting are scored together, in a worker thread.

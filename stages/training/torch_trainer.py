@@ -22,6 +22,7 @@ from ...pipeline.committed_prompts import CommittedPrompts, CommittedState
 from ...pipeline.policy.weight_specs import check_weights, specs_of
 from ...pipeline.resumption import Stateful
 from ...schemas import Array, GroupId, InvalidRecord, TokenizerIdentity, TrainBatch, check_tokenizers, identity_of
+from ...schemas.numbers import finite_number, whole_number
 from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
@@ -104,8 +105,6 @@ class TorchTrainer:
         state: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        _check_counts(updates=updates, micro_batch_tokens=micro_batch_tokens)
-        _check_positive(max_grad_norm=max_grad_norm, temperature=temperature)
         self.tokenizer = None if tokenizer is None else identity_of(tokenizer)
         """Identity of the model's tokenizer, where it was told."""
         self._model = model
@@ -118,10 +117,12 @@ class TorchTrainer:
             _check_autocast(autocast, self._parameters)
         self._optimizer = optimizer(self._parameters)
         self._loss = loss
-        self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
-        self._micro_batch_tokens = micro_batch_tokens
-        self._temperature = temperature
-        self._updates = updates
+        self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
+        self._micro_batch_tokens = (
+            None if micro_batch_tokens is None else whole_number("micro_batch_tokens", micro_batch_tokens)
+        )
+        self._temperature = finite_number("temperature", temperature)
+        self._updates = whole_number("updates", updates)
         self._autocast = autocast
         self._state = dict(state or {})
         self._steps = 0
@@ -334,18 +335,6 @@ def _known(batch: TrainBatch, temperature: float) -> dict[str, Array]:
     ends = np.cumsum([group.sequences for group in batch.groups])
     own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), temperature)
     return known if own is None else known | {TEMPERATURE: own.repeat(batch.lengths())}
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name}: expected at least 1, got {count}")
-
-
-def _check_positive(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(f"{name}: expected a positive number, got {number}")
 
 
 def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Parameter]) -> None:

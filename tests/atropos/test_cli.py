@@ -51,7 +51,7 @@ def test_a_token_that_lets_everybody_in_or_nobody_is_refused(token: str) -> None
 
 
 def test_shared_memory_of_no_size_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"Door\.shm_bytes: expected 1 or more, got 0"):
+    with pytest.raises(InvalidConfig, match=r"Door\.shm_bytes: expected a whole number of at least 1, got 0"):
         Door(shm_bytes=0)
 
 

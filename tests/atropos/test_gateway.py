@@ -153,13 +153,15 @@ async def test_metrics_tell_what_each_environment_gave() -> None:
 
 
 def test_a_gateway_that_can_never_train_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.batch_size: expected 1 or more, got 0"):
+    with pytest.raises(
+        InvalidConfig, match=r"AtroposGateway\.batch_size: expected a whole number of at least 1, got 0"
+    ):
         AtroposGateway(batch_size=0, max_token_len=64)
 
 
 @pytest.mark.parametrize("silence_s", [0.0, -1.0, math.nan])
 def test_a_silence_is_a_time(silence_s: float) -> None:
-    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.silence_s: expected seconds above 0"):
+    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.silence_s: expected a finite number above 0"):
         AtroposGateway(batch_size=8, max_token_len=64, silence_s=silence_s)
 
 

@@ -352,7 +352,7 @@ def test_in_a_worker_a_journal_is_refused_before_anything_starts(tmp_path: Path)
 
 
 def test_a_capacity_that_holds_next_to_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="capacity_bytes: expected at least 65536, got 1"):
+    with pytest.raises(ValueError, match="capacity_bytes: expected a whole number of at least 65536, got 1"):
         Journal(tmp_path, capacity_bytes=1)
 
 

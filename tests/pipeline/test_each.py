@@ -57,7 +57,7 @@ async def test_an_exception_comes_out_as_it_was_raised() -> None:
 
 
 def test_less_than_one_call_at_a_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="concurrency of at least 1, got 0"):
+    with pytest.raises(ValueError, match="concurrency: expected a whole number of at least 1, got 0"):
         each(double, concurrency=0)
 
 

@@ -19,7 +19,7 @@ async def test_the_record_itself_is_handed_over() -> None:
 
 @pytest.mark.parametrize(("capacity", "capacity_bytes"), [(0, None), (1, 0), (-1, 10)])
 def test_a_channel_without_room_is_refused(capacity: int, capacity_bytes: int | None) -> None:
-    with pytest.raises(ValueError, match="capacities of at least 1"):
+    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
         memory_channel(capacity, capacity_bytes)
 
 

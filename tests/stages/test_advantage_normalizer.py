@@ -289,7 +289,7 @@ async def test_a_group_of_empty_sequences_passes() -> None:
         ({"mode": "reinforce++"}, r"batch_groups: expected a number with .* got none with reinforce\+\+"),
         ({"mode": "gae", "preset": "verl"}, "batch_groups: expected a number with .*, got none with gae"),
         ({"mode": "grpo", "batch_groups": 2}, "batch_groups: expected none with grpo, got 2"),
-        ({"mode": "batch", "batch_groups": 0}, "batch_groups: expected at least 1, got 0"),
+        ({"mode": "batch", "batch_groups": 0}, "batch_groups: expected a whole number of at least 1, got 0"),
         ({"mode": "grpo", "rewards": "tokens"}, "rewards: expected one of sequence, token, both, got 'tokens'"),
         ({"mode": "grpo", "preset": "vrel"}, "preset: expected one of verl, skyrl, trl, roll, got 'vrel'"),
         ({"mode": "opo", "preset": "trl"}, "mode with preset 'trl': expected one of grpo, dr_grpo, rloo, batch, got"),

@@ -1,6 +1,8 @@
 import random
 from itertools import islice
 
+import pytest
+
 from penstock.stages.engines.backoff import Backoff
 
 
@@ -17,6 +19,11 @@ def test_bounds_double_up_to_the_longest_and_pauses_are_drawn_below_them() -> No
 
 def test_one_attempt_has_no_pause() -> None:
     assert list(Backoff(attempts=1).pauses(lambda: 1.0)) == []
+
+
+def test_no_attempt_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Backoff\.attempts: expected a whole number of at least 1, got 0"):
+        Backoff(attempts=0)
 
 
 def test_pauses_may_go_on_for_ever() -> None:

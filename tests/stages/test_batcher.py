@@ -468,7 +468,7 @@ def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
 
 @pytest.mark.parametrize("arguments", [{"max_tokens": 0}, {"max_lag": -1}, {"sequences": 0}])
 def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected at least"):
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected a whole number of at least"):
         Batcher(**{"max_tokens": 10, **arguments})
 
 

@@ -425,12 +425,18 @@ def test_everything_that_happens_is_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0, "stragglers": "wait"}, "group_size: expected at least 1, got 0"),
-        ({"group_size": 2, "stragglers": "wait", "max_groups": 0}, "max_groups: expected at least 1, got 0"),
-        ({"group_size": 2, "stragglers": "wait", "max_bytes": 0}, "max_bytes: expected at least 1, got 0"),
+        ({"group_size": 0, "stragglers": "wait"}, "group_size: expected a whole number of at least 1, got 0"),
+        (
+            {"group_size": 2, "stragglers": "wait", "max_groups": 0},
+            "max_groups: expected a whole number of at least 1, got 0",
+        ),
+        (
+            {"group_size": 2, "stragglers": "wait", "max_bytes": 0},
+            "max_bytes: expected a whole number of at least 1, got 0",
+        ),
         ({"group_size": 2, "stragglers": "kill"}, "stragglers: expected one of drop, shrink, wait, got 'kill'"),
         ({"group_size": 2}, "deadline_s: expected seconds with stragglers='drop', got None"),
-        ({"group_size": 2, "deadline_s": float("nan")}, "deadline_s: expected seconds"),
+        ({"group_size": 2, "deadline_s": float("nan")}, "deadline_s: expected a finite number above 0, got nan"),
         ({"group_size": 2, "deadline_s": 9, "stragglers": "wait"}, "deadline_s: expected none with stragglers='wait'"),
     ],
 )

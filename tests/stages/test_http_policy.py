@@ -357,7 +357,7 @@ async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_
         ({"url": "127.0.0.1:8000"}, "url: expected http://host:port without a path, got '127.0.0.1:8000'"),
         ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
         ({"server": "ollama"}, "server: expected one of vllm, sglang, openai, got 'ollama'"),
-        ({"concurrency": 0}, "expected concurrency, timeout_s and attempts above 0"),
+        ({"concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
         ({"versions": "asked"}, 'versions: expected "told", got "asked": openai cannot be asked'),
     ],
 )

@@ -539,9 +539,9 @@ async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> Non
     ("arguments", "message"),
     [
         ({"function": lambda _: 0.0}, "name: expected one"),
-        ({"function": length, "concurrency": 0}, "expected a concurrency of at least 1"),
-        ({"function": length, "timeout_s": 0}, "a positive timeout_s"),
-        ({"function": length, "timeout_s": math.nan}, "a positive timeout_s"),
+        ({"function": length, "concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
+        ({"function": length, "timeout_s": 0}, "timeout_s: expected a finite number above 0"),
+        ({"function": length, "timeout_s": math.nan}, "timeout_s: expected a finite number above 0"),
         ({"function": length, "on_failure": "ignore"}, "on_failure: expected 'drop', 'raise' or a finite number"),
         ({"function": length, "on_failure": math.nan}, "on_failure: expected 'drop', 'raise' or a finite number"),
     ],

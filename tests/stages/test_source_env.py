@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -374,7 +373,7 @@ def test_a_run_that_is_cancelled_waits_for_its_environments_two_seconds_at_most(
     async def main() -> None:
         outbox, inbox = memory_channel[TrajectoryGroup](1)
         async with inbox, outbox, anyio.create_task_group() as tasks:
-            tasks.start_soon(source(Stuck, timeout_s=math.inf).run, outbox)
+            tasks.start_soon(source(Stuck, timeout_s=3600).run, outbox)
             while not stuck.is_set():
                 await checkpoint()
             tasks.cancel_scope.cancel()
@@ -623,13 +622,13 @@ def test_a_source_travels_to_workers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0}, "SourceEnv.group_size: expected 1 or more, got 0"),
-        ({"max_tokens": 0}, "SourceEnv.max_tokens: expected 1 or more, got 0"),
-        ({"concurrency": 0}, "SourceEnv.concurrency: expected 1 or more, got 0"),
-        ({"threads": 0}, "SourceEnv.threads: expected 1 or more, got 0"),
-        ({"temperature": 0.0}, "SourceEnv.temperature: expected more than 0, got 0.0"),
-        ({"timeout_s": -1}, "SourceEnv.timeout_s: expected more than 0, got -1"),
-        ({"max_lag": -1}, "SourceEnv.max_lag: expected 0 or more, got -1"),
+        ({"group_size": 0}, "SourceEnv.group_size: expected a whole number of at least 1, got 0"),
+        ({"max_tokens": 0}, "SourceEnv.max_tokens: expected a whole number of at least 1, got 0"),
+        ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
+        ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
+        ({"temperature": 0.0}, "SourceEnv.temperature: expected a finite number above 0, got 0.0"),
+        ({"timeout_s": -1}, "SourceEnv.timeout_s: expected a finite number above 0, got -1"),
+        ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],
 )
 def test_what_could_never_sample_is_refused_by_name(options: dict[str, Any], message: str) -> None:

@@ -306,7 +306,7 @@ async def test_a_teacher_of_another_vocabulary_is_refused_at_the_start_with_both
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 0}, {"concurrency": 0}, {"timeout_s": 0}, {"backoff": Backoff(attempts=0)}, {"on_failure": "skip"}],
+    [{"top_k": 0}, {"concurrency": 0}, {"timeout_s": 0}, {"on_failure": "skip"}],
     ids=repr,
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:

@@ -89,8 +89,8 @@ async def test_the_reference_does_not_train() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, "temperature: expected a positive number, got 0.0"),
-        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

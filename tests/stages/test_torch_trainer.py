@@ -549,13 +549,13 @@ def test_a_step_tells_where_its_time_went() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"updates": 0}, "updates: expected at least 1, got 0"),
-        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected at least 1, got 0"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm: expected a positive number, got -1.0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm: expected a positive number, got 0.0"),
-        ({"temperature": 0.0}, "temperature: expected a positive number, got 0.0"),
-        ({"temperature": -0.7}, "temperature: expected a positive number, got -0.7"),
-        ({"temperature": math.nan}, "temperature: expected a positive number, got nan"),
+        ({"updates": 0}, "updates: expected a whole number of at least 1, got 0"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected a whole number of at least 1, got 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm: expected a finite number above 0, got -1.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm: expected a finite number above 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+        ({"temperature": -0.7}, "temperature: expected a finite number above 0, got -0.7"),
+        ({"temperature": math.nan}, "temperature: expected a finite number above 0, got nan"),
         ({"autocast": torch.float16}, "autocast: expected torch.bfloat16, got torch.float16"),
     ],
 )

@@ -27,7 +27,8 @@ from ....pipeline.errors import InvalidConfig, MissingExtra
 from ....pipeline.repetitions import mask_of
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
-from ....schemas.config import Config, check_finite, check_url, load_config, parse_config
+from ....schemas.config import Config, check_url, load_config, parse_config
+from ....schemas.numbers import normalize_counts, normalize_numbers
 from ...engines.backoff import Backoff, jitter
 from ...engines.retrying import WITHOUT_END
 from .api_error import AtroposAPIError, shown
@@ -95,14 +96,10 @@ class AtroposClient(Config, frozen=True):
     save_checkpoint_interval: int = 0
 
     def __post_init__(self) -> None:
-        check_finite(timeout_s=self.timeout_s, empty_s=self.empty_s, lease_s=self.lease_s)
-        check_finite(first_pause_s=self.first_pause_s, longest_pause_s=self.longest_pause_s, away_s=self.away_s)
-        for name in ("batch_size", "max_token_len", "attempts", "timeout_s", "empty_s", "lease_s", "candidates"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name}: expected a number above 0, got {value}")
-        for name in ("first_pause_s", "longest_pause_s", "away_s", "starting_step"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name}: expected a number of 0 or more, got {value}")
+        normalize_counts(self, "batch_size", "max_token_len", "attempts", "candidates")
+        normalize_counts(self, "num_steps", "starting_step", "save_checkpoint_interval", least=0)
+        normalize_numbers(self, "timeout_s", "empty_s", "lease_s")
+        normalize_numbers(self, "first_pause_s", "longest_pause_s", "away_s", zero=True)
         if self.num_steps < self.starting_step:
             raise ValueError(f"num_steps: expected at least starting_step, {self.starting_step}, got {self.num_steps}")
         check_url(self.api_url, "api_url")

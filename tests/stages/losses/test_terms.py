@@ -82,7 +82,10 @@ def test_a_loss_reads_as_it_was_written() -> None:
         (lambda: PPOClip().aggregated("mean"), "aggregation: expected one of token-mean, "),  # type: ignore[arg-type]
         (lambda: PPOClip().aggregated("seq-mean-token-sum-norm"), "longest: expected with 'seq-mean-token-sum-norm'"),
         (lambda: PPOClip().aggregated("token-mean", longest=3), "longest: expected with 'seq-mean-token-sum-norm'"),
-        (lambda: PPOClip().aggregated("seq-mean-token-sum-norm", longest=0), "longest: expected at least 1, got 0"),
+        (
+            lambda: PPOClip().aggregated("seq-mean-token-sum-norm", longest=0),
+            "longest: expected a whole number of at least 1, got 0",
+        ),
         (lambda: PPOClip().aggregated("token-mean", counted="all"), "counted: expected 'all' with a mean over seq"),
         (
             lambda: PPOClip().aggregated("seq-mean-token-sum", counted="every"),  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Protocol
 import anyio
 
 from .....pipeline.errors import PenstockError
+from .....schemas.numbers import normalize_counts
 
 __all__ = ["Bodies", "BodyRefused", "Limits"]
 
@@ -46,6 +47,9 @@ class Limits:
     """Of one request, inflated: gzip makes JSON a third to a quarter of what it is."""
     held_bytes: int = 512 * 2**20
     """Of all requests that are being read and decoded; beyond, they are asked to come again."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "request_bytes", "inflated_bytes", "held_bytes")
 
 
 class Incoming(Protocol):

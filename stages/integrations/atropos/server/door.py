@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .....pipeline.errors import InvalidConfig
+from .....schemas.numbers import normalize_counts
 from ..shm.shm_way_in import CAPACITY_BYTES
 from .bodies import Limits
 
@@ -36,8 +37,8 @@ class Door:
     """Whether any web page may read and write here, as with the original."""
 
     def __post_init__(self) -> None:
-        if self.shm_bytes < 1:
-            raise InvalidConfig(f"Door.shm_bytes: expected 1 or more, got {self.shm_bytes}")
+        normalize_counts(self, "shm_bytes")
+        normalize_counts(self, "port", least=0)
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise InvalidConfig(

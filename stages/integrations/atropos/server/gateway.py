@@ -24,6 +24,7 @@ from .....pipeline.errors import InvalidConfig
 from .....pipeline.repetitions import mask_of
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
+from .....schemas.numbers import normalize_counts, normalize_numbers
 from ..books.environments import DEFAULT_SILENCE_S
 from ..books.habits import Habits
 from ..books.records import Batch, Submission
@@ -103,11 +104,10 @@ class AtroposGateway:
     """`await gateway.listening.url()` returns where, as soon as it does."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_token_len", "capacity", "capacity_bytes"):
-            if (value := getattr(self, name)) < 1:
-                raise InvalidConfig(f"AtroposGateway.{name}: expected 1 or more, got {value}")
-        if not self.silence_s > 0:  # nor NaN
-            raise InvalidConfig(f"AtroposGateway.silence_s: expected seconds above 0, got {self.silence_s}")
+        normalize_counts(self, "batch_size", "max_token_len", "capacity", "capacity_bytes", "candidates")
+        normalize_counts(self, "num_steps", least=0)
+        normalize_counts(self, "checkpoint_interval", least=NO_CHECKPOINTS)
+        normalize_numbers(self, "silence_s")
         if kept := [name for name in OF_BATCHES if getattr(self.habits, name)]:
             raise InvalidConfig(
                 f"AtroposGateway.habits: expected none of {', '.join(OF_BATCHES)}, got {', '.join(kept)}: a pipeline "

@@ -12,8 +12,9 @@ import threading
 from functools import partial
 from typing import Any, TypeAlias
 
-from .....pipeline.errors import InvalidConfig, MissingExtra
+from .....pipeline.errors import MissingExtra
 from .....pipeline.telemetry import get_logger
+from .....schemas.numbers import finite_number, whole_number
 from .conversation import Action, ModelCallRefused
 from .episodes import EnvironmentTimedOut, Place, Told
 from .home import Home, Recipe
@@ -57,12 +58,14 @@ class AtroposEnvironment:
         opening_s: float = 600.0,
         bare: bool = False,
     ) -> None:
-        if group_size < 1 or timeout_s <= 0 or opening_s <= 0:
-            raise InvalidConfig(
-                f"AtroposEnvironment: expected group_size of at least 1, timeout_s and opening_s above 0, got "
-                f"{group_size}, {timeout_s} and {opening_s}"
-            )
-        self._recipe = Recipe(where, config or {}, group_size, timeout_s, opening_s, bare)
+        self._recipe = Recipe(
+            where,
+            config or {},
+            whole_number("group_size", group_size),
+            finite_number("timeout_s", timeout_s),
+            finite_number("opening_s", opening_s),
+            bare,
+        )
         self.__name__ = where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
         self._lock = threading.Lock()
         """Guards the rest: step-wise environments are made and closed in any thread."""

@@ -1,0 +1,200 @@
+"""Every count and every number of seconds that a public name takes is refused where it makes no sense, and converted.
+
+The numbers are read from the signatures, so that one that is added is held to the rule; a public name that takes a
+number and is missing from `MAKING` fails here too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from tests.tiny_model import TinyModel
+
+import penstock
+from penstock import NoOpPolicy, SinkTrainer, TrainBatch, TrajectoryGroup, responds
+from penstock.errors import InvalidConfig, InvalidPipeline
+from penstock.stages.integrations import atropos
+
+
+class Idle:
+    """A trainer, a teacher's policy, a tokenizer: what is asked for and never used."""
+
+    tokenizer = None
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        raise AssertionError(batch)
+
+    def open(self, worker: object) -> Any:
+        raise AssertionError(worker)
+
+
+async def judge(group: TrajectoryGroup) -> TrajectoryGroup:
+    return group
+
+
+def length(answer: object) -> float:
+    raise AssertionError(answer)
+
+
+async def _enter(url: str, **options: Any) -> None:
+    with anyio.move_on_after(0):
+        async with penstock.outlast(url, **options):
+            pass
+
+
+def outlast(url: str, **options: Any) -> None:
+    anyio.run(partial(_enter, url, **options))
+
+
+def memory_channel(**capacities: Any) -> None:
+    for end in penstock.memory_channel[TrajectoryGroup](**capacities):
+        end.close()
+
+
+def environment() -> Any:
+    """Make an environment; no test gets so far."""
+
+
+MAKING: dict[str, Callable[..., Any]] = {
+    "AdvantageNormalizer": partial(penstock.AdvantageNormalizer, "batch", batch_groups=4),
+    "AtroposClient": partial(atropos.AtroposClient, batch_size=4, max_token_len=64, num_steps=100),
+    "AtroposEnvironment": partial(atropos.AtroposEnvironment, "games:Guess"),
+    "AtroposGateway": partial(atropos.AtroposGateway, batch_size=4, max_token_len=64),
+    "Batcher": partial(penstock.Batcher, max_tokens=64),
+    "Door": atropos.Door,
+    "GroupAssembler": partial(penstock.GroupAssembler, group_size=4, stragglers="drop", deadline_s=4.0),
+    "HttpPolicy": partial(penstock.HttpPolicy, url="http://127.0.0.1:1", model="m"),
+    "Journal": partial(penstock.Journal, "journal"),
+    "JsonlSink": partial(penstock.JsonlSink, "metrics.jsonl"),
+    "LastingSender": partial(penstock.LastingSender, capacity=4, capacity_bytes=4, patience_s=4.0),
+    "Limits": atropos.Limits,
+    "OutsideServer": partial(penstock.OutsideServer, command=["true"], ready=responds("http://127.0.0.1:1")),
+    "Packer": penstock.Packer,
+    "RewardFunction": partial(penstock.RewardFunction, length),
+    "SinkTrainer": partial(penstock.SinkTrainer, Idle()),
+    "SourceChannel": penstock.SourceChannel,
+    "SourceEnv": partial(penstock.SourceEnv, environment, NoOpPolicy(), max_lag=4),
+    "Teacher": partial(penstock.Teacher, Idle(), tokenizer=None, top_k=4),
+    "TorchPolicy": partial(penstock.TorchPolicy, TinyModel, eos_id=0),
+    "TorchReference": partial(penstock.TorchReference, TinyModel),
+    "TorchTeacher": partial(penstock.TorchTeacher, TinyModel, None),
+    "TorchTrainer": partial(penstock.TorchTrainer, TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1)),
+    "WeightPublisher": partial(penstock.WeightPublisher, {"bias": torch.zeros(1)}),
+    "connect": partial(penstock.connect, "shm:///nowhere", TrajectoryGroup),
+    "each": partial(penstock.each, judge),
+    "listens": penstock.listens,
+    "memory_channel": memory_channel,
+    "outlast": partial(outlast, "shm:///nowhere"),
+    "processes": partial(penstock.processes, count=4),
+    "serve": partial(penstock.serve, "shm://", TrajectoryGroup),
+}
+"""How each is made with all that it needs, but for the number that is tried."""
+
+RESULTS = {"Action", "Answer", "Balance", "ChannelStatistics", "PipelineStatistics", "Report", "Rollout"}
+RESULTS |= {"TokenizerIdentity", "TrainBatch", "Trajectory", "TrajectoryId", "Worker"}
+"""Values that are handed over and bound nothing."""
+
+RATIOS = {"CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
+"""Whose numbers have bounds of their own, tested where they are."""
+
+NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure"}
+"""Arguments that are neither counts nor seconds."""
+
+LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1}
+"""The least that is meant, where that is neither 0 nor 1."""
+
+FROM_ZERO = {
+    *("Batcher.max_lag", "JsonlSink.after_step", "Packer.max_tokens", "processes.restarts", "processes.stop_within_s"),
+    *("LastingSender.patience_s", "outlast.patience_s", "SinkTrainer.grace_s", "WeightPublisher.patience_s"),
+    *("SourceEnv.max_lag", "SourceEnv.groups", "SourceEnv.first_task", "Door.port"),
+    *("OutsideServer.ready_within_s", "OutsideServer.stop_within_s", "AtroposGateway.num_steps"),
+    *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
+    *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),
+}
+
+
+class Number(NamedTuple):
+    """An argument that is a count or a number of seconds."""
+
+    owner: str
+    name: str
+    whole: bool
+    optional: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+    @property
+    def least(self) -> int:
+        return LEAST.get(self.label, 0 if self.label in FROM_ZERO else 1)
+
+    def make(self, value: object) -> Any:
+        return MAKING[self.owner](**{self.name: value})
+
+
+@cache
+def public() -> dict[str, Any]:
+    return {name: getattr(module, name) for module in (penstock, atropos) for name in module.__all__}
+
+
+def numbers_of(owner: str) -> Iterator[Number]:
+    if inspect.isclass(public()[owner]) and issubclass(public()[owner], Exception):
+        return
+    for parameter in inspect.signature(public()[owner]).parameters.values():
+        kinds = set(re.findall(r"\w+", str(parameter.annotation)))
+        if parameter.name not in NO_COUNTS and kinds <= {"class", "int", "float", "None"} and kinds & {"int", "float"}:
+            yield Number(owner, parameter.name, "int" in kinds, "None" in kinds)
+
+
+NUMBERS = [number for owner in MAKING for number in numbers_of(owner)]
+EVERY_NUMBER = pytest.mark.parametrize("number", NUMBERS, ids=[number.label for number in NUMBERS])
+
+
+@pytest.fixture(autouse=True)
+def _files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_public_name_that_takes_a_number_is_in_the_table() -> None:
+    assert {name for name in set(public()) - RESULTS - RATIOS if any(numbers_of(name))} == set(MAKING)
+
+
+@EVERY_NUMBER
+def test_a_number_that_makes_no_sense_is_refused_by_name(number: Number) -> None:
+    senseless = [2.5, number.least - 1] if number.whole else [math.inf, -1.0]
+    for value in [math.nan, True, "4", *senseless, *([] if number.optional else [None])]:
+        with pytest.raises(
+            InvalidConfig, match=rf"{number.name}: expected a .* number .*, got {re.escape(repr(value))}"
+        ):
+            number.make(value)
+
+
+@EVERY_NUMBER
+def test_a_scalar_of_numpy_is_taken_for_the_number_that_it_is(number: Number) -> None:
+    given = np.int64(max(number.least, 4)) if number.whole else np.float32(4)
+
+    made = number.make(given)
+
+    if is_dataclass(made):
+        assert type(getattr(made, number.name)) is (int if number.whole else float)
+
+
+def test_a_bound_given_as_an_integer_of_numpy_is_still_a_bound() -> None:
+    sampling = MAKING["SourceEnv"](max_length=np.int64(64), group_size=np.int64(4))
+    batching = penstock.Batcher(np.int64(128))  # type: ignore[arg-type]
+    pipeline = penstock.source(sampling).then(batching).sink(SinkTrainer(Idle()))
+
+    with pytest.raises(InvalidPipeline, match="a group may hold 256 tokens, and Batcher takes at most 128"):
+        pipeline.check()
