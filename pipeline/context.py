@@ -8,7 +8,7 @@ nobody listens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from ..schemas import TrajectoryGroup, TrajectoryId
 from .ledger import EndState, Ledger
 from .telemetry import Metrics
 
-__all__ = ["Context", "Worker", "current", "drop", "entered"]
+__all__ = ["Context", "Flush", "Worker", "current", "drop", "entered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,48 @@ class Worker:
     """How often the worker was restarted."""
 
 
+class Flush:
+    """Whether a source wants stages to hold nothing back; one for all stages of a run. See `flush`."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._watching: list[Callable[[], None]] = []
+        """Looks of the stages that wait for a record and would rather flush."""
+
+    def __repr__(self) -> str:
+        return f"<Flush: {'requested' if self._requested else 'not requested'}, {len(self._watching)} stages waiting>"
+
+    def request(self) -> None:
+        """Ask every stage to send on what it holds, until `withdraw`."""
+        self._requested = True
+        self.look()
+
+    def withdraw(self) -> None:
+        """Let stages gather again: records come."""
+        self._requested = False
+
+    def look(self) -> None:
+        """Have those that wait see whether it is their turn: a trajectory has ended, so less is on its way."""
+        if self._requested:
+            for look in list(self._watching):
+                look()
+
+    @contextmanager
+    def watched(self, look: Callable[[], None]) -> Iterator[None]:
+        """Within the body, call `look` now and whenever a flush that is requested may have become due."""
+        self._watching.append(look)
+        try:
+            if self._requested:
+                look()
+            yield
+        finally:
+            self._watching.remove(look)
+
+
+def _nothing() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a stage can reach besides its channels."""
@@ -41,6 +83,10 @@ class Context:
     worker: Worker = Worker()
     dropped: Counter[EndState] = field(default_factory=Counter)
     """What this stage has dropped, by the state that it ended in."""
+    flush: Flush = field(default_factory=Flush)
+    """Whether stages are to hold nothing back."""
+    nothing_on_the_way: Callable[[], bool] = _nothing
+    """Whether every trajectory in flight is in this stage or behind it."""
 
 
 _context: ContextVar[Context] = ContextVar("penstock")

@@ -103,6 +103,7 @@ class Ledger:
         self._pace = _Pace()
         self._room = Waiters()
         self._hearers: list[CheckpointHearer] = []
+        self._on_end: Callable[[], None] | None = None
         self.step = 0
         """The last optimizer step that was committed, or that this process was told of."""
 
@@ -347,6 +348,15 @@ class Ledger:
         finally:
             self._hearers.remove(hear)
 
+    @contextmanager
+    def hearing_of_ends(self, hear: Callable[[], None]) -> Iterator[None]:
+        """Within the body, `hear` is called whenever trajectories have ended in these books."""
+        self._on_end = hear
+        try:
+            yield
+        finally:
+            self._on_end = None
+
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def _entering(
@@ -427,6 +437,8 @@ class Ledger:
             self._pace.trained(self.step, sum(own))
         if self._room:
             self._room.wake_all()
+        if self._on_end is not None:
+            self._on_end()
 
     def _admit_absent(self, leaving: Collection[tuple[GroupId, int]]) -> None:
         for group, mask in leaving:

@@ -45,9 +45,15 @@ class _Outlet:
 class _Part:
     """One stage while it runs."""
 
-    def __init__(self, link: Link, context: Context) -> None:
+    def __init__(self, link: Link, context: Context, run: Run) -> None:
         self.link = link
-        self.context = Context(context.ledger, context.metrics, context.worker)
+        self.context = Context(
+            context.ledger,
+            context.metrics,
+            context.worker,
+            flush=context.flush,
+            nothing_on_the_way=lambda: run.nothing_before(self),
+        )
         """Of its own, for what the stage drops is counted there."""
         self.state: StageState = "not started"
         self.scope = anyio.CancelScope()
@@ -113,7 +119,7 @@ class Run:
         self._context = context
         self._outbox = outbox
         """Where the last stage sends, when the chain is a fragment without a sink."""
-        self._parts = [_Part(link, context) for link in links]
+        self._parts = [_Part(link, context, self) for link in links]
         self._joints: list[Joint] = []
         self._failure: StageFailed | None = None
         self._open_error: Exception | None = None
@@ -139,6 +145,7 @@ class Run:
             except Exception as error:
                 self._open_error = error
                 raise
+            channels.enter_context(self._context.ledger.hearing_of_ends(self._context.flush.look))
             channels.callback(self._conclude)  # while the channels are still open
             with alone():
                 async with anyio.create_task_group() as tasks:
@@ -271,6 +278,12 @@ class Run:
             return "end of stream"
         returned = [part.link.name for part in self._parts if part.state == "returned"]
         return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
+
+    def nothing_before(self, part: _Part) -> bool:
+        """Whether every trajectory in flight is in `part` or behind it, channels included."""
+        ledger = self._context.ledger
+        held = sum(each.swallowed for each in self._parts[self._parts.index(part) :])
+        return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
     def fate(self, ledger: Ledger) -> str:
         """The reason for which trajectories are lost that are in flight when the run has ended."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import get_args
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
+from ..pipeline.flush import receive_unless_flushed
 from ..schemas import TrajectoryGroup
 from ..schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
@@ -44,8 +47,8 @@ class AdvantageNormalizer:
             `reinforce++-baseline` (against the `batch_groups` groups that came together), `global` (against everything
             seen in the run), or `gae` (against what a critic expected, the column `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
-        batch_groups: how many groups are gathered; the last batch of a stream holds what is left. `gae` whitens what is
-            gathered, and does not whiten where this is left out.
+        batch_groups: how many groups are gathered; the last ones of a stream, or before a flush, are what is left.
+            `gae` whitens what is gathered, and does not whiten where this is left out.
         rewards: `sequence` for the column `rewards`, `token` for `token_rewards`, `both` for their sum.
         gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
         gae_lambda: λ of `gae`.
@@ -108,16 +111,19 @@ class AdvantageNormalizer:
         self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup], batch_groups: int
     ) -> None:
         gathered: list[TrajectoryGroup] = []
-        async for group in inbox:
-            if group.advantages is None:
-                gathered.append(group.owned())
-            else:
-                await send_each(outbox, self._filled([group]))
-            del group  # it may lie in a producer's slots, and the next one may be long in coming
-            if len(gathered) == batch_groups:
-                filled = self._filled(gathered)
-                gathered.clear()
-                await send_each(outbox, filled)
+        with suppress(anyio.EndOfStream):
+            while True:
+                group = await receive_unless_flushed(inbox, lambda: bool(gathered))
+                flushed = group is None
+                if group is not None and group.advantages is None:
+                    gathered.append(group.owned())
+                elif group is not None:
+                    await send_each(outbox, self._filled([group]))
+                del group  # it may lie in a producer's slots, and the next one may be long in coming
+                if len(gathered) == batch_groups or flushed:
+                    filled = self._filled(gathered)
+                    gathered.clear()
+                    await send_each(outbox, filled)
         await send_each(outbox, self._filled(gathered))
 
     def state_dict(self) -> dict[str, float]:

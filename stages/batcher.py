@@ -6,7 +6,7 @@ A group is copied as it arrives, so the slot that it came from is free again at 
    Without: as soon as a group of the mean size of those in the batch would no longer fit, so that a batch never waits
    for a group only to find that there is no room for it.
 2. In any case when a group arrives that does not fit; that group begins the next batch.
-3. At the end of the stream: what there is.
+3. At the end of the stream, or when a flush is due (see `pipeline.flush`): what there is.
 
 Staleness is exact. Lag is counted at the optimizer step that will train the batch: every batch that was shipped before
 and is still in flight takes one step first. So no group ages past the bound by waiting in the channel behind us.
@@ -15,8 +15,10 @@ and is still in flight takes one step first. So no group ages past the bound by 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
+import anyio
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
 from ..pipeline.errors import RecordTooLarge
+from ..pipeline.flush import receive_unless_flushed
 from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
@@ -85,13 +88,15 @@ class Batcher:
             InvalidRecord: groups have different columns.
         """
         filling = _Filling(self, current().ledger)
-        async for group in inbox:
-            displaced = filling.take(group)
-            del group  # copied or dropped: its slot must not wait until the next one comes
-            if displaced is not None:
-                await outbox.send(displaced)
-            if filling.full and (batch := filling.ship()) is not None:
-                await outbox.send(batch)
+        with suppress(anyio.EndOfStream):
+            while True:
+                group = await receive_unless_flushed(inbox, filling.holds_any)
+                flushed, displaced = (True, None) if group is None else (False, filling.take(group))
+                del group  # copied or dropped: its slot must not wait until the next one comes
+                if displaced is not None:
+                    await outbox.send(displaced)
+                if (filling.full or flushed) and (batch := filling.ship()) is not None:
+                    await outbox.send(batch)
         if (rest := filling.ship()) is not None:
             await outbox.send(rest)
 
@@ -109,6 +114,10 @@ class _Filling:
         """Sequences of groups in which nothing trains that came while this batch was filled."""
         self._shipped: deque[TrajectoryId] = deque()
         """One trajectory of each shipped batch that may still be waiting or training, oldest first."""
+
+    def holds_any(self) -> bool:
+        """Whether there is anything to ship."""
+        return bool(self._packer.groups)
 
     @property
     def full(self) -> bool:

@@ -7,7 +7,8 @@ stage waits, joins what leaves, and does with stragglers what it was told to.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args
 
@@ -18,6 +19,7 @@ from ..pipeline.assembly import Assembly, Parting, Why
 from ..pipeline.at_hand import at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
+from ..pipeline.flush import flush_cancels
 from ..pipeline.repetitions import bits, trajectories
 from ..pipeline.telemetry import get_logger
 from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
@@ -56,7 +58,7 @@ class GroupAssembler:
         deadline_s: seconds from the first piece of a group on; none with `wait`. Time in which this stage waits for
             credit does not count, for nothing can arrive then.
         stragglers: what becomes of a group that misses some when its time is over. `drop` ends what has come, `shrink`
-            sends it on as it is, `wait` gives it all the time there is.
+            sends it on as it is, `wait` gives it all the time there is: until the stream ends, or is flushed.
         max_groups: groups that may wait; the one that has waited longest makes way, and is treated as if it were due.
         max_bytes: bytes that their columns may take, likewise.
 
@@ -91,9 +93,12 @@ class GroupAssembler:
         assembling, pieces, held_up_s = _Assembling(self), at_hand(inbox), 0.0
         while True:
             due_s = assembling.due_s
-            arrived = await _arrived(pieces, due_s + held_up_s)
+            arrived = await _arrived(pieces, due_s + held_up_s, assembling.waits_without_end)
             if arrived is None:
                 break
+            if not arrived and math.isinf(due_s):
+                await send_each(outbox, assembling.finish())
+                continue
             sending_s = anyio.current_time()
             now_s = sending_s - held_up_s
             if not arrived:
@@ -105,9 +110,11 @@ class GroupAssembler:
         await send_each(outbox, assembling.finish())
 
 
-async def _arrived(pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float) -> list[TrajectoryGroup] | None:
-    """The next pieces, none of them where it is `due_s` before; None at the end of the stream."""
-    with anyio.CancelScope(deadline=due_s):
+async def _arrived(
+    pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float, waits_without_end: Callable[[], bool]
+) -> list[TrajectoryGroup] | None:
+    """The next pieces, none of them where it is `due_s` or a flush is due before; None at the end of the stream."""
+    with anyio.CancelScope(deadline=due_s) as scope, flush_cancels(scope, waits_without_end):
         return await anext(pieces, None)
     return []
 
@@ -130,6 +137,10 @@ class _Assembling:
     def due_s(self) -> float:
         """When a group is due."""
         return self._assembly.due_s
+
+    def waits_without_end(self) -> bool:
+        """Whether groups wait that no deadline ends: a flush does."""
+        return bool(self._assembly.groups) and math.isinf(self.due_s)
 
     def take(self, pieces: Sequence[TrajectoryGroup], now_s: float) -> list[TrajectoryGroup]:
         """The groups that leave now that `pieces` have come, or none have."""

@@ -24,6 +24,7 @@ from anyio.abc import TaskStatus
 from ..pipeline.channels.channel import ReceiveChannel
 from ..pipeline.committed_prompts import CommittedPrompts
 from ..pipeline.context import current
+from ..pipeline.flush import receive_unless_flushed
 from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
@@ -199,8 +200,8 @@ class SinkTrainer:
         self._restore(ledger)
         await self._publish(ledger.step)
         with _brisk_switches():
-            await self._train_all(inbox, ledger, thread)
-        if not self._saves_at(ledger.step):
+            saved = await self._train_all(inbox, ledger, thread)
+        if not self._saves_at(ledger.step) or _ended(ledger) != saved:
             await self._save(ledger, thread)
 
     def _check_folder(self) -> None:
@@ -208,19 +209,32 @@ class SinkTrainer:
             if getattr(self, name) is not None and self.checkpoints is None:
                 raise ValueError(f"{name}: expected with a folder for checkpoints, got none")
 
-    async def _train_all(
-        self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter
-    ) -> None:
-        ended = time.monotonic()
+    async def _train_all(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter) -> int:
+        """Train until the stream ends; returns how many trajectories had ended at the last checkpoint.
+
+        When a flush is due, senders wait for a checkpoint, also of what was dropped.
+        """
+        ended, saved = time.monotonic(), _ended(ledger)
+
+        def unsaved() -> bool:
+            return self.checkpoints is not None and _ended(ledger) != saved
+
         while ledger.step != self.max_steps:
             try:
-                batch = await inbox.receive()
+                batch = await receive_unless_flushed(inbox, unsaved)
             except anyio.EndOfStream:
                 break
+            if batch is None:
+                saved = _ended(ledger)
+                await self._save(ledger, thread)
+                continue
             step, waited_s = ledger.step + 1, time.monotonic() - ended
             await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.grace_s, step)
             ended = time.monotonic()
             del batch  # the next one may be long in coming
+            if self._saves_at(step):
+                saved = _ended(ledger)
+        return saved
 
     def _restore(self, ledger: Ledger) -> None:
         """Where the trainer goes on from a checkpoint, so does the ledger."""
@@ -274,6 +288,11 @@ class SinkTrainer:
                 await _in_thread(partial(remove_old_checkpoints, folder, path, self.keep_checkpoints), thread)
             current().metrics.total("timing_s/checkpoint", time.monotonic() - began)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
+
+
+def _ended(ledger: Ledger) -> int:
+    """Return how many trajectories have ended in this run."""
+    return sum(ledger.balance().ended.values())
 
 
 @contextmanager

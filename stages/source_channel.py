@@ -6,7 +6,7 @@ run that goes on from that checkpoint. Here is noted who keeps what; what comes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,8 @@ class SourceChannel:
         url: where to listen; see `serve`. Senders have to find it again: a port of your own, or `address`.
         address: a file in which it is noted where this run listens, for `shm://` has another place every time.
         senders: how many members send: the stream ends when so many, known by their names, said that they are done;
-            see `serve`. None for any number, with or without names: the stream does not end by itself.
+            see `serve`. None for any number, with or without names: the stream does not end by itself. When all that
+            are connected are done, what stages have gathered is flushed: trained, and saved in a checkpoint.
         absence_timeout_s: with `senders`, how long a member that is lost is awaited.
         on_absence: what follows then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
         max_senders: how many may be connected at a time.
@@ -86,7 +87,7 @@ class SourceChannel:
         Raises:
             MemberAbsent: a member was lost and did not come back.
         """
-        unsaved = _Unsaved(current().ledger)
+        unsaved, flush = _Unsaved(current().ledger), current().flush
         known = self.tokenizer is not None
         identity = await anyio.to_thread.run_sync(identity_of, self.tokenizer) if known else None
         async with AsyncExitStack() as stack:
@@ -108,6 +109,8 @@ class SourceChannel:
             )
             if self.senders is None:
                 inbox.keep_open()
+                unsaved.on_received = flush.withdraw
+                unsaved.on_gone = lambda: flush.request() if _all_done(inbox) and not unsaved.empty else None
             stack.enter_context(current().ledger.hearing_of_checkpoints(unsaved.saved))
             if self.address is not None:
                 await anyio.to_thread.run_sync(_note, Path(self.address), inbox.url)
@@ -124,6 +127,12 @@ class SourceChannel:
                     with anyio.move_on_after(LEAVING_S if unsaved.empty else 0, shield=True):
                         await inbox.deserted()
                     tasks.cancel_scope.cancel()
+
+
+def _all_done(inbox: RemoteReceiver[TrajectoryGroup]) -> bool:
+    """Whether no sender is connected but those that said that they are done, and all that came was received."""
+    now = inbox.statistics()
+    return not now.senders and now.sent == now.received
 
 
 async def _hear_again(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
@@ -143,6 +152,9 @@ class _Unsaved:
         self._kept: dict[Peer, dict[GroupId, int]] = {}
         """Repetitions of each group, as a bit mask, by who keeps them."""
         self._all_saved = anyio.Event()
+        self.on_received: Callable[[], None] = _nothing
+        self.on_gone: Callable[[], None] = _nothing
+        """Called when a sender is done or lost, and all that it sent was received and passed on."""
         self.ended = False
         """Whether the stream has ended: a record that is new belongs to the next run, and its sender keeps it."""
 
@@ -156,6 +168,7 @@ class _Unsaved:
         mask = mask_of(record.repetition_ids.tolist())
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
+        self.on_received()
         if self.ended:
             mask &= self._ledger.known(record.id)
         kept = self._kept.setdefault(peer, {})
@@ -188,9 +201,16 @@ class _Unsaved:
         """One that comes again offers again what it keeps; see `PeerListener`."""
         log.warning("sender_lost", reason=str(error))
         self._kept.pop(peer, None)
+        self.on_gone()
 
     def parted(self, peer: Peer) -> None:
         """One that said goodbye waits to hear what is saved; see `PeerListener`."""
+        del peer
+        self.on_gone()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _note(path: Path, url: str) -> None:
