@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["alone", "consists_of", "first_cause", "sole_cause"]
+__all__ = ["all_of", "alone", "consists_of", "first_cause", "sole_cause"]
 
 
 def sole_cause(error: BaseException) -> BaseException:
@@ -58,6 +58,11 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
+
+
+def all_of(error: BaseException, kind: type[BaseException]) -> bool:
+    """Return whether `error` is of one `kind`, or groups that hold nothing else."""
+    return all(isinstance(leaf, kind) for leaf in _leaves(error))
 
 
 def consists_of(error: BaseException, failure: BaseException | None) -> bool:

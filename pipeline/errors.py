@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import anyio
 
 from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch, TokenizersDiffer
@@ -34,6 +36,7 @@ __all__ = [
     "ProtocolMismatch",
     "RecordTooLarge",
     "RunInUse",
+    "RunStopped",
     "ServerFailed",
     "StageFailed",
     "StaleDescriptor",
@@ -155,6 +158,17 @@ class JournalInUse(PenstockError):
 
 class RunInUse(PenstockError):
     """Another process runs in the folder that is to keep a run."""
+
+
+class RunStopped(SystemExit):
+    """SIGTERM or SIGINT has stopped a run in good order; ends the script with exit code 143 or 130."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(128 + by)
+        self.by = by
+
+    def __str__(self) -> str:
+        return f"the run was stopped by {self.by.name}"
 
 
 class LedgerImbalance(PenstockError):

@@ -27,6 +27,8 @@ from .resumption import kept_in
 from .run import Run
 from .stage import Sink, Source, Stage
 from .statistics import PipelineStatistics, Report
+from .stop_message import stop_message
+from .stop_signals import STOP_TIMEOUT_S, StopRequest, say, stop_request
 from .telemetry import Metrics, get_logger
 
 __all__ = ["Flow", "Pipeline", "source"]
@@ -126,43 +128,60 @@ class Pipeline:
         return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), joints=())
 
     async def run(
-        self, *, folder: str | Path | None = None, ledger: Ledger | None = None, metrics: Metrics | None = None
+        self,
+        *,
+        folder: str | Path | None = None,
+        ledger: Ledger | None = None,
+        metrics: Metrics | None = None,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it has had enough.
 
         Whatever ends the run, cancellation too, `report` says afterwards what it came to.
+
+        SIGTERM and Ctrl-C stop it in good order: what the sink is in is finished, SinkTrainer writes a checkpoint, and
+        the script ends with exit code 143 or 130. A second signal ends the process at once. So it is where the run is
+        in the main thread of a script that does not handle the signal itself.
 
         Args:
             folder: keeps the run: its checkpoints, and its metrics in `metrics.jsonl`. Where it holds some of a run
                 before, that one is gone on with from its last checkpoint.
             ledger: the books to keep, a restored one to continue a run; new ones by default.
             metrics: where stages put their metrics; give one with sinks to see them.
+            stop_timeout_s: seconds that the process has from the first signal to its end, before it is ended as it is.
 
         Raises:
             InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
             RunInUse: another process runs in `folder`.
             StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
+            RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
+            ValueError: `stop_timeout_s` is not positive.
         """
         refuse_while_importing_main()
         self.check()
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is on")
         context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
-        self._running, self.report = True, None
-        try:
-            async with AsyncExitStack() as stack:
-                links: Sequence[Link] = self.links
-                if folder is not None:
-                    links = await enter_in_thread(stack, kept_in(Path(folder), links, context))
-                self.report = await self._run_once(Run(links, context), context.ledger)
-        finally:
-            self._running = False
+        with stop_request(stop_timeout_s) as stop:
+            self._running, self.report = True, None
+            try:
+                async with AsyncExitStack() as stack:
+                    links: Sequence[Link] = self.links
+                    if folder is not None:
+                        links = await enter_in_thread(stack, kept_in(Path(folder), links, context))
+                    self.report = await self._run_once(Run(links, context), context.ledger, stop)
+            finally:
+                self._running = False
+            if stop.by is not None:
+                say(stop_message(self.report, folder))
+                raise await stop.error()
         return self.report
 
-    async def _run_once(self, run: Run, ledger: Ledger) -> Report:
+    async def _run_once(self, run: Run, ledger: Ledger, stop: StopRequest) -> Report:
         self._run = run
+        stop.call(run.stop)
         started = time.monotonic()
         try:
             await run.run()
@@ -200,6 +219,7 @@ def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
         balance=ledger.balance(),
         in_flight=run.in_flight_at_end,
         statistics=run.statistics(),
+        checkpoint=ledger.checkpoint,
     )
-    log.info("run_ended", ended_by=report.ended_by, in_flight=report.in_flight, ended=report.balance.ended)
+    log.info("run_ended", ended_by=report.ended_by, in_flight=report.in_flight, ended=report.ended)
     return report

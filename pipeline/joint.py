@@ -16,12 +16,12 @@ import anyio.lowlevel
 
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup
 from .channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
-from .channels.ends import Closing
+from .channels.ends import Closing, Receiving
 from .ledger import Ledger
 from .repetitions import without
 from .statistics import JointStatistics
 
-__all__ = ["Joint", "Outbox", "Passage", "trajectories_of"]
+__all__ = ["Inbox", "Joint", "Outbox", "Passage", "trajectories_of"]
 
 T = TypeVar("T")
 
@@ -165,6 +165,54 @@ class Outbox(Closing, Generic[T]):
         """Whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
         taken = [end.statistics() for end in self._ends.open]
         return any(each.waiting_for for each in taken), self._ends.waited_s + sum(each.waited_s for each in taken)
+
+
+class Inbox(Receiving[T]):
+    """The receiving end that a sink is given, of which the run can end the stream; see `ReceiveChannel`."""
+
+    __slots__ = ("_end", "_ended", "_waiting")
+
+    def __init__(self, end: ReceiveChannel[T]) -> None:
+        self._end = end
+        self._ended = False
+        self._waiting: set[anyio.CancelScope] = set()
+
+    def __repr__(self) -> str:
+        return f"<Inbox of {self._end!r}>"
+
+    def end(self) -> None:
+        """End the stream here, whatever else was sent."""
+        self._ended = True
+        for scope in self._waiting:
+            scope.cancel()
+
+    async def receive(self) -> T:
+        """Return the next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        self._refuse_after_end()
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                return await self._end.receive()
+            finally:
+                self._waiting.discard(scope)
+        raise anyio.EndOfStream
+
+    def receive_nowait(self) -> T:
+        """Return the next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        self._refuse_after_end()
+        return self._end.receive_nowait()
+
+    def _refuse_after_end(self) -> None:
+        if self._ended:
+            raise anyio.EndOfStream
+
+    async def aclose(self) -> None:
+        """Close this end. Closing twice is fine."""
+        await self._end.aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """Return what this end holds and waits for."""
+        return self._end.statistics()
 
 
 class Joint:

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -106,6 +107,8 @@ class Ledger:
         self._on_end: Callable[[], None] | None = None
         self.step = 0
         """The last optimizer step that was committed, or that this process was told of."""
+        self.checkpoint = ""
+        """Path of the last checkpoint that was announced, where it was told."""
 
     def __repr__(self) -> str:
         balance = self.balance()
@@ -334,8 +337,9 @@ class Ledger:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def announce_checkpoint(self, committed: Mapping[GroupId, int]) -> None:
-        """A checkpoint is on the disk that holds `committed` as trained: whoever writes one says so."""
+    def announce_checkpoint(self, committed: Mapping[GroupId, int], path: str | Path = "") -> None:
+        """Note that a checkpoint is on the disk, at `path`, that holds `committed` as trained."""
+        self.checkpoint = str(path)
         for hear in self._hearers:
             hear(committed)
 

@@ -20,7 +20,7 @@ from .channels.channel import MEMORY_CAPACITY, SendChannel
 from .channels.memory import memory_channel
 from .context import Context, entered
 from .errors import PeerClosed, StageFailed
-from .joint import Joint, Outbox, Passage
+from .joint import Inbox, Joint, Outbox, Passage
 from .ledger import Ledger
 from .link import Link
 from .processes.placement import Here, Processes
@@ -125,6 +125,12 @@ class Run:
         self._open_error: Exception | None = None
         """What kept the run from opening its channels."""
         self._cancel: Callable[[], None] = _nothing
+        self._opening = anyio.CancelScope()
+        """Around the opening of the channels."""
+        self._stopped_by = ""
+        """What the run was told to stop by; empty where it was not."""
+        self._inbox: Inbox[Any] | None = None
+        """What the sink receives from."""
         self._ran_dry = False
         """Whether every stage returned by itself and nothing was left between them."""
         self.in_flight_at_end = 0
@@ -141,10 +147,13 @@ class Run:
         """
         async with AsyncExitStack() as channels:
             try:
-                await self._join(channels)
+                with self._opening:
+                    await self._join(channels)
             except Exception as error:
                 self._open_error = error
                 raise
+            if self._opening.cancel_called:
+                return
             channels.enter_context(self._context.ledger.hearing_of_ends(self._context.flush.look))
             channels.callback(self._conclude)  # while the channels are still open
             with alone():
@@ -154,6 +163,20 @@ class Run:
                         tasks.start_soon(self._attend, part, name=part.link.name)
         if self._failure is not None:
             raise self._failure
+
+    def stop(self, by: str) -> None:
+        """End the run in good order: the sink's stream ends, and every stage before it is cancelled.
+
+        Args:
+            by: what it is stopped by, for people.
+        """
+        self._stopped_by = by
+        if self._inbox is None:
+            self._opening.cancel()
+            return
+        self._inbox.end()
+        for part in self._parts[:-1]:
+            part.scope.cancel()
 
     async def _attend(self, part: _Part) -> None:
         """Run one stage, and end what its end brings with it."""
@@ -182,7 +205,7 @@ class Run:
         elif part.before is None:
             await part.link.stage.run(part.outbox)
         elif part.outbox is None:
-            await part.link.stage.run(part.before.inbox)
+            await part.link.stage.run(self._inbox)
         else:
             await part.link.stage.run(part.before.inbox, part.outbox)
 
@@ -191,6 +214,9 @@ class Run:
             return
         part.state = "failed"
         cause = sole_cause(error)
+        if self._stopped_by and part is not self._parts[-1]:
+            log.warning("stage_failed_while_stopping", stage=part.link.name, error=_line(cause))
+            return
         failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{part.link.name} raised {_line(cause)}")
         if failure is not cause:
             failure.__cause__ = cause
@@ -231,6 +257,8 @@ class Run:
             before.after = after.before = joint
             before.outbox = joint.outbox
             self._joints.append(joint)
+        if self._outbox is None:
+            self._inbox = Inbox(self._joints[-1].inbox)
         if self._outbox is not None:
             last = self._parts[-1]
             passage = Passage(self._admits_to(last), leaves=self._context.ledger)
@@ -274,6 +302,8 @@ class Run:
             return str(self._failure).partition("\n")[0]
         if self._open_error is not None:
             return f"opening failed: {_line(self._open_error)}".partition("\n")[0]
+        if self._stopped_by:
+            return f"stopped by {self._stopped_by}"
         if self._ran_dry:
             return "end of stream"
         returned = [part.link.name for part in self._parts if part.state == "returned"]

@@ -84,12 +84,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to."""
 
     ended_by: str
-    """`end of stream`, `SinkTrainer returned`, `cancelled`, or the failure in a line: `opening failed: …` where no
-    stage had begun."""
+    """`end of stream`, `SinkTrainer returned`, `stopped by SIGTERM`, `cancelled`, or the failure in a line:
+    `opening failed: …` where no stage had begun."""
     seconds: float
     balance: Balance
     """The books at the end: nothing is in flight any more; what was, is lost with its reason."""
     in_flight: int
     """Trajectories that were in flight when the run ended, and were counted as lost then."""
+    checkpoint: str = ""
+    """Path of the last checkpoint that this run wrote; "" where it wrote none."""
     statistics: PipelineStatistics
     """As the stages left it."""
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """Trajectories that ended during the run, by state: in the balance, those in flight at its end are lost too."""
+        return self.balance.ended | {"lost": self.balance.ended["lost"] - self.in_flight}

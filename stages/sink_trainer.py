@@ -198,10 +198,12 @@ class SinkTrainer:
         thread = anyio.CapacityLimiter(1)
         ledger = current().ledger
         self._restore(ledger)
+        resumed_at = ledger.step
         await self._publish(ledger.step)
         with _brisk_switches():
             saved = await self._train_all(inbox, ledger, thread)
-        if not self._saves_at(ledger.step) or _ended(ledger) != saved:
+        is_saved = self._saves_at(ledger.step) or ledger.step == resumed_at > 0
+        if not is_saved or _ended(ledger) != saved:
             await self._save(ledger, thread)
 
     def _check_folder(self) -> None:
@@ -283,7 +285,7 @@ class SinkTrainer:
                 each.take()  # as of the same moment
             folder = Path(self.checkpoints)
             path = await _in_thread(partial(self.trainer.save, folder, committed), thread)
-            ledger.announce_checkpoint(committed)
+            ledger.announce_checkpoint(committed, path)
             if self.keep_checkpoints is not None:
                 await _in_thread(partial(remove_old_checkpoints, folder, path, self.keep_checkpoints), thread)
             current().metrics.total("timing_s/checkpoint", time.monotonic() - began)

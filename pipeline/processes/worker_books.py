@@ -263,4 +263,5 @@ def _read(peer: Peer, payload: bytes) -> News:
 
 def _warn(worker: str, lost: int, reason: str) -> None:
     if lost:
-        log.warning("trajectories_lost", worker=worker, count=lost, reason=reason)
+        tell = log.info if reason == RUN_ENDED else log.warning  # what was in flight at the end is no cause for concern
+        tell("trajectories_lost", worker=worker, count=lost, reason=reason)

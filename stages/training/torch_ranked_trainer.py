@@ -9,8 +9,8 @@ one that a single process makes, but for rounding.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -126,18 +126,15 @@ class RankedTrainer:
     # -- as another ----------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do what the leader says until it ends. Ctrl-C is left to it. Blocks.
+        """Do what the leader says until it ends. Ctrl-C and SIGTERM are left to it. Blocks.
 
         Raises:
             PeerLost: the leader died, or ended by an error; or another rank died.
         """
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with _ignored(signal.SIGINT, signal.SIGTERM):
             while (order := self._ranks.ordered())[0] != END:
                 with self._ranks.connected():
                     self._obey(*order)
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _obey(self, order: int, told: bytes) -> None:
         if order == STEP:
@@ -150,3 +147,14 @@ class RankedTrainer:
             self._trainer.resume(told.decode())
         else:
             raise PeerLost(f"rank 0 of {self._ranks.count} ended by an error, which it tells itself")
+
+
+@contextmanager
+def _ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """Within the body these signals change nothing."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,189 @@
+"""Where handlers are installed, and what a stop does to a run; real signals are in tests/processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from structlog.testing import capture_logs
+from tests.pipeline.flow_stages import Collect, Count, Forever
+
+from penstock import ReceiveChannel, SendChannel, source
+from penstock.errors import RunStopped, StageFailed
+from penstock.pipeline.causes import all_of
+from penstock.pipeline.context import Context
+from penstock.pipeline.run import Run
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """Notes the signal handlers of the process while it runs."""
+
+    seen: list[Any]
+
+    async def run(self, outbox: SendChannel[int]) -> None:
+        self.seen.extend(signal.getsignal(number) for number in SIGNALS)
+        await outbox.send(1)
+
+
+@pytest.fixture
+def _handlers_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+async def test_signals_are_handled_while_a_run_is_on_and_as_before_when_it_is_over() -> None:
+    before, seen = [signal.getsignal(number) for number in SIGNALS], list[Any]()
+
+    await source(Handlers(seen)).sink(Collect()).run()
+
+    assert not set(seen) & set(before)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.usefixtures("_handlers_as_they_were")
+async def test_a_signal_that_the_script_handles_itself_is_left_to_it() -> None:
+    def own(*_: object) -> None:
+        raise NotImplementedError
+
+    signal.signal(signal.SIGTERM, own)
+    seen: list[Any] = []
+
+    await source(Handlers(seen)).sink(Collect()).run()
+
+    assert seen[0] is not signal.default_int_handler
+    assert seen[1] is own
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+async def test_a_run_in_another_thread_handles_no_signals() -> None:
+    seen: list[Any] = []
+    pipeline = source(Handlers(seen)).sink(Collect())
+
+    await anyio.to_thread.run_sync(lambda: anyio.run(pipeline.run))
+
+    assert seen == [signal.getsignal(number) for number in SIGNALS]
+
+
+async def test_handlers_stay_until_the_last_of_several_runs_is_over() -> None:
+    before, seen, ended = signal.getsignal(signal.SIGTERM), list[Any](), anyio.Event()
+
+    @dataclass(frozen=True)
+    class Late(Handlers):
+        async def run(self, outbox: SendChannel[int]) -> None:
+            await ended.wait()
+            await super().run(outbox)
+
+    async def first() -> None:
+        await source(Count(1)).sink(Collect()).run()
+        ended.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(source(Late(seen)).sink(Collect()).run)
+        tasks.start_soon(first)
+
+    assert seen[1] is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_process_needs_time_to_stop() -> None:
+    with pytest.raises(ValueError, match="stop_timeout_s: expected a positive number of seconds, got 0"):
+        await source(Count(1)).sink(Collect()).run(stop_timeout_s=0)
+
+
+# -- what a stop does --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stops the run at its third record, and takes what else comes."""
+
+    runs: list[Run]
+    received: list[int]
+
+    async def run(self, inbox: ReceiveChannel[int]) -> None:
+        async for number in inbox:
+            self.received.append(number)
+            if len(self.received) == 3:
+                self.runs[0].stop("SIGTERM")
+
+
+async def test_a_stop_ends_the_sink_s_stream_whatever_waits_there() -> None:
+    sink = Stop([], [])
+    run = Run(source(Forever()).sink(sink).links, Context())
+    sink.runs.append(run)
+
+    await run.run()
+
+    assert len(sink.received) == 3
+    assert run.ended_by == "stopped by SIGTERM"
+    assert [stage.state for stage in run.statistics().stages] == ["cancelled", "returned"]
+
+
+@dataclass(frozen=True)
+class FailWhenCancelled:
+    async def run(self, outbox: SendChannel[int]) -> None:
+        try:
+            await Forever().run(outbox)
+        finally:
+            raise OSError("cannot clean up")
+
+
+async def test_a_stage_before_the_sink_that_fails_of_a_stop_is_a_warning() -> None:
+    sink = Stop([], [])
+    run = Run(source(FailWhenCancelled()).sink(sink).links, Context())
+    sink.runs.append(run)
+
+    with capture_logs() as logs:
+        await run.run()
+
+    assert run.ended_by == "stopped by SIGTERM"
+    assert [(each["event"], each["log_level"]) for each in logs] == [("stage_failed_while_stopping", "warning")]
+
+
+@dataclass(frozen=True)
+class FailAtTheEnd(Stop):
+    async def run(self, inbox: ReceiveChannel[int]) -> None:
+        await super().run(inbox)
+        raise OSError("the disk is full")
+
+
+async def test_a_sink_that_cannot_write_its_checkpoint_fails_the_run() -> None:
+    sink = FailAtTheEnd([], [])
+    run = Run(source(Forever()).sink(sink).links, Context())
+    sink.runs.append(run)
+
+    with pytest.raises(StageFailed, match="FailAtTheEnd raised OSError: the disk is full"):
+        await run.run()
+
+
+async def test_a_run_that_is_stopped_before_it_began_opens_nothing() -> None:
+    collect = Collect()
+    run = Run(source(Count(3)).sink(collect).links, Context())
+
+    run.stop("SIGINT")
+    await run.run()
+
+    assert run.ended_by == "stopped by SIGINT"
+    assert collect.received == []
+
+
+def test_the_exit_code_says_which_signal_it_was() -> None:
+    assert [RunStopped(number).code for number in SIGNALS] == [130, 143]
+    assert str(RunStopped(signal.SIGTERM)) == "the run was stopped by SIGTERM"
+
+
+def test_groups_of_stopped_runs_alone_are_told_from_others() -> None:
+    stopped = BaseExceptionGroup("tasks", [BaseExceptionGroup("more tasks", [RunStopped(signal.SIGINT)])])
+
+    assert all_of(stopped, RunStopped)
+    assert not all_of(BaseExceptionGroup("tasks", [stopped, ValueError("broken")]), RunStopped)

@@ -1,0 +1,234 @@
+"""SIGTERM and Ctrl-C stop the run of any script in good order; a second one, or the deadline, ends the process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+from tests.processes.script_of_a_stopped_run import GROUPS
+
+SCRIPT = "tests.processes.script_of_a_stopped_run"
+ROOT = Path(__file__).parent.parent.parent
+STOPPING = "the run is stopping"
+
+
+@contextmanager
+def script(how: str, moment: str, folder: Path | None) -> Iterator[subprocess.Popen[str]]:
+    """The script runs in a process group of its own, as it would under a terminal."""
+    command = [sys.executable, "-m", SCRIPT, how, moment, str(folder or "-")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, cwd=ROOT
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def read_until(stream: IO[str] | None, text: str) -> str:
+    """What `stream` says up to the line that holds `text`."""
+    assert stream is not None
+    said = ""
+    for line in stream:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"expected {text!r}, got {said}")
+
+
+def go_on(running: subprocess.Popen[str], lines: int = 1) -> None:
+    assert running.stdin is not None
+    running.stdin.write("\n" * lines)
+    running.stdin.flush()
+
+
+def stopped_in_step_3(how: str, number: signal.Signals, folder: Path | None) -> tuple[subprocess.Popen[str], str, str]:
+    """A script that got the signal while its third step ran, with what it printed."""
+    with script(how, "in step 3", folder) as running:
+        read_until(running.stdout, "in step 3")
+        running.send_signal(number)
+        errors = read_until(running.stderr, STOPPING)
+        go_on(running)
+        out, rest = running.communicate()
+    return running, out, errors + rest
+
+
+def checkpoints_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def trained_in(folder: Path) -> Counter[str]:
+    return Counter((folder / "trained").read_text().splitlines())
+
+
+WAYS = [
+    "run",
+    "anyio.run",
+    "run_until_complete",
+    "in_task_group",
+    "in_body_of_task_group",
+    "in_asyncio_group",
+    "gathered",
+]
+"""How a script may await the run."""
+
+
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [*((how, signal.SIGTERM) for how in WAYS), *((how, signal.SIGINT) for how in ("run", "run_until_complete"))],
+)
+def test_a_signal_finishes_the_step_writes_a_checkpoint_and_ends_the_script_without_a_traceback(
+    how: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    running, out, errors = stopped_in_step_3(how, number, tmp_path)
+
+    assert running.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    assert "Error" not in errors
+    assert f"ended by: stopped by {number.name}, balanced: True" in out
+    assert checkpoints_in(tmp_path) == ["step-00000003"]
+
+
+def test_a_run_that_was_stopped_goes_on_in_its_folder_and_trains_everything_exactly_once(tmp_path: Path) -> None:
+    stopped_in_step_3("run", signal.SIGTERM, tmp_path)
+    with script("run", "", tmp_path) as running:
+        _, errors = running.communicate()
+
+    assert running.returncode == 0, errors
+    trained = trained_in(tmp_path)
+    assert len(trained) == 2 * GROUPS
+    assert set(trained.values()) == {1}
+
+
+def test_a_stopped_run_says_what_it_came_to_and_how_to_resume(tmp_path: Path) -> None:
+    _, _, errors = stopped_in_step_3("run", signal.SIGTERM, tmp_path)
+
+    assert "penstock: the run was stopped by SIGTERM" in errors
+    counted = re.search(r"(\d+) trajectories = 12 trained \+ (\d+) in flight, not trained", errors)
+    assert counted is not None
+    assert int(counted[1]) == 12 + int(counted[2])
+    assert f"checkpoint: {tmp_path}/checkpoints/step-00000003" in errors
+    assert f"to resume: start the script again: it continues from the newest checkpoint in {tmp_path}" in errors
+    assert "lost" not in errors
+
+
+def test_a_run_without_a_folder_says_that_there_is_no_checkpoint() -> None:
+    running, _, errors = stopped_in_step_3("run", signal.SIGINT, None)
+
+    assert running.returncode == 130
+    assert "checkpoint: none, for there is no folder for one: give Pipeline.run(folder=...)" in errors
+    assert "to resume: not possible" in errors
+
+
+def test_ctrl_c_in_a_terminal_reaches_no_worker_and_stops_the_run(tmp_path: Path) -> None:
+    terminal, line = pty.openpty()
+    command = [sys.executable, "-m", SCRIPT, "run", "waiting", str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdin=line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (a terminal of its own)
+    ) as running:
+        os.close(line)
+        read_until(running.stdout, "waiting")
+        os.write(terminal, b"\x03")
+        out, errors = running.communicate()
+    os.close(terminal)
+
+    assert running.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "ended by: stopped by SIGINT, balanced: True" in out
+    assert checkpoints_in(tmp_path) == ["step-00000020"]
+    assert len(trained_in(tmp_path)) == 2 * GROUPS
+
+
+def test_a_signal_while_the_run_opens_stops_it_before_it_begins(tmp_path: Path) -> None:
+    with script("run", "opening", tmp_path) as running:
+        read_until(running.stdout, "opening")
+        running.send_signal(signal.SIGTERM)
+        go_on(running)
+        out, errors = running.communicate()
+
+    assert running.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert "ended by: stopped by SIGTERM, balanced: True" in out
+    assert "0 trajectories" in errors
+
+
+def test_a_run_that_goes_on_and_is_stopped_at_once_keeps_its_checkpoint(tmp_path: Path) -> None:
+    stopped_in_step_3("run", signal.SIGTERM, tmp_path)
+    kept = (tmp_path / "checkpoints" / "step-00000003").stat().st_ino
+    with script("run", "opening", tmp_path) as running:
+        read_until(running.stdout, "opening")
+        running.send_signal(signal.SIGTERM)
+        go_on(running)
+        running.communicate()
+
+    assert running.returncode == 143
+    assert (tmp_path / "checkpoints" / "step-00000003").stat().st_ino == kept
+    steps, _ = json.loads((tmp_path / "checkpoints" / "step-00000003" / "state").read_text())
+    assert steps == 3
+
+
+def test_all_runs_of_a_process_are_stopped_and_each_writes_its_checkpoint(tmp_path: Path) -> None:
+    with script("twice", "in step 3", tmp_path) as running:
+        read_until(running.stdout, "in step 3")
+        read_until(running.stdout, "in step 3")
+        running.send_signal(signal.SIGTERM)
+        read_until(running.stderr, STOPPING)
+        go_on(running, lines=2)
+        _, errors = running.communicate()
+
+    assert running.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert [checkpoints_in(tmp_path / name) for name in ("one", "two")] == [["step-00000003"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+)
+def test_a_second_signal_ends_the_process_at_once(
+    first: signal.Signals, second: signal.Signals, tmp_path: Path
+) -> None:
+    with script("run", "in step 3", tmp_path) as running:
+        read_until(running.stdout, "in step 3")
+        running.send_signal(first)
+        read_until(running.stderr, STOPPING)
+        running.send_signal(second)
+        _, errors = running.communicate()
+
+    assert running.returncode == 128 + second
+    assert f"penstock: {second.name}: ended at once" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("moment", ["hanging step", "blocked stage"])
+def test_what_does_not_return_is_left_at_the_deadline(moment: str, tmp_path: Path) -> None:
+    with script("run", moment, tmp_path) as running:
+        read_until(running.stdout, moment)
+        running.send_signal(signal.SIGTERM)
+        _, errors = running.communicate()
+
+    assert running.returncode == 143, errors
+    assert "SIGTERM: the run has not stopped within stop_timeout_s=1" in errors
+    assert "Traceback" not in errors
