@@ -30,6 +30,7 @@ from anyio.lowlevel import checkpoint
 from tests.faults.cells import Cell
 
 from penstock import Ledger, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
+from penstock.errors import RunStopped
 from penstock.pipeline.channels.door import Door
 from penstock.pipeline.channels.remote_sender import SenderLine
 from penstock.pipeline.channels.segment import SegmentWriter
@@ -130,7 +131,7 @@ class Striker:
     async def strike_here(self) -> None:
         """Now, in a stage: one that was told to stop does nothing more by itself."""
         self.strike()
-        if self.cell.fault == "SIGTERM":
+        if self.cell.fault == "SIGTERM" and self.cell.role != "supervisor":
             await anyio.sleep_forever()
 
     async def send(self, outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -> None:
@@ -274,6 +275,8 @@ def perform(play: Play, act: Callable[[Play], Awaitable[None]]) -> int:
     before, status = _descriptors(), 0
     try:
         anyio.run(act, play)
+    except RunStopped as stopped:
+        status = 128 + stopped.by
     except Exception as error:  # noqa: BLE001 (it ends here)
         traceback.print_exc()
         _forget(error)

@@ -81,7 +81,7 @@ class Cell(msgspec.Struct, frozen=True):
     @property
     def dies(self) -> bool:
         """Whether the process is gone at once, without a chance to clean up."""
-        plain = self.role != "middle"  # a worker ends in an orderly way when it is told to
+        plain = self.role not in {"middle", "supervisor"}  # a worker and a run end in good order when they are told to
         return self.fault in {"SIGKILL", "_exit"} or (self.fault == "SIGTERM" and plain)
 
 

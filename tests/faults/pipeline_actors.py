@@ -140,7 +140,8 @@ async def run_pipeline(play: Play) -> None:
         await pipeline.run()
     except StageFailed as error:
         play.log.told(str(error).partition("\n")[0])
-    report = pipeline.report
-    assert report is not None
-    restarts = report.statistics.stages[1].workers[0].restarts
-    play.log("report", report.balance, report.ended_by, restarts)
+    finally:
+        report = pipeline.report
+        assert report is not None
+        restarts = report.statistics.stages[1].workers[0].restarts
+        play.log("report", report.balance, report.ended_by, restarts)

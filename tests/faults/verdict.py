@@ -7,6 +7,7 @@ whoever ended by himself left nothing open; the books balance; the survivors kne
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,8 @@ def _judge_leftovers(cell: Cell, story: Story) -> None:
     if cell.role == "middle":
         assert story.statuses == {victim: 0}  # the run reaped its workers, and said how it ended
     elif cell.role != "supervisor" or cell.fault != "exception":  # who runs a pipeline is told, and lives
-        assert _ending(story.statuses[victim]) == VICTIMS_END[cell.fault]
+        stopped = (cell.role, cell.fault) == ("supervisor", "SIGTERM")  # a run that is told to stop says so
+        assert _ending(story.statuses[victim]) == (128 + signal.SIGTERM if stopped else VICTIMS_END[cell.fault])
     by_themselves = len(story.pids) - (cell.dies and cell.role != "middle")
     assert len(story.all("left")) == by_themselves
 
@@ -224,7 +226,9 @@ def _judge_middle(cell: Cell, story: Story) -> None:
 def _judge_supervisor(cell: Cell, story: Story) -> None:
     assert story.committed == list(range(len(story.committed)))
     committed = {"idle": AT, "reading": AT, "committing": AT, "shutdown": AT + 1}.get(cell.moment)
-    if committed is not None and (cell.fault != "stall" or cell.moment == "shutdown"):
+    if committed is not None and cell.fault == "SIGTERM":
+        assert committed <= len(story.committed) < COUNT  # what the sink is in, it finishes
+    elif committed is not None and (cell.fault != "stall" or cell.moment == "shutdown"):
         assert len(story.committed) == committed
     if cell.dies:
         story.expect_soon(story.gone_at)
@@ -233,7 +237,9 @@ def _judge_supervisor(cell: Cell, story: Story) -> None:
     in_the_act = (cell.fault, cell.moment) == ("exception", "committing")  # committed, and not in the log
     assert report["ended"]["trained"] == TRAJECTORIES * (len(story.committed) + in_the_act)
     assert report["restarts"] == 0
-    if cell.fault == "exception":
+    if cell.fault == "SIGTERM":
+        assert report["ended_by"] == "stopped by SIGTERM"
+    elif cell.fault == "exception":
         assert "raised tests.faults.actors.Doomed: struck" in story.told
     elif cell.moment != "shutdown":
         assert len(story.committed) == COUNT
