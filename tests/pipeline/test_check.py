@@ -194,9 +194,20 @@ def test_work_that_the_workers_cannot_share_is_found_before_any_of_them_starts()
     assert "Shared.prompts: expected a multiple of the 4 workers, got 6" in within
 
 
+class Questions:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": "1 + 1", "answer": "2"}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return float(answer == entry["answer"])
+
+
 def test_groups_of_a_step_that_the_workers_do_not_divide_are_found() -> None:
     def pipeline(step_groups: int) -> Pipeline:
-        sampling = SourceEnv(SimpleNamespace, NoOpPolicy(), group_size=4, max_lag=1, step_groups=step_groups)
+        sampling = SourceEnv(Questions, NoOpPolicy(), group_size=4, max_lag=1, step_groups=step_groups)
         return source(sampling, on=processes(2)).sink(Collect())
 
     told = complaint(pipeline(3))

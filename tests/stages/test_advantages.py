@@ -227,7 +227,13 @@ def test_noise_is_a_share_of_what_was_added_up() -> None:
 
 
 def atropos(rewards: Sequence[float], least: float = 1e-8) -> NDArray[np.float64]:
-    """What its trainer does with the rewards of a group; of a group of one it takes the reward itself."""
+    """What its trainer does with the rewards of a group; of a group of one it takes the reward itself.
+
+    NousResearch/atropos at c20c852, example_trainer/data.py:80-82:
+        if len(scores) > 1:
+            scores = scores - scores.mean()
+            scores = scores / max(scores.std(), 1e-8)
+    """
     values = np.array(rewards, np.float32).astype(np.float64)
     return (values - values.mean()) / max(values.std(), least) if len(values) > 1 else values
 
