@@ -108,14 +108,21 @@ class SendChannel(Protocol[T_contra]):
 
 
 class ReceiveChannel(Protocol[T_co]):
-    """The end that a stage reads from. Iterating it ends when every sender has closed."""
+    """The end that a stage reads from. Iterating it ends when every sender has closed.
+
+    A sender that is lost is awaited where senders are counted by name (`serve(senders=n)`): nothing is raised until its
+    time is over. Where they are not, nobody awaits it, and `receive` raises, and so does iterating; to go on with the
+    other senders, receive or iterate again. It is the same over shm and tcp (docs/decisions/0012).
+    """
 
     async def receive(self) -> T_co:
         """The next record, waiting for one if need be. Cancelled, it has taken nothing.
 
         Raises:
             anyio.EndOfStream: every sender closed and everything was received.
-            PeerLost: a sending process died; raised once for each, after all it had published. Receiving may go on.
+            PeerLost: a sending process died that is not awaited; raised once for each, after all it had published.
+                Receiving may go on.
+            MemberAbsent: one that was awaited did not come back in time; raised from then on.
             anyio.ClosedResourceError: this end is closed.
         """
         ...

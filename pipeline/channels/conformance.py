@@ -16,7 +16,7 @@ import anyio.lowlevel
 import numpy as np
 
 from ...schemas import GroupId, StopReason, TrajectoryGroup
-from ..errors import ChannelFull, PeerClosed, RecordTooLarge
+from ..errors import ChannelFull, PeerClosed, PeerLost, RecordTooLarge
 from ..testing import group
 from .channel import ReceiveChannel, SendChannel
 
@@ -40,12 +40,20 @@ class Ends(Protocol):
         """The next of the promised senders."""
         ...
 
+    async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
+        """End a sender as the death of its process would; the next that joins is the same one, restarted.
+
+        Returns:
+            Whether that can happen here: not where both ends live in one process.
+        """
+        ...
+
 
 class MakeChannel(Protocol):
-    """Opens a channel for `senders` senders, with these bounds for each of them."""
+    """Opens a channel for `senders` senders, counted by name unless None, with these bounds for each of them."""
 
     def __call__(
-        self, *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int = 1
+        self, *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int | None = 1
     ) -> AbstractAsyncContextManager[Ends]:
         """The channel, open within the `async with`."""
         ...
@@ -182,6 +190,50 @@ async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
     assert got == [str(n) for n in range(9)]
 
 
+async def a_lost_sender_that_is_counted_is_awaited(make: MakeChannel) -> None:
+    """Losing it neither raises nor ends the stream: it is restarted, and says that it is done."""
+    async with make(senders=1) as ends:
+        async with ends.join() as outbox:
+            await outbox.send(group(instance_id="0"))
+            assert (await ends.inbox.receive()).instance_id == "0"
+            if not await ends.lose(outbox):
+                return
+        got = list[str]()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, ends, _records(3)[1:])
+            got = [record.instance_id async for record in ends.inbox]
+        assert got == ["1", "2"]
+
+
+async def a_lost_sender_that_is_not_counted_is_told_once_by_receive(make: MakeChannel) -> None:
+    """After all that it had sent; the others are received as if nothing had been."""
+    async with make(senders=None) as ends, ends.join() as other:
+        async with ends.join() as outbox:
+            await outbox.send(group(instance_id="0"))
+            await ends.inbox.receive()
+            if not await ends.lose(outbox):
+                return
+        await _raises(PeerLost, ends.inbox.receive())
+        await other.send(group(instance_id="1"))
+        assert (await ends.inbox.receive()).instance_id == "1"
+        await other.aclose()
+        await _expect_end(ends.inbox)
+
+
+async def a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_again(make: MakeChannel) -> None:
+    """`async for` raises what `receive` raises."""
+    async with make(senders=None) as ends, ends.join() as other:
+        async with ends.join() as outbox:
+            await outbox.send(group(instance_id="0"))
+            await ends.inbox.receive()
+            if not await ends.lose(outbox):
+                return
+        await _raises(PeerLost, _received_all(ends.inbox))
+        await other.send(group(instance_id="1"))
+        await other.aclose()
+        assert await _received_all(ends.inbox) == ["1"]
+
+
 async def closing_the_receiver_tells_the_senders(make: MakeChannel) -> None:
     """A sender that waits is woken, one that comes later is refused."""
     async with make(capacity=1) as ends, ends.join() as outbox, anyio.create_task_group() as tasks:
@@ -286,6 +338,9 @@ CHANNEL_RULES: tuple[Callable[[MakeChannel], Awaitable[None]], ...] = (
     clones_share_a_channel_that_ends_with_the_last,
     a_late_joiner_is_heard,
     what_was_sent_before_closing_arrives,
+    a_lost_sender_that_is_counted_is_awaited,
+    a_lost_sender_that_is_not_counted_is_told_once_by_receive,
+    a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_again,
     closing_the_receiver_tells_the_senders,
     a_cancelled_send_or_receive_moves_nothing,
     every_column_and_dtype_comes_out_as_it_went_in,
@@ -308,6 +363,10 @@ async def _send_all(ends: Ends, records: list[TrajectoryGroup]) -> None:
     async with ends.join() as outbox:
         for record in records:
             await outbox.send(record)
+
+
+async def _received_all(inbox: ReceiveChannel[TrajectoryGroup]) -> list[str]:
+    return [record.instance_id async for record in inbox]
 
 
 async def _sent(outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -> bool:

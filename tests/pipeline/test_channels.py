@@ -31,6 +31,10 @@ class MemoryEnds:
         async with self.waiting.pop(0) as outbox:
             yield outbox
 
+    async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
+        del outbox
+        return False
+
 
 @dataclass
 class RemoteEnds:
@@ -43,19 +47,31 @@ class RemoteEnds:
         self.joined += 1
         return connect(self.url, TrajectoryGroup, name=f"member {self.joined}", key=self.key)
 
+    async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
+        """Let go of all that it holds, as the kernel does of a process that is killed, without a goodbye."""
+        assert isinstance(outbox, RemoteSender)
+        self.joined -= 1
+        outbox._closed = True
+        await outbox._line._let_go()
+        return True
+
 
 @asynccontextmanager
-async def memory(*, capacity: int = 8, capacity_bytes: int = 2**20, senders: int = 1) -> AsyncIterator[MemoryEnds]:
+async def memory(
+    *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int | None = 1
+) -> AsyncIterator[MemoryEnds]:
     outbox, inbox = memory_channel[TrajectoryGroup](capacity, capacity_bytes)
     async with outbox, inbox:
-        ends = MemoryEnds(inbox, [outbox.clone() for _ in range(senders)])
+        ends = MemoryEnds(inbox, [outbox.clone() for _ in range(senders or 2)])
         await outbox.aclose()
         yield ends
 
 
 def remote(url: str, key: Key | None = None) -> MakeChannel:
     @asynccontextmanager
-    async def make(*, capacity: int = 8, capacity_bytes: int = 2**20, senders: int = 1) -> AsyncIterator[RemoteEnds]:
+    async def make(
+        *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int | None = 1
+    ) -> AsyncIterator[RemoteEnds]:
         async with serve(
             url, TrajectoryGroup, capacity=capacity, capacity_bytes=capacity_bytes, senders=senders, key=key
         ) as inbox:
