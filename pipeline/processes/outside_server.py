@@ -28,6 +28,7 @@ from ..context import current
 from ..errors import ServerFailed
 from ..telemetry import get_logger
 from . import keeper
+from .log_errors import first_error
 
 __all__ = ["OutsideServer", "Probe", "RunningServer", "listens", "responds"]
 
@@ -43,7 +44,11 @@ KEEPER_S = 5.0
 """How much longer than the server its keeper may take to end."""
 
 TAIL_BYTES = 4096
-"""What an error shows of the server's log."""
+"""What an error shows of the end of the server's log."""
+
+SEARCHED_BYTES = 2**18
+"""Of the end of the log, in which the first error is looked for: all that a server prints while it starts. When it ends
+later, errors that it survived lie mostly before."""
 
 Probe: TypeAlias = Callable[[], Awaitable[object]]
 """Raises until the server is ready; what it raises last is told where that is never."""
@@ -86,11 +91,21 @@ class RunningServer:
     """A server that was started here, until all of it has ended."""
 
     def __init__(
-        self, name: str, log_path: Path, popen: subprocess.Popen[bytes], *, pidfd: int, orders: int, words: int
+        self,
+        name: str,
+        log_path: Path,
+        popen: subprocess.Popen[bytes],
+        *,
+        log_start: int,
+        pidfd: int,
+        orders: int,
+        words: int,
     ) -> None:
         self.name = name
         self.log = log_path
         """What it prints, to either stream, is appended there."""
+        self._log_start = log_start
+        """Bytes that were in the log before: of servers that ran earlier."""
         self.pid = 0
         """Of the process that runs the command; 0 before it does."""
         self.ended = anyio.Event()
@@ -157,14 +172,17 @@ class RunningServer:
                 os.close(descriptor)
             log.info("server_stopped", server=self.name, pid=self.pid)
 
-    def tail(self) -> str:
-        """The last that it printed. Blocks."""
+    def excerpt(self) -> str:
+        """Return the last that it printed, and the first error in what it printed. Blocks."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-                return file.read().decode(errors="replace").strip()
+                file.seek(max(self._log_start, self.log.stat().st_size - SEARCHED_BYTES))
+                printed = file.read()
         except OSError as error:
-            return f"(unreadable: {error.strerror})"
+            return f"{self.log} cannot be read: {error.strerror}"
+        tail = f"The end of {self.log}:\n\n{printed[-TAIL_BYTES:].decode(errors='replace').strip()}"
+        error = first_error(printed.decode(errors="replace").splitlines())
+        return f"{tail}\n\nThe first error in it:\n\n{error}" if error else tail
 
 
 def _how(status: int) -> str:
@@ -203,7 +221,7 @@ class OutsideServer:
 
         Raises:
             ServerFailed: somebody answers already; or it could not be started, was not ready in time, or ended before
-                the body did, with the last that it printed.
+                the body did, with the last that it printed, and the first error in that.
         """
         await self._until_nobody_answers()
         stack = AsyncExitStack()
@@ -232,6 +250,7 @@ class OutsideServer:
         options = [str(os.getpid()), str(self.stop_within_s), str(hears_orders), str(says_words)]
         try:
             with path.open("ab") as printed:
+                log_start = printed.tell()
                 popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
                     [sys.executable, "-I", "-S", keeper.__file__, *options, *self.command],
                     stdin=subprocess.DEVNULL,
@@ -254,7 +273,7 @@ class OutsideServer:
         finally:
             os.close(hears_orders)
             os.close(says_words)
-        return RunningServer(label, path, popen, pidfd=pidfd, orders=orders, words=words)
+        return RunningServer(label, path, popen, log_start=log_start, pidfd=pidfd, orders=orders, words=words)
 
     async def _until_nobody_answers(self) -> None:
         """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""
@@ -319,7 +338,7 @@ async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenera
 
 
 async def _failed(server: RunningServer, how: str) -> ServerFailed:
-    tail = ""
+    excerpt = ""
     with anyio.CancelScope(shield=True):
-        tail = await anyio.to_thread.run_sync(server.tail)
-    return ServerFailed(f"{server.name} (pid {server.pid}) {how}\n\nThe end of {server.log}:\n\n{tail}")
+        excerpt = await anyio.to_thread.run_sync(server.excerpt)
+    return ServerFailed(f"{server.name} (pid {server.pid}) {how}\n\n{excerpt}")

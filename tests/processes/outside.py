@@ -2,7 +2,8 @@
 
 late: with 503 for the first two times. stubborn: SIGTERM does nothing. family: has a child, a grandchild in a session
 of its own, and an orphan in another; it listens when all have printed their pids. deaf: never listens. doomed: exits
-with status 3 instead of listening. A request for /die makes it exit with status 4.
+with status 3 instead of listening. broken: prints the traceback of a process that it started, and then its own, and
+exits with status 1. A request for /die makes it exit with status 4.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ if "family" in traits:
 if "doomed" in traits:
     say("no such model")
     sys.exit(3)
+if "broken" in traits:
+    say("(Worker pid=7) ERROR 12:00 [executor.py:9] Traceback (most recent call last):")
+    say('(Worker pid=7) ERROR 12:00 [executor.py:9]   File "loader.py", line 3, in load')
+    say("(Core pid=6) INFO 12:00 [core.py:1] waiting for workers")
+    say("(Worker pid=7) ERROR 12:00 [executor.py:9] SafetensorError: incomplete metadata")
+    say("noise\n" * 1000)
+    raise RuntimeError("Engine core initialization failed. See root cause above.")
 if "deaf" in traits:
     while True:
         signal.pause()

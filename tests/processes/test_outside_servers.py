@@ -287,6 +287,21 @@ async def test_killing_whoever_started_it_ends_the_whole_family(port: int, tmp_p
             assert len(family) == 4
 
 
+async def test_a_failure_ends_with_the_first_error_that_was_printed_and_not_with_what_followed_from_it(
+    port: int, tmp_path: Path
+) -> None:
+    earlier = "Traceback (most recent call last):\nKeyError: of a server that ran before\n"
+    (tmp_path / "server.log").write_text(earlier)
+
+    with pytest.raises(ServerFailed, match=r"exited with status 1\n") as failed:
+        async with recipe(port, tmp_path, "broken").open():
+            pytest.fail("it never listens")
+
+    assert "See root cause above." in str(failed.value)
+    assert str(failed.value).endswith("\n\nThe first error in it:\n\nSafetensorError: incomplete metadata")
+    assert "KeyError" not in str(failed.value)
+
+
 async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with running(recipe(port, tmp_path)) as (server, descriptors):
