@@ -74,6 +74,9 @@ class Server:
         self.idle = asyncio.Event()
         self.idle.set()
         self.version: str | None = None
+        self.asleep = False
+        self.may_sleep = True
+        self.gives_memory_back = True
         self.load(folder)
 
     def load(self, folder: str) -> None:
@@ -99,6 +102,9 @@ class Server:
             self.asked, self.calls, self.most_running, self.given_up = [], [], self.running, 0
         elif scope["path"] == "/tests/refused":
             self.refused_paths = body
+            await self.answer(send, {})
+        elif scope["path"] == "/tests/traits":
+            self.may_sleep, self.gives_memory_back = body["may_sleep"], body["gives_memory_back"]
             await self.answer(send, {})
         elif scope["path"] in self.refused_paths:
             await self.answer(send, {"detail": "not today"}, self.refused_paths[scope["path"]])
@@ -130,7 +136,9 @@ class Server:
                 await self.idle.wait()
             case "/resume":
                 self.may_run.set()
-            case "/sleep" | "/wake_up" | "/reset_prefix_cache":
+            case "/sleep" | "/wake_up":
+                self.asleep = path == "/sleep" and self.may_sleep
+            case "/reset_prefix_cache":
                 pass
             case "/collective_rpc" if asked["method"] == "reload_weights":
                 try:
@@ -139,11 +147,17 @@ class Server:
                     return {"error": {"message": str(error)}}
             case "/update_weight_version":
                 self.version = asked["new_version"]
-            case "/weight_info":
-                return {"weight_version": self.version}
             case _:
-                return None
+                return self.state_as_vllm().get(path)
         return {}
+
+    def state_as_vllm(self) -> dict[str, dict[str, Any]]:
+        return {
+            "/version": {"version": "0.32.0"},
+            "/is_sleeping": {"is_sleeping": self.asleep},
+            "/server_info": {"vllm_config": {"model_config": {"enable_sleep_mode": self.gives_memory_back}}},
+            "/weight_info": {"weight_version": self.version},
+        }
 
     async def as_sglang(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
         match path:
@@ -162,8 +176,8 @@ class Server:
                     return {"success": False, "message": str(error)}
                 self.version = asked["weight_version"]
                 return {"success": True}
-            case "/model_info":
-                return {"weight_version": self.version or "default"}
+            case "/model_info" | "/get_model_info":
+                return {"model_path": "bigram", "weight_version": self.version or "default"}
             case _:
                 return None
         return {}

@@ -181,8 +181,8 @@ class RunningServer:
         except OSError as error:
             return f"{self.log} cannot be read: {error.strerror}"
         tail = f"The end of {self.log}:\n\n{printed[-TAIL_BYTES:].decode(errors='replace').strip()}"
-        error = first_error(printed.decode(errors="replace").splitlines())
-        return f"{tail}\n\nThe first error in it:\n\n{error}" if error else tail
+        cause = first_error(printed.decode(errors="replace").splitlines())
+        return f"{tail}\n\nThe first error in it:\n\n{cause}" if cause else tail
 
 
 def _how(status: int) -> str:

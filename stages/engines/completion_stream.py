@@ -179,7 +179,8 @@ def _ids(choice: _Choice) -> list[int]:
             return ids
     raise ProtocolMismatch(
         f"expected the ids of sampled tokens (`token_ids`, or tokens written as `token_id:…`), got text alone, "
-        f"{choice.text!r}: use a server that returns ids, as vLLM and SGLang do"
+        f"{choice.text!r}: use a server that returns ids, as vLLM and SGLang do where they are known to be such "
+        f'(HttpPolicy\'s server="auto")'
     )
 
 

@@ -7,13 +7,15 @@ environment; what each kind of server understands is in `inference_servers.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import aiohttp
 import anyio
 import anyio.to_thread
 import msgspec
@@ -30,9 +32,10 @@ from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
 from .backoff import Backoff, jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import Gate, Reason
-from .inference_servers import SERVERS, Call, Server
+from .inference_servers import SERVERS, SIGNS, Call, KnownServer, Server
 from .policies import Completion, Engine, check_request
-from .server_client import Failed, ServerClient, client_of
+from .server_client import PASSING, Failed, ServerClient, client_of
+from .weight_files import check_weight_files
 
 __all__ = ["HttpEngine", "HttpPolicy"]
 
@@ -43,6 +46,14 @@ UNDO_S = 30.0
 
 HURRIED_UNDO_S = 2.0
 """How long it may take where whoever asked for the pause was cancelled: a Ctrl-C is not held up."""
+
+SURELY_PASSING = PASSING - {HTTPStatus.INTERNAL_SERVER_ERROR}
+"""Statuses that say "not now" also where a 500 says "never": of files that cannot be loaded, and of unknown paths."""
+
+SETTINGS_S = 5.0
+"""How long a server may take to tell its settings, which are asked for the sake of a warning alone."""
+
+UNKNOWN_PATH = {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}
 
 T = TypeVar("T")
 
@@ -55,8 +66,8 @@ class HttpPolicy:
     """Of the server, without a path: `http://127.0.0.1:8000`."""
     model: str
     """What the server calls the model."""
-    server: Server = "openai"
-    """Which server it is: `vllm` and `sglang` can be told to pause, to sleep and to take new weights."""
+    server: Server = "auto"
+    """Which server it is; `auto` asks it. vLLM and SGLang can be told to pause, to sleep, and to take new weights."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as a bearer token."""
     concurrency: int = 64
@@ -81,35 +92,63 @@ class HttpPolicy:
             InvalidConfig: naming the field.
         """
         check_url(self.url, "HttpPolicy.url")
-        if self.server not in SERVERS:
-            raise InvalidConfig(f"HttpPolicy.server: expected one of {', '.join(SERVERS)}, got {self.server!r}")
+        if self.server != "auto" and self.server not in SERVERS:
+            raise InvalidConfig(f"HttpPolicy.server: expected one of auto, {', '.join(SERVERS)}, got {self.server!r}")
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "timeout_s")
-        if self.versions == "asked" and SERVERS[self.server].version is None:
-            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {self.server} cannot be asked')
+        if self.server != "auto":
+            self._check_versions(self.server)
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
-        """Connect, and make sure that the server knows the model.
+        """Connect, make sure that the server knows the model, and ask which server it is where that is `auto`.
 
         Raises:
             NobodyListens: nothing answers at `url`.
             EngineRefused: the server has another model.
+            InvalidConfig: `versions` is "asked", and this server cannot be asked.
         """
         async with client_of(
             self.url, self.api_key, self.backoff, timeout_s=self.timeout_s, random=jitter(worker)
         ) as client:
-            engine = HttpEngine(self, client)
-            await engine.check_model()
-            yield engine
+            await self._check_model(client)
+            server = await _detected(client) if self.server == "auto" else self.server
+            self._check_versions(server)
+            yield HttpEngine(self, client, server)
+
+    async def _check_model(self, client: ServerClient) -> None:
+        listed = await client.retried("/v1/models", lambda: client.answer("GET", "/v1/models"))
+        models = listed.get("data")
+        known = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+        if self.model not in known:
+            raise EngineRefused(f"expected {self.model!r} at {self.url}, got {known}")
+
+    def _check_versions(self, server: KnownServer) -> None:
+        if self.versions == "asked" and SERVERS[server].version is None:
+            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {server} cannot be asked')
+
+
+async def _detected(client: ServerClient) -> KnownServer:
+    """Return which server answers. One whose answers say nothing is another that speaks OpenAI's completions."""
+    for sign in SIGNS:
+        with suppress(EngineRefused, ProtocolMismatch):
+            asked = partial(client.answer, "GET", sign.path)
+            answer = await client.retried(sign.path, asked, passing=SURELY_PASSING)
+            if sign.field in answer:
+                log.info("server_detected", url=client.url, server=sign.server)
+                return sign.server
+    log.info("server_detected", url=client.url, server="openai")
+    return "openai"
 
 
 class HttpEngine:
     """A client of one server; see `Engine`. One event loop uses it."""
 
-    def __init__(self, policy: HttpPolicy, client: ServerClient) -> None:
+    def __init__(self, policy: HttpPolicy, client: ServerClient, server: KnownServer) -> None:
+        """`server` is the one that answers, also where `policy` leaves it open."""
         self._policy = policy
-        self._dialect = SERVERS[policy.server]
+        self._server = server
+        self._dialect = SERVERS[server]
         self._client = client
         self._places = anyio.Semaphore(policy.concurrency)
         self._gate = Gate()
@@ -122,24 +161,13 @@ class HttpEngine:
             self._dialect.tempered_logprobs if policy.tempered_logprobs is None else policy.tempered_logprobs
         )
         self._told_of_logprobs = False
+        self._told_of_memory = False
         self._spoilt: str | None = None
         """Why nobody knows what the server's weights are; None while they are those of a version."""
 
     def __repr__(self) -> str:
         state = " and ".join(sorted(self._gate.shut_for)) or ("weightless" if self._spoilt else "awake")
-        return f"<HttpEngine {self._policy.server} at {self._policy.url} {state}, version {self._version}>"
-
-    async def check_model(self) -> None:
-        """Make sure that the server knows the model.
-
-        Raises:
-            EngineRefused: listing those that it knows.
-        """
-        listed = await self._client.retried("/v1/models", lambda: self._client.answer("GET", "/v1/models"))
-        models = listed.get("data")
-        known = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        if self._policy.model not in known:
-            raise EngineRefused(f"expected {self._policy.model!r} at {self._policy.url}, got {known}")
+        return f"<HttpEngine {self._server} at {self._policy.url} {state}, version {self._version}>"
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +268,8 @@ class HttpEngine:
         Of a WeightFolder it is the newest version, and of any other the folder as it is.
 
         Raises:
-            EngineRefused: the server cannot, sleeps, or does not like the weights; or there is no such version.
+            EngineRefused: the server cannot, sleeps, or does not like the weights; or there is no such version, or a
+                file of it is torn or missing: then the server was told nothing.
             PenstockError: it failed, or does not sample again. Unless it refused before it loaded anything, nobody
                 knows then what its weights are, and completions are refused until an update succeeds.
         """
@@ -251,6 +280,7 @@ class HttpEngine:
         async with self._one_at_a_time:
             if "asleep" in self._gate.shut_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
+            await anyio.to_thread.run_sync(check_weight_files, folder)
             async with self._held():
                 calls = update(str(folder), found)
                 if self._policy.versions == "asked" and self._dialect.set_version is not None:
@@ -264,7 +294,7 @@ class HttpEngine:
         await self._gate.shut("weightless")
         try:
             for call in calls:
-                await self._tell(call)
+                await self._tell(call, SURELY_PASSING)
                 untouched = False
             self._spoilt = None
         except BaseException as error:
@@ -307,13 +337,28 @@ class HttpEngine:
                 self._gate.open("paused")
 
     async def sleep(self) -> None:
-        """Have the server give its memory back, until `wake_up`."""
+        """Have the server give its memory back, until `wake_up`.
+
+        Raises:
+            EngineRefused: the server cannot, or says afterwards that it does not sleep.
+        """
         sleep = self._can("sleep", self._dialect.sleep)
         async with self._one_at_a_time:
             if "asleep" not in self._gate.shut_for:
                 await self._shut("asleep", sleep, self._dialect.wake_up)
+                await self._warn_of_kept_memory()
                 if not self._dialect.keeps_weights_asleep:
                     await self._gate.shut("weightless")
+
+    async def _warn_of_kept_memory(self) -> None:
+        """Tell of a vLLM without sleep mode, as on a CPU: it samples nothing, says that it sleeps, and keeps memory."""
+        if self._dialect.settings is None or self._told_of_memory:
+            return
+        with anyio.move_on_after(SETTINGS_S), suppress(aiohttp.ClientError, OSError, Failed, ProtocolMismatch):
+            answer = await self._client.answer("GET", self._dialect.settings)
+            if not _gives_memory_back(answer):
+                self._told_of_memory = True
+                log.warning("sleep_keeps_memory", url=self._policy.url, reason="sleep mode is not enabled there")
 
     async def wake_up(self) -> None:
         """Have the server take its memory back. Where it lost its weights, what is asked waits for `update_weights`."""
@@ -350,17 +395,30 @@ class HttpEngine:
             raise EngineRefused(f"expected a server that can {what}, got {self!r}: say which `server` it is")
         return word
 
-    async def _tell(self, call: Call | None) -> None:
+    async def _tell(self, call: Call | None, passing: frozenset[int] = PASSING) -> None:
         if call is None:
             return
         body = msgspec.json.encode(call.body)
+        post = partial(self._client.answer, "POST", call.path, body)
         try:
-            answer = await self._client.retried(call.path, lambda: self._client.answer("POST", call.path, body))
+            answer = await self._client.retried(call.path, post, passing=passing)
         except EngineRefused as error:
-            error.add_note(f"{self._policy.server} understands this where it was started with {self._dialect.needs}")
+            if isinstance(error.__cause__, Failed) and error.__cause__.status in UNKNOWN_PATH:
+                error.add_note(f"{self._server} understands this where it was started with {self._dialect.needs}")
             raise
         if answer.get("success") is False:
             raise EngineRefused(f"{self._client.url}{call.path}: {answer.get('message')}")
+        if call.confirmed_by is not None:
+            await self._confirm(call.path, *call.confirmed_by)
+
+    async def _confirm(self, asked: str, path: str, field: str) -> None:
+        """Make sure that the server did what it said that it would."""
+        answer = await self._client.retried(path, partial(self._client.answer, "GET", path))
+        if answer.get(field) is not True:
+            raise EngineRefused(
+                f"expected {field} from {self._client.url}{path} after {asked}, got {answer}: "
+                f"it answered {asked} and did nothing; start it with {self._dialect.needs}"
+            )
 
 
 def _newest(folder: Path, version: int) -> tuple[Path, int]:
@@ -372,3 +430,10 @@ def _newest(folder: Path, version: int) -> tuple[Path, int]:
     if found < version:
         raise EngineRefused(f"expected version {version} or newer in {folder}, got version {found}")
     return newest, found
+
+
+def _gives_memory_back(settings: Mapping[str, Any]) -> bool:
+    """Whether a server with these settings gives memory back when it sleeps; also where they do not say."""
+    vllm = settings.get("vllm_config")
+    model = vllm.get("model_config") if isinstance(vllm, dict) else None
+    return not (isinstance(model, dict) and model.get("enable_sleep_mode") is False)

@@ -9,10 +9,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["SERVERS", "Call", "Dialect", "Server"]
+__all__ = ["SERVERS", "SIGNS", "Call", "Dialect", "KnownServer", "Server"]
 
-Server: TypeAlias = Literal["vllm", "sglang", "openai"]
+KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
 """Which server answers; `openai` is any other that speaks OpenAI's completions."""
+
+Server: TypeAlias = KnownServer | Literal["auto"]
+"""`auto` asks the server."""
+
+
+class Sign(NamedTuple):
+    """What only one kind of server answers."""
+
+    path: str
+    field: str
+    """Of the JSON object that is answered."""
+    server: KnownServer
+
+
+SIGNS = (
+    Sign("/model_info", "model_path", "sglang"),
+    Sign("/get_model_info", "model_path", "sglang"),  # SGLang before 0.5
+    Sign("/version", "version", "vllm"),
+)
+"""In the order in which a server is asked. One that answers none is `openai`."""
 
 
 class Call(NamedTuple):
@@ -20,6 +40,8 @@ class Call(NamedTuple):
 
     path: str
     body: Mapping[str, Any] = {}
+    confirmed_by: tuple[str, str] | None = None
+    """Where the server then says whether it did so: a path, and the field that is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +61,8 @@ class Dialect:
     """Statuses with which `update` is refused before any weights are loaded."""
     sleep: Call | None = None
     wake_up: Call | None = None
+    settings: str | None = None
+    """Where it can be read whether a server that sleeps gives memory back, as vLLM's `enable_sleep_mode`."""
     keeps_weights_asleep: bool = True
     """Whether a server that was woken has the weights that it went to sleep with."""
     version: str | None = None
@@ -73,13 +97,14 @@ def _version_vllm(version: int) -> Call:
     return Call("/update_weight_version", {"new_version": str(version)})
 
 
-SERVERS: Mapping[Server, Dialect] = {
+SERVERS: Mapping[KnownServer, Dialect] = {
     "vllm": Dialect(
         sampling=_UNALTERED | {"return_token_ids": True, "return_tokens_as_token_ids": True},
         update=_update_vllm,
         pause=Call("/pause?mode=wait"),
         resume=Call("/resume"),
-        sleep=Call("/sleep?level=1"),
+        sleep=Call("/sleep?level=1", confirmed_by=("/is_sleeping", "is_sleeping")),
+        settings="/server_info?config_format=json",
         wake_up=Call("/wake_up"),
         version="/weight_info",
         set_version=_version_vllm,

@@ -35,7 +35,7 @@ log = get_logger("penstock.server_client")
 CONNECT_S = 10.0
 """How long a connection may take: a host that is there accepts at once, however busy its server is."""
 
-PASSING = {408, 425, 429, 500, 502, 503, 504}
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that say: not now. All others above 399 say no."""
 
 T = TypeVar("T")
@@ -84,8 +84,13 @@ class ServerClient:
         self._random = random
         self._sleep = sleep
 
-    async def retried(self, path: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def retried(self, path: str, attempt: Callable[[], Awaitable[T]], *, passing: frozenset[int] = PASSING) -> T:
         """What `attempt`, a request for `path`, returns; tried as often as it fails in passing.
+
+        Args:
+            path: what is asked for.
+            attempt: asks for it.
+            passing: statuses that say "not now"; all others above 399 say no.
 
         Raises:
             EngineRefused: the server will not.
@@ -97,19 +102,19 @@ class ServerClient:
         def judge(error: Exception, number: int) -> Failure | None:
             if not isinstance(error, aiohttp.ClientError | OSError | Failed):
                 return None
-            failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}")
+            failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}", passing)
             return Failure(failure, passing=not isinstance(failure, EngineRefused), wanted_s=wanted_s(error))
 
         return await retried(attempt, judge, self._backoff, self._random, noted=_note, sleep=self._sleep)
 
-    def _told(self, error: Exception, where: str) -> PenstockError:
+    def _told(self, error: Exception, where: str, passing: frozenset[int]) -> PenstockError:
         """What `error` means to whoever asked."""
         match error:
             case aiohttp.ClientConnectorError() | aiohttp.ServerTimeoutError():
                 return NobodyListens(f"{where}: nobody listens ({error})")
             case TimeoutError():
                 return EngineTimedOut(f"{where}: expected an answer within {self._timeout_s:g} s, got none")
-            case Failed() if error.status not in PASSING:
+            case Failed() if error.status not in passing:
                 return EngineRefused(f"{where}: {error}")
             case Failed():
                 return EngineFailed(f"{where}: {error}")

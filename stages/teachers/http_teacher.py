@@ -77,7 +77,14 @@ class HttpTeacher:
             NobodyListens: nothing answers at `url`.
             EngineRefused: the server has another model.
         """
-        told = HttpPolicy(url=self.url, model=self.model, api_key=self.api_key, timeout_s=AT_START_S, backoff=AT_START)
+        told = HttpPolicy(
+            url=self.url,
+            model=self.model,
+            server="openai",  # which one it is does not matter
+            api_key=self.api_key,
+            timeout_s=AT_START_S,
+            backoff=AT_START,
+        )
         async with told.open(worker):
             pass  # it was asked at opening; nothing is sampled from a teacher
         once = Backoff(attempts=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 import subprocess
@@ -107,7 +108,7 @@ async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
     chosen: dict[str, Any] = {"timeout_s": 30.0, "random": lambda: 1.0} | options
     backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
     async with aiohttp.ClientSession() as session:
-        yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen))
+        yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen), "vllm")
 
 
 def prompt(*tokens: int) -> NDArray[np.int32]:
@@ -144,6 +145,20 @@ async def refuse(url: str, statuses: dict[str, int]) -> None:
     """Have the server answer requests for these paths alone with these statuses."""
     async with aiohttp.ClientSession() as session, session.post(f"{url}/tests/refused", json=statuses):
         pass
+
+
+@asynccontextmanager
+async def traits(url: str, **different: bool) -> AsyncIterator[None]:
+    """Within the body the server is another: one that does not sleep, or keeps its memory."""
+    async with aiohttp.ClientSession() as session:
+        usual = {"may_sleep": True, "gives_memory_back": True}
+        async with session.post(f"{url}/tests/traits", json=usual | different):
+            pass
+        try:
+            yield
+        finally:
+            async with session.post(f"{url}/tests/traits", json=usual):
+                pass
 
 
 async def until(url: str, name: str, value: int) -> None:
@@ -356,7 +371,7 @@ async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_
     [
         ({"url": "127.0.0.1:8000"}, "url: expected http://host:port without a path, got '127.0.0.1:8000'"),
         ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
-        ({"server": "ollama"}, "server: expected one of vllm, sglang, openai, got 'ollama'"),
+        ({"server": "ollama"}, "server: expected one of auto, vllm, sglang, openai, got 'ollama'"),
         ({"concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
         ({"versions": "asked"}, 'versions: expected "told", got "asked": openai cannot be asked'),
     ],
@@ -427,6 +442,70 @@ async def test_nothing_is_sampled_with_weights_that_were_loaded_by_half(
         said = await one(opened)
 
     assert set(said.policy_versions.tolist()) == {2}
+
+
+def torn(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def headless(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x08")
+
+
+def nonsense(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+
+
+def empty(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def incomplete(folder: Path) -> None:
+    index = {"weight_map": {"table": "model.safetensors", "head": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def unreadable(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (torn, r"expected \d+ bytes in .*model.safetensors, as its header says, got \d+: write it anew"),
+        (headless, r"expected a whole safetensors file, got .* of 1 bytes"),
+        (nonsense, "expected a safetensors file, got .*: JSON is malformed"),
+        (empty, r"expected \*.safetensors in .*, got \[\]"),
+        (incomplete, r"expected head in .*model-2.safetensors, as model.safetensors.index.json says, got none"),
+        (unreadable, "expected an index of safetensors files, got .*index.json: Input data was truncated"),
+    ],
+)
+async def test_a_torn_folder_is_refused_before_the_server_is_told_anything(
+    serve: Serve, tmp_path: Path, harm: Callable[[Path], None], message: str
+) -> None:
+    url = weights(tmp_path / "1", 1)
+    harm(tmp_path / "1")
+
+    async with engine(serve("vllm")) as opened:
+        await told(serve("vllm"))
+        with pytest.raises(EngineRefused, match=message):
+            await opened.update_weights(url, 1)
+        assert (await told(serve("vllm")))["calls"] == []
+        said = await one(opened)
+
+    assert set(said.policy_versions.tolist()) == {0}
+
+
+async def test_weights_that_the_server_cannot_load_are_tried_once(serve: Serve, tmp_path: Path) -> None:
+    async with engine(serve("vllm")) as opened:
+        await told(serve("vllm"))
+        with pytest.raises(EngineRefused, match="/collective_rpc, attempt 1 of 3: 500: No such file"):
+            await opened.update_weights(f"file://{tmp_path}/on-another-host", 1)
+        calls = [path for path, _ in (await told(serve("vllm")))["calls"]]
+        await opened.update_weights(weights(tmp_path / "0", 0), 2)
+
+    assert calls == ["/pause", "/collective_rpc", "/resume"]
 
 
 async def test_an_update_that_is_refused_before_anything_is_loaded_leaves_the_weights(
@@ -502,6 +581,57 @@ async def test_a_server_sleeps_and_wakes_and_has_its_weights_before_it_samples(
         await opened.update_weights(weights(tmp_path / "0", 0), 1)
 
     assert_logprobs(said[0])
+
+
+async def test_a_server_that_says_afterwards_that_it_does_not_sleep_is_not_taken_to_sleep(serve: Serve) -> None:
+    async with traits(serve("vllm"), may_sleep=False), engine(serve("vllm")) as opened:
+        with pytest.raises(
+            EngineRefused, match=r"expected is_sleeping from .*/is_sleeping after /sleep.*, got .*False"
+        ):
+            await opened.sleep()
+
+        assert "awake" in repr(opened)
+        assert len((await one(opened)).tokens)
+
+
+async def test_a_server_that_sleeps_and_keeps_its_memory_is_told_of_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with traits(serve("vllm"), gives_memory_back=False), engine(serve("vllm")) as opened:
+        for _ in range(2):
+            await opened.sleep()
+            assert "asleep" in repr(opened)
+            await opened.wake_up()
+
+    assert caplog.text.count("sleep_keeps_memory") == 1
+
+
+@pytest.mark.parametrize(("kind", "named"), [("vllm", "vllm"), ("sglang", "sglang"), ("openai", "openai")])
+async def test_a_server_is_asked_which_one_it_is(serve: Serve, kind: Server, named: str) -> None:
+    async with HttpPolicy(url=serve(kind), model="bigram").open(Worker()) as opened:
+        assert repr(opened).startswith(f"<HttpEngine {named} at ")
+
+
+async def test_a_server_that_fails_at_paths_that_it_does_not_know_is_of_no_known_kind(serve: Serve) -> None:
+    await refuse(serve("openai"), dict.fromkeys(["/model_info", "/get_model_info", "/version"], 500))
+    async with HttpPolicy(url=serve("openai"), model="bigram").open(Worker()) as opened:
+        await refuse(serve("openai"), {})
+
+        assert "openai" in repr(opened)
+
+
+async def test_an_older_sglang_is_known_by_its_older_path(serve: Serve) -> None:
+    await refuse(serve("sglang"), {"/model_info": 404})
+    async with HttpPolicy(url=serve("sglang"), model="bigram").open(Worker()) as opened:
+        await refuse(serve("sglang"), {})
+
+        assert "sglang" in repr(opened)
+
+
+async def test_a_server_that_is_found_to_be_of_no_known_kind_cannot_be_asked_for_its_version(serve: Serve) -> None:
+    with pytest.raises(InvalidConfig, match='expected "told", got "asked": openai cannot be asked'):
+        async with HttpPolicy(url=serve("openai"), model="bigram", versions="asked").open(Worker()):
+            pytest.fail("it cannot say")
 
 
 async def test_a_pause_that_the_server_does_not_understand_is_no_pause(serve: Serve) -> None:
