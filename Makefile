@@ -2,6 +2,7 @@
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
 #   make test            the suite, three files at a time, with coverage
 #   make test-all        every cell of its long tables too, of which make test runs some
+#   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make check           formatter, linter, mypy, pyright, import directions
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
@@ -13,11 +14,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
+VLLM := $(VENV)/vllm
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check bench setup clean
+.PHONY: demo test test-all test-vllm check bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -34,6 +36,13 @@ test: $(READY)
 test-all: $(READY) $(OLDER)
 	$(BIN)/python -m pytest $(BESIDE) -m "long or not long"
 	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/test_transformers_models.py
+
+test-vllm: $(READY) $(VLLM)/ready
+	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/vllm/against_vllm.py
+
+$(VLLM)/ready: scripts/make_vllm_venv.sh scripts/vllm/requirements.txt scripts/vllm/vllm.txt | $(READY)
+	scripts/make_vllm_venv.sh $(VLLM)
+	touch $@
 
 # The last transformers that knows configurations in the old layout alone, beside the newest.
 $(OLDER): $(READY)

@@ -1,0 +1,203 @@
+"""`HttpPolicy` and `OutsideServer` with vLLM itself, on a CPU: `make test-vllm`. The suite does not collect this file.
+
+The model is a Qwen2 of two small layers with random weights, and the tokenizer knows 64 words. A server takes a minute
+or two until it is ready, so that one serves all tests but the first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from anyio.from_thread import start_blocking_portal
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from penstock import HttpPolicy, OutsideServer, WeightFolder, responds
+from penstock.errors import EngineRefused, ServerFailed
+from penstock.pipeline.context import Worker
+from penstock.stages.engines.policies import Completion, Engine
+
+pytestmark = pytest.mark.timeout(600)
+
+VOCABULARY = 64
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+PAD, EOS = 0, 1
+PROMPT = np.array([5, 9, 2], np.int32)
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        bos_token_id=None,
+    )
+    made: torch.nn.Module = Qwen2ForCausalLM(config)
+    return made.train(mode=False)
+
+
+def save(folder: Path, seed: int) -> Path:
+    words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), VOCABULARY))]
+    pad, eos, unknown = SPECIAL
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast: Any = PreTrainedTokenizerFast
+    saved = fast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, unk_token=unknown)
+    saved.save_pretrained(folder)
+    made: Any = model(seed)
+    made.save_pretrained(folder)
+    return folder
+
+
+def tear(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def recipe(weights: Path, port: int, logs: Path) -> OutsideServer:
+    arguments = {"model": weights, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
+    limits = {"max-model-len": VOCABULARY, "max-num-seqs": 4}
+    options = [f"--{name}={value}" for name, value in (arguments | limits).items()]
+    return OutsideServer(
+        command=[os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *options],
+        ready=responds(f"http://127.0.0.1:{port}/health"),
+        name="vllm",
+        logs=logs,
+        environment=SETTINGS | {"VLLM_CACHE_ROOT": str(logs / "cache")},
+    )
+
+
+def free_port() -> int:
+    """A port that is free now: vLLM shares its port with nobody, not even with who would keep it free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where vLLM answers, with the weights of seed 0."""
+    folder, port = tmp_path_factory.mktemp("vllm"), free_port()
+    server = recipe(save(folder / "weights", 0), port, folder)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(server.open()):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Engine]:
+    """An engine that is told nothing but where its server is."""
+    async with HttpPolicy(url=url, model="tiny", versions="asked").open(Worker()) as engine:
+        yield engine
+
+
+async def greedy(engine: Engine) -> Completion:
+    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+    return completion
+
+
+def assert_said_by(seed: int, completion: Completion) -> None:
+    """The model of `seed` says this, with these log-probabilities."""
+    said: NDArray[np.int32] = np.concatenate([PROMPT, completion.tokens])
+    with torch.no_grad():
+        logits = model(seed)(torch.from_numpy(said).long()[None]).logits[0]
+    logprobs = torch.log_softmax(logits, dim=-1)[len(PROMPT) - 1 : -1]
+    assert completion.tokens.tolist() == logprobs.argmax(dim=-1).tolist()
+    assert completion.logprobs is not None
+    np.testing.assert_allclose(completion.logprobs, logprobs.max(dim=-1).values.numpy(), atol=1e-4)
+
+
+async def test_a_start_that_fails_ends_with_the_cause(tmp_path: Path) -> None:
+    tear(save(tmp_path / "weights", 0))
+    server = recipe(tmp_path / "weights", free_port(), tmp_path)
+
+    with pytest.raises(ServerFailed, match=r"exited with status 1\n") as failed:
+        async with server.open():
+            pytest.fail("it has no weights")
+
+    _, _, cause = str(failed.value).partition("The first error in it:\n\n")
+    assert "SafetensorError: Error while deserializing header" in cause.splitlines()[0]
+
+
+async def test_it_is_known_for_vllm_and_says_what_its_model_says(url: str) -> None:
+    async with opened(url) as engine:
+        assert repr(engine).startswith("<HttpEngine vllm at ")
+        assert_said_by(0, await greedy(engine))
+
+
+async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: str, tmp_path: Path) -> None:
+    async with WeightFolder(tmp_path, model(1)) as folder, opened(url) as engine:
+        await folder.publish(model(1).state_dict(), 7)
+        await engine.update_weights(folder.url, folder.version)
+        completion = await greedy(engine)
+        await engine.update_weights(save(tmp_path.with_name("before"), 0).as_uri(), 8)
+
+    assert_said_by(1, completion)
+    assert set(completion.policy_versions.tolist()) == {7}
+
+
+async def test_while_it_sleeps_nothing_is_sampled_and_that_it_keeps_its_memory_is_told(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[Completion] = []
+
+    async def ask(engine: Engine) -> None:
+        said.append(await greedy(engine))
+
+    async with opened(url) as engine, anyio.create_task_group() as tasks:
+        await engine.sleep()
+        tasks.start_soon(ask, engine)
+        await anyio.wait_all_tasks_blocked()
+        assert not said
+        await engine.wake_up()
+
+    assert_said_by(0, said[0])
+    assert "sleep_keeps_memory" in caplog.text
+
+
+async def test_a_torn_folder_is_refused_and_the_weights_stay(url: str, tmp_path: Path) -> None:
+    tear(save(tmp_path / "weights", 1))
+
+    async with opened(url) as engine:
+        with pytest.raises(EngineRefused, match="as its header says"):
+            await engine.update_weights((tmp_path / "weights").as_uri(), 9)
+
+        assert_said_by(0, await greedy(engine))
+
+
+async def test_weights_that_it_cannot_load_are_tried_once_and_others_after_them_are_sampled_with(
+    url: str, tmp_path: Path
+) -> None:
+    async with opened(url) as engine:
+        with pytest.raises(EngineRefused, match="/collective_rpc, attempt 1 of 6: 500: "):
+            await engine.update_weights((tmp_path / "on-another-host").as_uri(), 9)
+        with pytest.raises(EngineRefused, match="an update failed"):
+            await greedy(engine)
+        await engine.update_weights(save(tmp_path / "weights", 0).as_uri(), 10)
+
+        assert_said_by(0, await greedy(engine))
