@@ -9,12 +9,13 @@ workers through shared memory while they sample. Ctrl-C ends the run early and k
 
 from __future__ import annotations
 
-from arithmetic.ctrl_c import end_on_ctrl_c
+import signal
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    end_on_ctrl_c("interrupted; nothing is in flight")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process at once: there is nothing to keep yet
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -80,4 +81,9 @@ async def main(seed: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Reinforcement learning on sums, in three processes.")
     parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
-    anyio.run(main, parser.parse_args().seed)
+    seed = parser.parse_args().seed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        anyio.run(main, seed)
+    except KeyboardInterrupt:  # outside the pipeline's run, which ends by itself
+        sys.exit(130)

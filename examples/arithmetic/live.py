@@ -14,7 +14,6 @@ from rich.text import Text
 
 from penstock.pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics
 
-from .ctrl_c import cancelled_by_ctrl_c
 from .run import RECENT, Run, Summary
 
 __all__ = ["kept", "show_summary", "view", "watched"]
@@ -30,13 +29,15 @@ SPARKS = "▁▂▃▄▅▆▇█"
 def kept(run: Run) -> Iterator[Run]:
     """Whatever ends the body, Ctrl-C too: keep what came of `run` until then, and show it."""
     console = Console()
-    with cancelled_by_ctrl_c() as scope:
-        try:
-            console.print("warming up on the demonstrations of somebody careless …")
-            yield run
-        finally:
-            run.end("interrupted" if scope.cancel_called else "failed")
-            show_summary(run, run.keep(), console)
+    try:
+        console.print("warming up on the demonstrations of somebody careless …")
+        yield run
+    except Exception:
+        run.end("failed")
+        raise
+    finally:
+        run.end("interrupted")  # where nothing else was said before
+        show_summary(run, run.keep(), console)
 
 
 @asynccontextmanager

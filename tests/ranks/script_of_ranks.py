@@ -8,6 +8,7 @@ FOLDER/<kind>.json by rank 0; the error of a rank that was left alone to FOLDER/
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import torch
@@ -28,10 +30,21 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import PPOClip, RankedTrainer, TorchTrainer, TrainBatch
+from penstock import (
+    PPOClip,
+    RankedTrainer,
+    ReceiveChannel,
+    SendChannel,
+    SinkTrainer,
+    TorchTrainer,
+    TrainBatch,
+    TrajectoryGroup,
+    source,
+)
+from penstock.errors import RunStopped
 from penstock.schemas import GroupId
 from penstock.stages.losses import KL
-from penstock.testing import batch
+from penstock.testing import batch, group
 
 STEPS = 3
 TRAINED = {GroupId("test", "0"): 0b111}
@@ -139,6 +152,57 @@ def die(rank: int, folder: Path, kind: str) -> None:
         os._exit(0)  # whoever is left cannot take leave of the process group
 
 
+class Stopping(RankedTrainer):
+    """Has all ranks get SIGTERM when its third step begins."""
+
+    def __init__(self, pids: list[int]) -> None:
+        super().__init__(trainer(ddp()))
+        self._pids = pids
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        if self.steps == 2:
+            for pid in self._pids:
+                os.kill(pid, signal.SIGTERM)
+        return super().step(batch)
+
+
+class Forever:
+    """Sends groups that train."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number in itertools.count():
+            made_up: dict[str, Any] = {
+                name: np.zeros(12, np.float32) for name in ("advantages", "behavior_logprobs", "ref_logprobs")
+            }
+            sampled = group(instance_id=str(number), completion_lengths=[3, 5], **made_up)
+            await outbox.send(msgspec.structs.replace(sampled, tokens=sampled.tokens % 11))
+
+
+class Pack:
+    """Makes a batch of every group."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
+        async for each in inbox:
+            await outbox.send(TrainBatch.pack([each]))
+
+
+def stop(folder: Path, kind: str) -> None:
+    """Both ranks are told to stop in the middle of a run; each writes down how it ended."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    ended = "returned"
+    try:
+        with Stopping([int(pid) for pid in pids]) as ranked:
+            if ranked.leads:
+                pipeline = source(Forever()).then(Pack()).sink(SinkTrainer(ranked))
+                anyio.run(partial(pipeline.run, folder=folder / kind))
+            else:
+                ranked.follow()
+    except RunStopped as stopped:
+        ended = str(stopped)
+    (folder / f"{kind}-{dist.get_rank()}").write_text(ended)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +230,7 @@ def main(folder: Path) -> None:
         "fsdp": partial(train, fsdp),
         "leader": partial(die, 0),
         "follower": partial(die, 1),
+        "stopped": stop,
     }
     pids = {(kind, rank): start(folder, kind, rank, work) for kind, work in kinds.items() for rank in range(2)}
     codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}

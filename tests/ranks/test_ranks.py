@@ -61,3 +61,11 @@ def test_when_a_rank_dies_the_other_ends_and_says_which(folder: Path, kind: str,
     told = (folder / f"{kind}-left").read_text()
 
     assert told.startswith(f"PeerLost: rank {gone} of 2 died")
+
+
+def test_ranks_that_all_get_sigterm_finish_the_step_write_a_checkpoint_and_end(folder: Path) -> None:
+    leader, follower = ((folder / f"stopped-{rank}").read_text() for rank in range(2))
+
+    assert leader == "the run was stopped by SIGTERM"
+    assert follower == "returned"
+    assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["step-00000003"]
