@@ -9,6 +9,7 @@ A stage may help by plain attributes or properties, all of them optional:
     keeps_groups: int                   groups that it keeps, as they came, before it sends anything
     sees_everything: bool               it gathers what belongs together, so it cannot be spread over processes
     stage_name: str                     what it is called, where the name of its class does not say enough
+    receives: type                      what it receives, where the annotation of its inbox does not say
     sends: type                         what it sends, where the annotation of its outbox does not say
     tokenizer: Any                      what it makes tokens of text with, or text of tokens
     check_workers: (count: int) -> None raises InvalidConfig where so many workers cannot share its work
@@ -27,15 +28,21 @@ from itertools import pairwise
 from typing import Any
 
 from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
+from ..schemas.numbers import whole_number
 from ..schemas.tokenizer import disagreements
 from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from .link import Link, sends
+from .link import Link, sends, sent_along
+from .misplaced import written
 from .processes.placement import Processes
+from .record_types import never_fits, record_types, type_name
 from .telemetry import get_logger
 
 __all__ = ["problems"]
 
 log = get_logger("penstock.check")
+
+SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "waits_for", "keeps_groups")
+"""The attributes above that are numbers."""
 
 BYTES_PER_TOKEN = 9
 """What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
@@ -43,16 +50,45 @@ BYTES_PER_TOKEN = 9
 
 def problems(links: Sequence[Link]) -> list[str]:
     """Everything in a chain that cannot work; empty where nothing is found."""
-    found = [problem for position, link in enumerate(links) for problem in _of_stage(link, first=position == 0)]
-    group_tokens: int | None = None
-    for before, after in pairwise(links):
-        group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
-        found += _of_joint(before, after)
-        if sends(before.stage) is not TrainBatch:
-            found += _of_sizes(before, after, group_tokens)
+    found = list(_of_chain(links))
     identities = _identities(links)
     _tell_of_the_unknown(links, {name for name, _ in identities})
     return [*found, *_of_waits(links), *_of_state(links), *disagreements(identities)]
+
+
+def _of_chain(links: Sequence[Link]) -> Iterator[str]:
+    """Find the problems of each stage and each joint, those within fragments included."""
+    for position, link in enumerate(links):
+        yield from _of_stage(link, first=position == 0)
+        yield from _of_chain(getattr(link.stage, "links", ()))
+    yield from _of_types(links)
+    group_tokens: int | None = None
+    for before, after in pairwise(links):
+        group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
+        yield from _of_joint(before, after)
+        if sends(before.stage) is not TrainBatch:
+            yield from _of_sizes(before, after, group_tokens)
+
+
+def _of_types(links: Sequence[Link]) -> Iterator[str]:
+    """Find the joints at which no record of the one stage is one that the other takes, by their annotations."""
+    for (before, after), sent in zip(pairwise(links), sent_along(links), strict=False):
+        received = record_types(after.stage).received
+        if never_fits(sent, received):
+            yield (
+                f"{before.name} → {after.name}: {before.name} sends {type_name(sent)}, and {after.name} receives "
+                f"{type_name(received)}: {_line_instead(before.stage, after.stage)}"
+            )
+
+
+def _line_instead(before: object, after: object) -> str:
+    """Return what to write in place of two stages that do not fit: the other order, if it fits, or a stage between."""
+    first, second = record_types(before), record_types(after)
+    if None not in (*first, *second) and not never_fits(second.sent, first.received):
+        return f"write .then({written(after)}).then({written(before)})"
+    if first.sent is TrajectoryGroup and second.received is TrainBatch:
+        return f"write .then(Batcher(max_tokens=…)) before {written(after)}"
+    return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
 
 
 def _tell_of_the_unknown(links: Sequence[Link], known: Collection[str]) -> None:
@@ -117,6 +153,9 @@ def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
     yield from _of_workers(link)
     if isinstance(link.on, Processes):
         yield from _of_processes(link, link.on)
+    for name in SIZES:
+        if (value := getattr(link.stage, name, None)) is not None and _hint(link.stage, name) is None:
+            yield f"{link.name}: {name}: expected a whole number, got {value!r}"
 
 
 def _of_workers(link: Link) -> Iterator[str]:
@@ -162,9 +201,11 @@ def _of_processes(link: Link, on: Processes) -> Iterator[str]:
 
 def _of_joint(before: Link, after: Link) -> Iterator[str]:
     for name in ("capacity", "capacity_bytes"):
-        value = getattr(after, name)
-        if value is not None and value < 1:
-            yield f"{before.name} → {after.name}: expected a {name} of at least 1, got {value}"
+        if (value := getattr(after, name)) is not None:
+            try:
+                whole_number(name, value)
+            except InvalidConfig as error:
+                yield f"{before.name} → {after.name}: {error}"
     if (before.remote or after.remote) and after.capacity == 1:
         yield (
             f"{before.name} → {after.name}: expected a capacity of at least 2 between processes, got 1: a stage that "
@@ -197,5 +238,7 @@ def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[s
 
 
 def _hint(stage: Any, name: str) -> int | None:
-    value = getattr(stage, name, None)
-    return value if isinstance(value, int) else None
+    try:
+        return whole_number(name, getattr(stage, name, None), least=0)
+    except InvalidConfig:
+        return None

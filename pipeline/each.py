@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar
 
 import anyio
 
 from ..schemas.numbers import normalize_counts
 from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
+from .record_types import function_types
 
 __all__ = ["Each", "each"]
 
@@ -35,13 +36,14 @@ class Each(Generic[In, Out]):
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     @property
-    def sends(self) -> type[Any] | None:
+    def receives(self) -> Any:
+        """What the function takes, by its annotation; None where it does not tell."""
+        return function_types(self.function).received
+
+    @property
+    def sends(self) -> Any:
         """What the function returns, by its annotation; None where it does not tell."""
-        try:
-            returned = get_type_hints(self.function).get("return")
-        except (NameError, TypeError):
-            return None
-        return returned if isinstance(returned, type) else None
+        return function_types(self.function).sent
 
     async def run(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         """See `Stage`. A record is received only when a call of `function` can begin with it."""

@@ -121,7 +121,7 @@ class KeyUnavailable(PenstockError, OSError):
 
 
 class InvalidPipeline(PenstockError):
-    """`Pipeline.check()` found joints that cannot work; the message lists them all."""
+    """A chain cannot work as it is written; the message lists every problem, and says what to write instead."""
 
 
 class StageFailed(PenstockError):

@@ -20,7 +20,8 @@ from .context import Context, current
 from .describe import drawn
 from .errors import InvalidPipeline
 from .ledger import Ledger
-from .link import Link, name_of, named, sends
+from .link import Link, name_of, named, sent_along
+from .misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
 from .processes.placement import HERE, Here, Placement
 from .processes.worker import refuse_while_importing_main
 from .resumption import kept_in
@@ -55,7 +56,8 @@ class Flow(Generic[Out_co]):
     @property
     def sends(self) -> type[Any] | None:
         """What its last stage sends, where that can be told."""
-        return sends(self.links[-1].stage)
+        last = sent_along(self.links)[-1]
+        return last if isinstance(last, type) else None
 
     @property
     def sends_at_most_tokens(self) -> int | None:
@@ -78,17 +80,29 @@ class Flow(Generic[Out_co]):
             on: `here()` or `processes(n)`.
             capacity: records that may wait before `stage`: 2 by default; between processes 64 for each worker.
             capacity_bytes: bytes that may wait; between processes 64 MiB for each worker, allocated when it starts.
+
+        Raises:
+            InvalidPipeline: `stage` is a class, a source or a sink, or `on` is no placement; it says what to write.
         """
+        refuse_misplaced_stage("stage", stage)
+        refuse_unknown_placement(on)
         return Flow(named((*self.links, Link(stage, name_of(stage), on, capacity, capacity_bytes))))
 
     def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
-        """The pipeline that ends in `stage`, which runs here; capacities as in `then`."""
+        """The pipeline that ends in `stage`, which runs here; capacities as in `then`.
+
+        Raises:
+            InvalidPipeline: `stage` is a class, or no sink; it says what to write.
+        """
+        refuse_misplaced_stage("sink", stage)
         return Pipeline(named((*self.links, Link(stage, name_of(stage), HERE, capacity, capacity_bytes))))
 
+    @ends_in_a_sink
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
         """Run the stages and send what the last one sends: what makes a flow a source.
 
         Raises:
+            InvalidPipeline: there is no `outbox`: what was meant is a pipeline, which ends in a sink.
             StageFailed: a stage raised.
         """
         await Run(self.links, current(), outbox).run()
@@ -205,7 +219,12 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
         stage: sends records until there are no more. A flow is one: `source(source(A()).then(B()), on=processes(4))`
             runs A and B together in each of four processes.
         on: `here()` or `processes(n)`.
+
+    Raises:
+        InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; it says what to write.
     """
+    refuse_misplaced_stage("source", stage)
+    refuse_unknown_placement(on)
     if isinstance(stage, Flow) and isinstance(on, Here):
         return stage
     return Flow(named([Link(stage, name_of(stage), on)]))

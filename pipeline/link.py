@@ -6,15 +6,18 @@ Also what can be learned of a stage by looking at it: its name, what it sends, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from ..schemas import TrainBatch, TrajectoryGroup
-from .channels.channel import SendChannel
+from ..schemas.errors import InvalidConfig
+from ..schemas.numbers import whole_number
 from .processes.placement import Placement, Processes
+from .record_types import record_types
 
-__all__ = ["Link", "carried", "name_of", "named", "sends"]
+__all__ = ["Link", "carried", "name_of", "named", "sends", "sent_along"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Link:
     capacity: int | None = None
     """Records in the joint that leads to this stage; None for the default, and in the first link."""
     capacity_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Convert the capacities that are whole numbers; `check()` refuses the others by name."""
+        for name in ("capacity", "capacity_bytes"):
+            with suppress(InvalidConfig):
+                object.__setattr__(self, name, whole_number(name, getattr(self, name)))
 
     @property
     def remote(self) -> bool:
@@ -53,26 +62,22 @@ def named(links: Iterable[Link]) -> tuple[Link, ...]:
 
 
 def sends(stage: object) -> type[Any] | None:
-    """What a stage sends, by the annotation of its `outbox`, or its own word (`sends`); None where neither tells.
+    """Return the class of what a stage sends; None where nothing tells it, or it is one of several."""
+    return _class(record_types(stage).sent)
 
-    >>> class Doubling:
-    ...     async def run(self, outbox: SendChannel[TrainBatch]) -> None: ...
-    >>> sends(Doubling())
-    <class 'penstock.schemas.batch.TrainBatch'>
-    """
-    own_word = getattr(stage, "sends", None)
-    if isinstance(own_word, type):
-        return own_word
-    try:
-        annotations = get_type_hints(type(stage).run)  # type: ignore[attr-defined]
-    except (AttributeError, NameError, TypeError):
-        return None
-    annotations.pop("return", None)
-    for annotation in annotations.values():
-        if get_origin(annotation) is SendChannel:
-            (record,) = get_args(annotation)
-            return record if isinstance(record, type) and not isinstance(record, TypeVar) else None
-    return None
+
+def sent_along(links: Sequence[Link]) -> list[Any]:
+    """Return the type that each stage of a chain sends; one that hands on what it receives sends the type before it."""
+    sent: list[Any] = []
+    for link in links:
+        known = record_types(link.stage)
+        hands_on = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
+        sent.append(sent[-1] if hands_on else known.sent)
+    return sent
+
+
+def _class(record: Any) -> type[Any] | None:
+    return record if isinstance(record, type) else None
 
 
 def carried(stage: object) -> type[TrajectoryGroup | TrainBatch]:

@@ -3,12 +3,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pytest
 from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack, Train
 
 from penstock import (
+    AdvantageNormalizer,
     Batcher,
     NoOpPolicy,
     Pipeline,
@@ -17,10 +19,13 @@ from penstock import (
     SourceEnv,
     TrainBatch,
     TrajectoryGroup,
+    each,
     processes,
     source,
 )
 from penstock.errors import InvalidConfig, InvalidPipeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -160,8 +165,8 @@ def test_every_problem_is_listed_at_once() -> None:
 
     assert told.splitlines() == [
         "2 in this pipeline cannot work:",
-        "Count → Double: expected a capacity of at least 1, got 0",
-        "Double → Collect: expected a capacity_bytes of at least 1, got 0",
+        "Count → Double: capacity: expected a whole number of at least 1, got 0",
+        "Double → Collect: capacity_bytes: expected a whole number of at least 1, got 0",
     ]
 
 
@@ -214,3 +219,102 @@ def test_groups_of_a_step_that_the_workers_do_not_divide_are_found() -> None:
 
     assert "SourceEnv.step_groups: expected a multiple of the 2 workers, got 3: take 4 groups a step, or as " in told
     pipeline(4).check()
+
+
+class Keep:
+    """An untyped stage, as in a script without annotations."""
+
+    async def run(self, inbox, outbox):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        async for record in inbox:
+            await outbox.send(record)
+
+
+class Tap(Generic[T]):
+    async def run(self, inbox: ReceiveChannel[T], outbox: SendChannel[T]) -> None: ...
+
+
+SCRIPT: Any = source(Groups(1))
+"""A chain without types: no checker refuses what comes after it."""
+
+
+def test_a_batcher_before_the_normalizer_is_refused_with_the_order_to_write() -> None:
+    told = complaint(SCRIPT.then(Batcher(max_tokens=99)).then(AdvantageNormalizer("grpo")).sink(Train()))
+
+    assert (
+        "Batcher → AdvantageNormalizer: Batcher sends TrainBatch, and AdvantageNormalizer receives TrajectoryGroup: "
+        "write .then(AdvantageNormalizer(…)).then(Batcher(…))"
+    ) in told
+
+
+def test_a_forgotten_batcher_is_named() -> None:
+    assert "write .then(Batcher(max_tokens=…)) before Train(…)" in complaint(SCRIPT.sink(Train()))
+
+
+def test_where_no_order_fits_the_types_between_are_named() -> None:
+    told = complaint(SCRIPT.then(Pack()).then(Double()).sink(Collect()))
+
+    assert "Pack → Double: Pack sends TrainBatch, and Double receives int: put a stage between them" in told
+    assert "that receives TrainBatch and sends int" in told
+
+
+def test_a_function_says_what_it_takes_and_returns() -> None:
+    async def forget(group: TrajectoryGroup) -> None: ...
+
+    async def count(batch: TrainBatch) -> int:
+        return len(batch)
+
+    assert "Groups → count: Groups sends TrajectoryGroup, and count receives TrainBatch" in complaint(
+        SCRIPT.then(each(count)).sink(Collect())
+    )
+    assert "forget → Pack: forget sends NoneType, and Pack receives TrajectoryGroup" in complaint(
+        SCRIPT.then(each(forget)).then(Pack()).sink(Train())
+    )
+
+
+def test_a_stage_without_annotations_passes() -> None:
+    SCRIPT.then(Pack()).then(Keep()).then(Pass()).sink(Collect()).check()
+
+
+def test_a_stage_that_hands_on_what_it_receives_is_seen_through() -> None:
+    told = complaint(SCRIPT.then(Pack()).then(Tap()).then(Pass()).sink(Collect()))
+
+    assert "Tap → Pass: Tap sends TrainBatch, and Pass receives TrajectoryGroup" in told
+
+
+def test_a_fragment_is_looked_into() -> None:
+    fragment = SCRIPT.then(Pack()).then(Pass(), capacity=2.5)
+
+    told = complaint(source(fragment, on=processes(2)).sink(Train()))
+
+    assert "Pack → Pass: Pack sends TrainBatch, and Pass receives TrajectoryGroup" in told
+    assert "Pack → Pass: capacity: expected a whole number of at least 1, got 2.5" in told
+    assert "sends TrajectoryGroup, and Train receives TrainBatch" in told
+
+
+@pytest.mark.parametrize("capacity", [2.5, True, float("nan"), "2", -1])
+def test_a_capacity_that_is_no_whole_number_is_refused(capacity: object) -> None:
+    pipeline = SCRIPT.then(Pack(), capacity=capacity).sink(Train(), capacity_bytes=capacity)
+
+    told = complaint(pipeline)
+
+    assert f"Groups → Pack: capacity: expected a whole number of at least 1, got {capacity!r}" in told
+    assert f"Pack → Train: capacity_bytes: expected a whole number of at least 1, got {capacity!r}" in told
+
+
+async def test_a_capacity_may_be_an_integer_of_numpy() -> None:
+    pipeline = SCRIPT.then(Pack(), capacity=np.int8(100), on=processes(2)).sink(Train(), capacity_bytes=np.int64(2**20))
+
+    assert "100 records" in pipeline.describe()
+    assert (await source(Count(3)).sink(Collect(), capacity=np.int64(1)).run()).ended_by == "end of stream"  # type: ignore[arg-type]
+
+
+def test_a_bound_that_a_stage_gives_as_an_integer_of_numpy_is_one() -> None:
+    told = complaint(source(BigGroups(1, sends_at_most_tokens=np.int64(5_000))).then(Narrow()).sink(Train()))  # type: ignore[arg-type]
+
+    assert "a group may hold 5000 tokens, and Narrow takes at most 4096" in told
+
+
+def test_a_bound_that_is_no_whole_number_is_refused() -> None:
+    told = complaint(source(Groups(1)).then(Narrow(takes_at_most_tokens=4096.0)).sink(Train()))  # type: ignore[arg-type]
+
+    assert "Narrow: takes_at_most_tokens: expected a whole number, got 4096.0" in told

@@ -373,5 +373,5 @@ def test_equal_names_are_told_apart() -> None:
 async def test_a_pipeline_that_cannot_work_does_not_start() -> None:
     pipeline: Pipeline = source(Count(1)).sink(Collect(), capacity=0)
 
-    with pytest.raises(InvalidPipeline, match="capacity of at least 1"):
+    with pytest.raises(InvalidPipeline, match="capacity: expected a whole number of at least 1"):
         await pipeline.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.typing.chains import Pack, Sample, Shape, Train
 
-from penstock import Pipeline, TrainBatch, TrajectoryGroup, each, source
+from penstock import AdvantageNormalizer, Batcher, Pipeline, TrainBatch, TrajectoryGroup, each, here, processes, source
 
 
 async def judge_batches(batch: TrainBatch) -> TrainBatch:
@@ -37,4 +37,11 @@ async def use() -> None:
     await source(Sample()).then(Pack()).run()  # refused: a missing sink
     pipeline: Pipeline = source(Sample()).then(Pack())  # refused: a missing sink
     pipeline.then(Shape())  # refused: nothing comes after a sink
+    source(Sample()).then(Pack)  # refused: a class for a stage
+    source(Sample()).then(Pack()).sink(Train)  # refused: a class for a sink
+    source(Sample()).then(Pack(), on=here)  # refused: no parentheses
+    source(Sample(), on=processes)  # refused: no number of processes
+    source(Sample(), on=4)  # refused: a number for a placement
+    source(Sample()).then(Pack(), capacity=2.5)  # refused: half a record
+    source(Sample()).then(Batcher(max_tokens=64)).then(AdvantageNormalizer("grpo"))  # refused: the wrong order
     source(Sample(), capacity=2)  # refused: no joint leads to a source
