@@ -34,6 +34,7 @@ __all__ = [
     "PeerLost",
     "PenstockError",
     "ProtocolMismatch",
+    "RecordCorrupted",
     "RecordTooLarge",
     "RunInUse",
     "RunStopped",
@@ -62,6 +63,10 @@ class ChannelFull(PenstockError, anyio.WouldBlock):
 
 class PeerLost(PenstockError, anyio.BrokenResourceError):
     """The process at the other end died without saying goodbye; the message names it."""
+
+
+class RecordCorrupted(PeerLost):
+    """Records that came are not those that were sent, by their checksum; their sender was cut off."""
 
 
 class PeerClosed(PenstockError, anyio.BrokenResourceError):

@@ -125,6 +125,8 @@ class Welcome(_Named, frozen=True):
     """Bytes that this sender may have in flight."""
     slot_bytes: int
     """Bytes of a slot (shm)."""
+    checksum: bool = False
+    """Whether bundles must come with a checksum."""
 
 
 class Refused(_Message, frozen=True):

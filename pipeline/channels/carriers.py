@@ -44,6 +44,7 @@ def serve(
     key: Key | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
     tokenizer: Any = None,
+    checksum: bool = False,
 ) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
     """The receiving end of a channel, open within the `async with`.
 
@@ -70,6 +71,8 @@ def serve(
             None waits for it as long as its process exists.
         tokenizer: what the token ids mean here, or its `TokenizerIdentity`: senders that say another one are refused,
             those that say none are let in.
+        checksum: senders compute one over every record, and what does not fit it is not received: `receive` raises
+            RecordCorrupted, which is a PeerLost. Costs each end about 2 s for a GB.
 
     Raises:
         TypeError: `tokenizer` has no identity.
@@ -94,6 +97,7 @@ def serve(
         key=key,
         silence_s=_silence_s(silence_s),
         tokenizer=None if tokenizer is None else identity_of(tokenizer),
+        checksum=checksum,
     )
     opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
     return opened(url, record_type, terms)

@@ -37,12 +37,13 @@ from ...schemas.control import (
     printable,
 )
 from ...schemas.descriptor import Descriptor
-from ..errors import MemberAbsent, PeerClosed, PeerLost, StaleDescriptor
+from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
 from .answers import Answers
 from .carrier import EVENTS, POLLIN, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
+from .checksum import ChecksumDiffers
 from .door import Door
 from .ends import Receiving
 from .keys import Key
@@ -101,6 +102,7 @@ class Terms:
     key: Key | None
     silence_s: float | None
     tokenizer: TokenizerIdentity | None
+    checksum: bool
 
 
 class RemoteReceiver(Receiving[R]):
@@ -117,6 +119,8 @@ class RemoteReceiver(Receiving[R]):
     ) -> None:
         self.url = url
         """Where senders connect."""
+        self.checksum = terms.checksum
+        """Whether senders are asked for checksums."""
         self.schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
@@ -209,7 +213,13 @@ class RemoteReceiver(Receiving[R]):
     def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
         """What a sender is granted."""
         return Welcome(
-            PROTOCOL_VERSION, endpoint, self._terms.name, self._terms.capacity, self._terms.capacity_bytes, slot_bytes
+            PROTOCOL_VERSION,
+            endpoint,
+            self._terms.name,
+            self._terms.capacity,
+            self._terms.capacity_bytes,
+            slot_bytes,
+            self.checksum,
         )
 
     def keep_open(self) -> None:
@@ -308,7 +318,10 @@ class RemoteReceiver(Receiving[R]):
         peer.expelled = True
         self._refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
-        lost = PeerLost(f"{peer.name} (pid {peer.pid}) broke the protocol and was cut off: {printable(str(error))}")
+        kind, did = PeerLost, "broke the protocol"
+        if isinstance(error, ChecksumDiffers):
+            kind, did = RecordCorrupted, f"sent records to {self._terms.name} that were changed on their way"
+        lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was cut off: {printable(str(error))}")
         lost.__cause__ = error
         self._lose(peer, lost)
         self._say(peer, Closed())

@@ -23,6 +23,7 @@ from ...schemas import Array
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, typed
 from ..errors import OutOfSharedMemory, StaleDescriptor
+from .checksum import checked, with_checksum
 from .shared_memory import allocate, may_shrink
 from .slots import Span
 
@@ -71,8 +72,12 @@ class SegmentWriter:
         self._typed = typed(self._bytes)
         self._payload = _table_bytes(slots)
 
-    def write(self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout) -> None:
+    def write(
+        self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout, *, checksum: bool = False
+    ) -> None:
         """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`.
+
+        With `checksum`, one over them and the contents lies behind these.
 
         Raises:
             TypeError, ValueError: they are not as `layout` was told.
@@ -96,6 +101,8 @@ class SegmentWriter:
                 begin = end
             if begin != bases[index] + last:
                 raise ValueError(f"{last - first} items were placed, {begin - bases[index] - first} are left")
+        if checksum:
+            contents = with_checksum(contents, [target[at : at + layout.nbytes]])
         at += layout.nbytes
         target[at : at + len(contents)] = contents
 
@@ -224,6 +231,15 @@ class SegmentReader:
             raise StaleDescriptor(f"expected contents within {nbytes} bytes, got {contents_bytes}")
         at = self._payload + slot * self.slot_bytes + nbytes - aligned(contents_bytes)
         return self._map[at : at + contents_bytes]
+
+    def check(self, descriptor: Descriptor, contents: bytes) -> bytes:
+        """Return `contents` of a bundle without the checksum behind them.
+
+        Raises:
+            ChecksumDiffers: what lies there is not what was written.
+        """
+        at = self._payload + descriptor.slot * self.slot_bytes
+        return checked(contents, [self._bytes[at : at + descriptor.nbytes - aligned(len(contents))]])
 
     def published_after(self, sequence: int) -> list[Descriptor]:
         """What the header table says is published beyond record `sequence`: for a sender that was killed.

@@ -26,6 +26,7 @@ from ...schemas.layout import Contents, Form, Items, Lengths, Part, Schema, alig
 from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from .carrier import Inlet, Parcel, R, Released, dealer, router
+from .checksum import CHECKSUM_BYTES
 from .door import Door, door_at
 from .introduction import answering_within, introduce, let_in
 from .remote_receiver import RemoteReceiver, Terms
@@ -73,13 +74,14 @@ class _Bundle:
 class SlotOutlet:
     """Places records in the sender's segment: credit is taken at once, the copy is made when a bundle is complete."""
 
-    def __init__(self, segment: SegmentWriter, capacity: int, kind: str) -> None:
+    def __init__(self, segment: SegmentWriter, capacity: int, kind: str, *, checksum: bool = False) -> None:
         self.items = 0
         self.nbytes = 0
         self._segment = segment
         self._table = SlotTable(segment.slots)
         self._capacity = capacity
         self._kind = kind
+        self._checksum = checksum
         self._most = max(1, capacity // BUNDLE_SHARE)
         self._most_bytes = min(BUNDLE_BYTES, segment.slots * segment.slot_bytes // BUNDLE_SHARE)
         self._bundle: _Bundle | None = None
@@ -118,7 +120,7 @@ class SlotOutlet:
     def _begin(self, form: Form, candidates: int, nbytes: int) -> _Bundle | None:
         """A bundle for a record that takes `nbytes`, with room for more like it if the free slots there have it."""
         slot_bytes = self._segment.slot_bytes
-        around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded))
+        around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded) + self._checksum * CHECKSUM_BYTES)
         slots, room = -(-(around + nbytes) // slot_bytes), self._segment.slots
         if slots > room:
             raise RecordTooLarge(
@@ -145,9 +147,10 @@ class SlotOutlet:
         span, form, parts, slot_bytes = bundle.span, bundle.form, bundle.parts, self._segment.slot_bytes
         layout = form.layout(Lengths(bundle.tokens, bundle.sequences, bundle.candidates, len(parts)))
         contents = encode_contents((self._kind, form.encoded, bundle.candidates, parts))
-        nbytes = layout.nbytes + aligned(len(contents))
+        contents_bytes = len(contents) + self._checksum * CHECKSUM_BYTES
+        nbytes = layout.nbytes + aligned(contents_bytes)
         try:
-            self._segment.write(span, contents, bundle.columns, layout)
+            self._segment.write(span, contents, bundle.columns, layout, checksum=self._checksum)
         except (TypeError, ValueError) as error:
             raise InvalidRecord(
                 f"expected the {len(parts)} records up to number {self._sequence} to be as they were when they were "
@@ -156,7 +159,7 @@ class SlotOutlet:
             ) from error
         self.nbytes -= self._table.trim(span, -(-nbytes // slot_bytes)) * slot_bytes
         self._table.publish(span, self._sequence, len(parts))
-        self._segment.publish(span, len(contents), nbytes)
+        self._segment.publish(span, contents_bytes, nbytes)
         self._ready.append(Descriptor(self._sequence, len(parts), span.start, span.count, span.generation, nbytes))
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
@@ -206,8 +209,9 @@ class _Reading:
 class SlotInlet:
     """Reads records from a sender's segment."""
 
-    def __init__(self, segment: SegmentReader, schema: Schema) -> None:
+    def __init__(self, segment: SegmentReader, schema: Schema, *, checksum: bool = False) -> None:
         self._segment = segment
+        self._checksum = checksum
         self._schema = schema
         self._open: _Reading | None = None
         """The bundle that was read last: its records are mostly taken one after the other."""
@@ -245,7 +249,7 @@ class SlotInlet:
 
     def _read_anew(self, descriptor: Descriptor) -> _Reading:
         encoded = self._segment.contents(descriptor)
-        contents = Contents.decode(encoded)
+        contents = Contents.decode(self._segment.check(descriptor, encoded) if self._checksum else encoded)
         form = self._schema.received(contents)
         bundle = _Reading(descriptor, form, contents.candidates, contents.parts)
         expected = bundle.layout.nbytes + aligned(len(encoded))
@@ -270,7 +274,7 @@ async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> In
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         segment = await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes)
-        return SlotInlet(segment, receiver.schema)
+        return SlotInlet(segment, receiver.schema, checksum=receiver.checksum)
 
 
 @asynccontextmanager
@@ -314,7 +318,7 @@ async def connect_shm(
             )
             stack.callback(segment.close)
             await let_in(door, Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-        outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind)
+        outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind, checksum=welcome.checksum)
         line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity, silence_s=silence_s), silence_s)
         stack.pop_all()
         try:

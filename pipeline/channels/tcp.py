@@ -26,6 +26,7 @@ from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
 from ..errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
 from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router, start_zero_copy
+from .checksum import checked, with_checksum
 from .default_key import default_key
 from .door import Door
 from .introduction import answering_within, introduce, let_in
@@ -39,12 +40,13 @@ __all__ = ["connect_tcp", "serve_tcp"]
 class FrameOutlet:
     """Keeps account of the records that are on their way; ZeroMQ keeps the arrays."""
 
-    def __init__(self, capacity: int, capacity_bytes: int, kind: str) -> None:
+    def __init__(self, capacity: int, capacity_bytes: int, kind: str, *, checksum: bool = False) -> None:
         self.items = 0
         self.nbytes = 0
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._kind = kind
+        self._checksum = checksum
         self._ready: list[Parcel] = []
         """Records that are not posted yet."""
         self._in_flight: dict[int, int] = {}
@@ -58,6 +60,9 @@ class FrameOutlet:
     def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
         """Take credit for a record; see `Outlet.place`."""
         contents = encode_contents(Contents.alone(self._kind, form, lengths, header))
+        buffers = list(map(_frame, columns))
+        if self._checksum:
+            contents = with_checksum(contents, buffers)
         nbytes = form.layout(lengths).nbytes + aligned(len(contents))
         if nbytes > self._capacity_bytes:
             raise RecordTooLarge(
@@ -66,7 +71,7 @@ class FrameOutlet:
             )
         if self.full or self.nbytes + nbytes > self._capacity_bytes:
             return False
-        self._ready.append((Descriptor(sequence, 1, sequence, 0, 0, nbytes), [contents, *map(_frame, columns)]))
+        self._ready.append((Descriptor(sequence, 1, sequence, 0, 0, nbytes), [contents, *buffers]))
         self._in_flight[sequence] = nbytes
         self.items += 1
         self.nbytes += nbytes
@@ -94,8 +99,9 @@ class FrameOutlet:
 class FrameInlet:
     """Makes records of frames."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, *, checksum: bool = False) -> None:
         self._schema = schema
+        self._checksum = checksum
 
     def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
@@ -122,10 +128,12 @@ class FrameInlet:
         descriptor, frames = parcel
         if not frames or descriptor.records != 1:
             raise StaleDescriptor(f"expected {descriptor} to be one record and come with its columns, got none")
-        contents = Contents.decode(frames[0].bytes)
+        buffers = [frame.buffer for frame in frames[1:]]
+        encoded = frames[0].bytes
+        contents = Contents.decode(checked(encoded, buffers) if self._checksum else encoded)
         if len(contents.parts) != 1:
             raise InvalidRecord(f"expected one record a message, got {len(contents.parts)}")
-        return contents, self._schema.received(contents), [frame.buffer for frame in frames[1:]]
+        return contents, self._schema.received(contents), buffers
 
     def salvage(self, sequence: int) -> list[Parcel]:
         """Nothing: what had not left the process is gone with it."""
@@ -184,7 +192,7 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
 
     async def enter(opened: Door) -> Inlet:
         await opened.say(receiver.welcome(endpoint, 0))
-        return FrameInlet(record_type.schema)
+        return FrameInlet(record_type.schema, checksum=terms.checksum)
 
     receiver.attend(door, enter, AsyncExitStack())
     async with receiver:
@@ -215,7 +223,9 @@ async def connect_tcp(
             await _greet(door, used)
             welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name, tokenizer)
             await let_in(door)
-        outlet = FrameOutlet(welcome.capacity, welcome.capacity_bytes, record_type.schema.kind)
+        outlet = FrameOutlet(
+            welcome.capacity, welcome.capacity_bytes, record_type.schema.kind, checksum=welcome.checksum
+        )
         data = dealer(_reached(welcome.endpoint, host), identity, used, silence_s)
         line = SenderLine(door, welcome, outlet, data, silence_s)
         stack.pop_all()

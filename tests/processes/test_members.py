@@ -259,9 +259,9 @@ async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_tr
         async with lasting_member(address, "a", 5, "stays") as unlucky:
             unlucky.send_signal(signal.SIGKILL)
         async with lasting_member(address, "a", 7, "done") as again, lasting_member(address, "b", 5, "done") as other:
-            pass
+            ended = [await process.wait() for process in (again, other)]
+            assert ended == [0, 0]
 
-    assert (again.returncode, other.returncode) == (0, 0)
     assert trainer.trained == Counter(
         [GroupId("a", str(n)) for n in range(7)] + [GroupId("b", str(n)) for n in range(5)]
     )
