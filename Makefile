@@ -4,12 +4,14 @@
 #   make test-all        every cell of its long tables too, of which make test runs some
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make check           formatter, linter, mypy, pyright, import directions
+#   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
 #   make clean           remove what the others made, except runs/
 
 PYTHON ?= python3
 SEED ?= 0
+MINUTES ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -19,7 +21,7 @@ VLLM := $(VENV)/vllm
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm check bench setup clean
+.PHONY: demo test test-all test-vllm check chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -56,6 +58,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --quiet tests/test_imports.py
+
+# Lines between two network namespaces are cut where this runs as root and iproute2 is installed.
+chaos: $(READY)
+	$(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)
 
 # Ten minutes at most, peers included; those that are not installed are skipped (pip install -e '.[bench]').
 BENCH := runs/bench

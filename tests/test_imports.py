@@ -1,4 +1,4 @@
-"""Who may import whom: schemas ← pipeline ← stages ← stages.integrations ← src/penstock, examples, benchmarks.
+"""Who may import whom: schemas ← pipeline ← stages ← stages.integrations ← src/penstock, examples, benchmarks, chaos.
 
 Read from the source, so that an import inside a function counts as well: a direction is a direction at any depth.
 """
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock", "benchmarks", "examples"]
+LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock", "benchmarks", "chaos", "examples"]
 """Each may import what stands before it, and itself. Benchmarks and examples do not know each other."""
 
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
@@ -93,7 +93,7 @@ def layer_of_file(path: Path) -> str:
 def layer_of_module(module: str) -> str | None:
     """The layer that an imported module stands in; None if it is not ours."""
     top, _, rest = module.partition(".")
-    if top in {"examples", "benchmarks"}:
+    if top in {"examples", "benchmarks", "chaos"}:
         return top
     if top != "penstock":
         return None
@@ -122,7 +122,7 @@ def upward(layer: str, found: Import) -> bool:
     target = layer_of_module(found.module)
     if target is None:
         return False
-    if target in {"examples", "benchmarks"}:
+    if target in {"examples", "benchmarks", "chaos"}:
         return target != layer
     return LAYERS.index(target) > LAYERS.index(layer)
 

@@ -1,0 +1,1 @@
+"""Random kills, stops and cuts over pipelines, channels and journals; `python -m chaos` is the program."""

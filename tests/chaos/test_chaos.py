@@ -1,0 +1,115 @@
+"""The chaos run in short, and that it would see what it looks for."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from chaos.actors import Found
+from chaos.cast import children_of
+from chaos.records import CorruptRecord, check_batch, check_record, every_id, record_of
+from chaos.rounds import SCENARIOS, judge
+from tests.failsafe import FAILSAFE_S
+from tests.faults.zygote import ROOT, environment
+
+from penstock import TrainBatch
+from penstock.schemas import GroupId
+
+COMMAND = [sys.executable, "-m", "chaos", "--minutes", "0"]
+
+IDS = every_id(lanes=2, count=3)
+
+WELL = Found(ended_by="end of stream", balanced=True, in_flight=0, lost={})
+
+DIED = {"Check 1/1 (pid 7) was killed by SIGKILL": 2}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_whatever_is_killed_stopped_or_cut_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
+    command = [*COMMAND, "--only", scenario, "--seed", "3", "--round-s", "3"]
+
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.endswith("nothing lost, doubled, hung or left over\n")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path leaves room for those of sockets."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def descendants(pid: int) -> list[int]:
+    children = children_of(pid)
+    return children + [each for child in children for each in descendants(child)]
+
+
+def test_a_driver_that_is_killed_leaves_nothing(folder: Path) -> None:
+    told = environment() | {"TMPDIR": str(folder)}
+    command = [*COMMAND, "--only", "workers", "--round-s", "1000"]
+    with subprocess.Popen(command, cwd=ROOT, env=told) as driver:
+        while len(descendants(driver.pid)) < 4:  # a trainer and some of its workers
+            assert driver.poll() is None
+            time.sleep(0.05)
+        pidfds = [os.pidfd_open(pid) for pid in descendants(driver.pid)]
+        driver.kill()
+
+    assert all(select.select([pidfd], [], [], FAILSAFE_S)[0] for pidfd in pidfds)
+    for pidfd in pidfds:
+        os.close(pidfd)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_as_it_has_to_be_is_not_complained_of() -> None:
+    assert judge(IDS, sorted(IDS), WELL, may_lose=False) == []
+    assert judge(IDS, sorted(IDS)[1:], msgspec.structs.replace(WELL, lost=DIED), may_lose=True) == []
+
+
+@pytest.mark.parametrize(
+    ("trained", "found", "wrong"),
+    [
+        (sorted(IDS)[1:], WELL, "1 records are missing"),
+        ([*sorted(IDS), min(IDS)], WELL, "was trained 2 times"),
+        ([*sorted(IDS), GroupId("lane7", "0")], WELL, "was trained and never sent"),
+        (sorted(IDS), None, "no report"),
+        (sorted(IDS), msgspec.structs.replace(WELL, in_flight=1), "do not balance"),
+        (sorted(IDS), msgspec.structs.replace(WELL, lost=DIED), "lost as"),
+        (sorted(IDS), msgspec.structs.replace(WELL, ended_by="Trainer returned"), "ended by"),
+    ],
+)
+def test_what_is_lost_doubled_or_unbalanced_would_be_seen(
+    trained: list[GroupId], found: Found | None, wrong: str
+) -> None:
+    assert wrong in judge(IDS, trained, found, may_lose=False)[0]
+
+
+def test_what_is_missing_without_a_worker_that_died_would_be_seen_in_workers_too() -> None:
+    assert "are missing" in judge(IDS, sorted(IDS)[2:], msgspec.structs.replace(WELL, lost=DIED), may_lose=True)[0]
+
+
+@pytest.mark.parametrize("name", record_of(1, 2).columns())
+def test_a_flipped_bit_would_be_seen_in_every_column(name: str) -> None:
+    column = record_of(1, 2).columns()[name].copy()
+    column.view(np.uint8)[-1] ^= 1
+
+    with pytest.raises(CorruptRecord, match=name):
+        check_record(msgspec.structs.replace(record_of(1, 2), **{name: column}))
+
+
+def test_a_batch_whose_tokens_are_those_of_another_record_would_be_seen() -> None:
+    batch = TrainBatch.pack([record_of(0, 1), record_of(1, 2)])
+    check_batch(batch)
+
+    with pytest.raises(CorruptRecord, match="tokens"):
+        check_batch(msgspec.structs.replace(batch, tokens=batch.tokens[::-1].copy()))
