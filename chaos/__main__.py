@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count, cycle
+from itertools import cycle
 
 import anyio
 
@@ -35,8 +35,9 @@ PR_SET_CHILD_SUBREAPER = 36
 def rounds(seed: str, minutes: float, only: Scenario | None) -> Iterator[tuple[Scenario, str]]:
     """Yield scenarios and their seeds until the time is up: each scenario once at least, or the one of `only`."""
     until = time.monotonic() + 60 * minutes
-    kinds = [only] if only else list(SCENARIOS)
-    for number, scenario in zip(count(), cycle(kinds), strict=False):
+    kinds: tuple[Scenario, ...] = (only,) if only else SCENARIOS
+    order: Iterator[Scenario] = cycle(kinds)
+    for number, scenario in enumerate(order):
         if number >= len(kinds) and time.monotonic() >= until:
             return
         yield scenario, seed if minutes == 0 and only else f"{seed}-{number}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 import zmq
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock import Key, TrajectoryGroup, connect, serve
@@ -54,7 +55,7 @@ async def test_another_user_of_the_host_is_refused_though_it_gave_no_key_either(
 ) -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-        with anyio.fail_after(30), pytest.raises((PeerClosed, ProtocolMismatch)):
+        with anyio.fail_after(FAILSAFE_S), pytest.raises((PeerClosed, ProtocolMismatch)):
             async with connect(inbox.url, TrajectoryGroup):
                 pass
 
@@ -76,7 +77,7 @@ def test_threads_that_make_the_key_at_the_same_time_all_use_the_one_that_was_fir
     together, made = threading.Barrier(8), list[bytes]()
 
     def make() -> None:
-        together.wait(30)
+        together.wait(FAILSAFE_S)
         made.append(default_key()._secret)
 
     threads = [threading.Thread(target=make) for _ in range(8)]
