@@ -11,6 +11,7 @@ import anyio
 from ..schemas.numbers import normalize_counts
 from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
+from .errors import InvalidRecord
 from .record_types import function_types
 
 __all__ = ["Each", "each"]
@@ -54,7 +55,13 @@ class Each(Generic[In, Out]):
 
     async def _call(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         async for record in inbox:
-            await outbox.send(await self.function(record))
+            returned = await self.function(record)
+            if returned is None:
+                raise InvalidRecord(
+                    f"expected {self.stage_name} to return a record for each that it takes, got None: return the "
+                    f"record, or write a stage, which can leave one out with drop(record, 'filtered', reason)"
+                )
+            await outbox.send(returned)
 
 
 def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> Each[In, Out]:
@@ -65,7 +72,8 @@ def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> E
     pipeline = source(SourceEnv(…)).then(each(judge, concurrency=16)).sink(…)
 
     With one call at a time order is kept; with more, results leave in the order in which they are ready. An exception
-    in `function` ends the pipeline, with the function's name. To drop records, write a stage.
+    in `function` ends the pipeline, with the function's name; so does a function that returns None. To drop records,
+    write a stage.
 
     Raises:
         InvalidConfig: `concurrency` is no whole number, or below 1.

@@ -28,6 +28,7 @@ __all__ = [
     "MissingExtra",
     "NoDevice",
     "NobodyListens",
+    "NothingTrained",
     "OutOfFileDescriptors",
     "OutOfSharedMemory",
     "PeerClosed",
@@ -36,6 +37,9 @@ __all__ = [
     "ProtocolMismatch",
     "RecordCorrupted",
     "RecordTooLarge",
+    "RecordsSwallowed",
+    "RewardFunctionFailed",
+    "RolloutsFailed",
     "RunInUse",
     "RunStopped",
     "ServerFailed",
@@ -131,6 +135,22 @@ class InvalidPipeline(PenstockError):
 
 class StageFailed(PenstockError):
     """A stage raised; `__cause__` holds the exception, the message the stage's name."""
+
+
+class RolloutsFailed(PenstockError):
+    """So many rollouts in a row failed that the run ended; the message lists the most frequent reasons."""
+
+
+class RewardFunctionFailed(PenstockError):
+    """A reward function failed so many times in a row that the run ended; `__cause__` is what it raised last."""
+
+
+class RecordsSwallowed(PenstockError):
+    """Stages received records and neither sent nor dropped them; the message names the stages."""
+
+
+class NothingTrained(PenstockError):
+    """A run ended by itself, and trained nothing; the message says how its trajectories ended."""
 
 
 class WorkerFailed(StageFailed):

@@ -22,6 +22,7 @@ from .errors import InvalidPipeline
 from .ledger import Ledger
 from .link import Link, name_of, named, sent_along
 from .misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
+from .outcome import check_outcome
 from .processes.placement import HERE, Here, Placement
 from .processes.worker import refuse_while_importing_main
 from .resumption import kept_in
@@ -167,6 +168,9 @@ class Pipeline:
         Raises:
             InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
             RunInUse: another process runs in `folder`.
+            RolloutsFailed: 64 rollouts failed in a row, in all workers together, and none between them succeeded.
+            RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped what it received.
+            NothingTrained: the run ended by itself, and trained nothing.
             StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
@@ -198,9 +202,11 @@ class Pipeline:
         stop.call(run.stop)
         started = time.monotonic()
         try:
-            await run.run()
+            with ledger.calling_on_failure(run.limit_failures):
+                await run.run()
         finally:
             self.report = _report(run, ledger, time.monotonic() - started)
+        check_outcome(self.report, ledger.step)
         return self.report
 
 

@@ -63,8 +63,15 @@ class Passage:
         """The ledger, at the end of a fragment: what leaves it is handed over once more, by whoever runs it."""
 
     def admit(self, record: T) -> T | None:
-        """`record` is about to be sent: what of it may go; None where all of it are copies."""
-        if (self._admits_to is None and self._leaves is None) or not isinstance(record, RECORDS):
+        """`record` is about to be sent: what of it may go; None where all of it are copies.
+
+        Raises:
+            InvalidRecord: a column of it is no array, or one of another dtype. So the stage that sends it is blamed.
+        """
+        if not isinstance(record, RECORDS):
+            return record
+        record.schema.check_types(record)
+        if self._admits_to is None and self._leaves is None:
             return record
         admitted: TrajectoryGroup | TrainBatch | None = record
         if self._admits_to is not None and (copies := self._admits_to.hand_over(record)):

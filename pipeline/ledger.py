@@ -39,6 +39,14 @@ Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
 CheckpointHearer: TypeAlias = Callable[[Mapping[GroupId, int]], None]
 """Takes what a checkpoint holds as trained: `Ledger.committed` as it was when it was written."""
 
+MAX_REASONS = 64
+"""Reasons that are told apart for each end state: error messages may all differ, and a run may fail for days."""
+
+MAX_REASON_LENGTH = 200
+"""Characters of a reason that are kept."""
+
+OTHER_REASONS = "other reasons"
+
 PACE_WINDOW = 8
 """Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
 
@@ -105,6 +113,10 @@ class Ledger:
         self._room = Waiters()
         self._hearers: list[CheckpointHearer] = []
         self._on_end: Callable[[], None] | None = None
+        self._succeeded = 0
+        """Rollouts that succeeded in this process, or in a worker whose account is closed."""
+        self._on_failure: Callable[[], None] | None = None
+        """Called after trajectories were counted as failed."""
         self.step = 0
         """The last optimizer step that was committed, or that this process was told of."""
         self.checkpoint = ""
@@ -148,6 +160,7 @@ class Ledger:
             InvalidRecord: a group has no sequences.
         """
         refused = 0
+        self.succeed(len(record))
         for group, mask in self._entering(record, self._begun):
             begun = self._begun.get(group, 0)
             new, copies = self._enter(group, mask, begun)
@@ -163,6 +176,12 @@ class Ledger:
         """In a source's process: `record` was not sent, or leaves a part of the source. It may be handed over again."""
         for group, mask in _masks(record):
             noted(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
+
+    def succeed(self, count: int = 1) -> None:
+        """In a source's process: count rollouts that succeeded. A success ends a row of failures."""
+        self._succeeded += count
+        if self._account is not None:
+            self._account.succeed(count)
 
     def refuse(self, copies: int, reason: str) -> None:
         """Count so many copies of what is in these books already, as admitted and rejected. What was first goes on."""
@@ -261,6 +280,7 @@ class Ledger:
         self._accounts.remove(account)
         lost = account.in_flight
         self._admitted += account.admitted
+        self._succeeded += account.succeeded
         for state, reason_told, count in account.ends():
             self._count(state, reason_told, count)
         self._count("lost", reason, lost)
@@ -280,6 +300,14 @@ class Ledger:
     def in_flight(self) -> int:
         """Trajectories in flight in these books: admitted here or taken over, and not ended anywhere."""
         return self._in_flight
+
+    def failures(self) -> tuple[int, int]:
+        """Return how many trajectories failed and how many rollouts succeeded, those in workers included.
+
+        Failures are read first: successes that have not grown since then prove that these failures are in a row.
+        """
+        failed = self._ended["failed"] + sum(account.ended("failed") for account in self._accounts)
+        return failed, self._succeeded + sum(account.succeeded for account in self._accounts)
 
     @property
     def trained_per_step(self) -> float | None:
@@ -360,6 +388,22 @@ class Ledger:
             yield
         finally:
             self._on_end = None
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def calling_on_failure(self, call: Callable[[], None]) -> Iterator[None]:
+        """Within the body, call `call` after trajectories were counted as failed, here or in a worker."""
+        self._on_failure = call
+        try:
+            yield
+        finally:
+            self._on_failure = None
+
+    def failures_changed(self) -> None:
+        """A worker reported: its account may hold new failures."""
+        if self._on_failure is not None:
+            self._on_failure()
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -443,6 +487,8 @@ class Ledger:
             self._room.wake_all()
         if self._on_end is not None:
             self._on_end()
+        if state == "failed":
+            self.failures_changed()
 
     def _admit_absent(self, leaving: Collection[tuple[GroupId, int]]) -> None:
         for group, mask in leaving:
@@ -462,7 +508,15 @@ class Ledger:
     def _count(self, state: EndState, reason: str, count: int) -> None:
         if count:
             self._ended[state] += count
-            self._reasons[state, reason] += count
+            self._reasons[state, self._kept_reason(state, reason)] += count
+
+    def _kept_reason(self, state: EndState, reason: str) -> str:
+        """Return `reason` as it is kept: cut where it is long, and `OTHER_REASONS` where there are too many."""
+        if len(reason) > MAX_REASON_LENGTH:
+            reason = reason[: MAX_REASON_LENGTH - 1] + "…"
+        if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:
+            return reason
+        return OTHER_REASONS
 
 
 def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:

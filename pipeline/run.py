@@ -19,10 +19,12 @@ from .causes import alone, sole_cause
 from .channels.channel import MEMORY_CAPACITY, SendChannel
 from .channels.memory import memory_channel
 from .context import Context, entered
-from .errors import PeerClosed, StageFailed
+from .errors import PeerClosed, RolloutsFailed, StageFailed
+from .failure_streak import FailureStreak
 from .joint import Inbox, Joint, Outbox, Passage
 from .ledger import Ledger
 from .link import Link
+from .outcome import END_OF_STREAM, SWALLOWED
 from .processes.placement import Here, Processes
 from .processes.worker_books import RUN_ENDED
 from .processes.workers import Workers
@@ -121,7 +123,8 @@ class Run:
         """Where the last stage sends, when the chain is a fragment without a sink."""
         self._parts = [_Part(link, context, self) for link in links]
         self._joints: list[Joint] = []
-        self._failure: StageFailed | None = None
+        self._failure: StageFailed | RolloutsFailed | None = None
+        self._streak = FailureStreak()
         self._open_error: Exception | None = None
         """What kept the run from opening its channels."""
         self._cancel: Callable[[], None] = _nothing
@@ -208,6 +211,16 @@ class Run:
             await part.link.stage.run(self._inbox)
         else:
             await part.link.stage.run(part.before.inbox, part.outbox)
+
+    def limit_failures(self) -> None:
+        """End the run where too many rollouts failed in a row: called after each that fails."""
+        ledger = self._context.ledger
+        try:
+            self._streak.check(*ledger.failures(), lambda: ledger.balance().reasons["failed"])
+        except RolloutsFailed as error:
+            if self._failure is None:
+                self._failure = error
+                self._cancel()
 
     def _note_failure(self, part: _Part, error: Exception) -> None:
         if _is_only(error, PeerClosed) and self._is_over_after(part):
@@ -305,7 +318,7 @@ class Run:
         if self._stopped_by:
             return f"stopped by {self._stopped_by}"
         if self._ran_dry:
-            return "end of stream"
+            return END_OF_STREAM
         returned = [part.link.name for part in self._parts if part.state == "returned"]
         return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
 
@@ -324,7 +337,7 @@ class Run:
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
         taken[self._parts[0]] = max(0, ledger.in_flight - sum(taken.values()))
         names = [part.link.name for part in self._parts if taken[part]]
-        return f"swallowed by {' and '.join(names)}"
+        return f"{SWALLOWED}{' and '.join(names)}"
 
 
 def _nothing() -> None:

@@ -425,6 +425,8 @@ class Schema:
         """Columns with a value a sequence or a value a token."""
         self._values = attrgetter(*rules)
         """The values of all fields of a record that are columns, None included, in one step."""
+        self._dtypes = tuple(rule.dtype for rule in rules.values())
+        """Of the same columns."""
         self._sent: dict[tuple[object, ...], Form] = {}
         self._usual: _Usual | None = None
         """What the last record was like that was not like the one before it: most are alike."""
@@ -518,6 +520,18 @@ class Schema:
             over_sequences = len(rule.axes) == 1 or len(column) == sequences
             named.append((name, rule.dtype, rule.axes[0 if over_sequences else 1]))
         return Form(named)
+
+    def check_types(self, record: Columned) -> None:
+        """Check that the columns of a record are arrays of the right dtypes. Cheap: it looks at no shape and no value.
+
+        Raises:
+            InvalidRecord: naming the first column that is not.
+        """
+        for column, dtype in zip(self._values(record), self._dtypes, strict=True):
+            if column is not None and (type(column) is not np.ndarray or column.dtype is not dtype):
+                self.check(self.columns(record))
+        if record.reward_parts and {*map(type, record.reward_parts.values())} != _ARRAYS:
+            self.check(self.columns(record))
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class _Caller:
         try:
             return take(await self.plain(function, began))
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed(f"environment raised {type(error).__name__}") from error
+            raise EnvironmentFailed(f"environment raised {type(error).__name__}: {error}".rstrip(": ")) from error
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------

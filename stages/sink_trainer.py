@@ -264,7 +264,13 @@ class SinkTrainer:
             await self._save(context.ledger, thread)
 
     def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        return batch_metrics(batch, step - 1) | dict(self.trainer.step(batch))
+        metrics = self.trainer.step(batch)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"expected {type(self.trainer).__name__}.step to return metrics, a mapping from names to numbers, got "
+                f"{metrics!r}: let it end with `return {{...}}`, with `return {{}}` where there are none"
+            )
+        return batch_metrics(batch, step - 1) | dict(metrics)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         generation = self._generation

@@ -27,6 +27,7 @@ from ..pipeline.channels.channel import SendChannel
 from ..pipeline.context import Context, Worker, current, drop
 from ..pipeline.errors import InvalidConfig
 from ..pipeline.ledger import EndState
+from ..pipeline.repeated_errors import RepeatedErrors
 from ..pipeline.resumption import Past
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
@@ -41,6 +42,10 @@ __all__ = ["SourceEnv"]
 log = get_logger("penstock.source_env")
 
 R = TypeVar("R")
+
+
+class _NothingSampled(Exception):
+    """A rollout in which the policy said nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,7 @@ class _Crew:
         self._rollouts = anyio.CapacityLimiter(source.concurrency)
         per_step = source.per_step(context.worker)
         self._pace = Pace(context.ledger, source.group_size, source.max_lag, per_step=per_step)
+        self._dropped = RepeatedErrors(log, "rollout_dropped")
         self._failure: Exception | None = None
         """What ended the run, bare: a task group would wrap it."""
         self._everyone = anyio.CancelScope()
@@ -324,7 +330,7 @@ class _Crew:
             try:
                 return await self._tasks.task(number)
             except EnvironmentFailed as error:
-                self._drop(ids, "failed", str(error), error)
+                self._drop(ids, "failed", error)
                 return None
         self._drop(ids, "failed", self._timed_out)
         return None
@@ -336,14 +342,16 @@ class _Crew:
                 try:
                     rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._speak)
                 except EnvironmentFailed as error:
-                    self._drop([trajectory], "failed", str(error), error)
+                    self._drop([trajectory], "failed", error)
                 except Exception as error:  # noqa: BLE001 (raised again by `work`)
                     self._fail(error)
         if timeout.cancelled_caught:
             self._drop([trajectory], "failed", self._timed_out)
         elif trajectory.repetition_id in rollouts and not said_anything(rollouts[trajectory.repetition_id]):
             del rollouts[trajectory.repetition_id]
-            self._drop([trajectory], "rejected", "nothing was sampled")
+            self._drop([trajectory], "rejected", _NothingSampled("nothing was sampled"))
+        elif trajectory.repetition_id in rollouts:
+            self._context.ledger.succeed()
 
     async def _speak(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
         """Let the policy answer to `turns`; None where `max_length` leaves no token."""
@@ -359,22 +367,18 @@ class _Crew:
         return completion
 
     @property
-    def _timed_out(self) -> str:
-        return f"rollout took longer than {self._source.timeout_s:g} s"
+    def _timed_out(self) -> TimeoutError:
+        return TimeoutError(f"rollout took longer than {self._source.timeout_s:g} s")
 
-    def _drop(
-        self, ids: list[TrajectoryId], state: EndState, reason: str, error: EnvironmentFailed | None = None
-    ) -> None:
-        drop(ids, state, reason)
-        cause = None if error is None else error.__cause__
-        log.warning(
-            "rollout_dropped",
+    def _drop(self, ids: list[TrajectoryId], state: EndState, why: Exception) -> None:
+        drop(ids, state, str(why))
+        self._dropped.record(
+            why.__cause__ or why,
             env=self._env,
             instance_id=ids[0].instance_id,
             rollouts=len(ids),
             state=state,
-            reason=reason,
-            exc_info=cause,
+            reason=str(why),
         )
 
     # -- records -------------------------------------------------------------------------------------------------------

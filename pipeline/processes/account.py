@@ -18,13 +18,14 @@ time · lost: the process that held it died or was told to stop.
 
 END_STATES: tuple[EndState, ...] = get_args(EndState)
 
-ACCOUNT_BYTES = 8 * (1 + len(END_STATES))
+ACCOUNT_BYTES = 8 * (2 + len(END_STATES))
 
 
 class Account:
     """A worker's counters in a page of shared memory: one writer, the worker; readable after it was killed.
 
-    Words, each a signed 64-bit integer: admitted, then one for each end state that the worker itself established.
+    Words, each a signed 64-bit integer: admitted, succeeded, then one for each end state that the worker itself
+    established.
     """
 
     __slots__ = ("_words", "name", "reasons", "taken_over")
@@ -43,9 +44,14 @@ class Account:
         """Trajectories that the worker admitted."""
         return self._words[0]
 
+    @property
+    def succeeded(self) -> int:
+        """Rollouts that succeeded in the worker."""
+        return self._words[1]
+
     def ended(self, state: EndState) -> int:
         """Trajectories that ended so within the worker."""
-        return self._words[1 + END_STATES.index(state)]
+        return self._words[2 + END_STATES.index(state)]
 
     @property
     def in_flight(self) -> int:
@@ -70,9 +76,13 @@ class Account:
         """Count `count` admissions."""
         self._words[0] += count
 
+    def succeed(self, count: int) -> None:
+        """Count `count` rollouts that succeeded."""
+        self._words[1] += count
+
     def end(self, state: EndState, count: int) -> None:
         """Count `count` ends."""
-        self._words[1 + END_STATES.index(state)] += count
+        self._words[2 + END_STATES.index(state)] += count
 
     def close(self) -> None:
         """Let go of the page, so that it can be unmapped."""

@@ -27,6 +27,7 @@ from ..causes import first_cause
 from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..errors import WorkerFailed
+from ..outcome import SWALLOWED
 from ..statistics import WorkerState, WorkerStatistics
 from ..telemetry import get_logger
 from .placement import Processes
@@ -192,7 +193,7 @@ class _Child:
         who = f"{self.orders.name} (pid {self.pid})"
         status = self._popen.returncode
         if self.finished:
-            return f"swallowed by {who}"
+            return f"{SWALLOWED}{who}"
         if self.failure is not None:
             return f"{who} {self.failure.error}"
         if self.given_up and status == -signal.SIGKILL:  # else it was dying already, and only slow at it

@@ -45,7 +45,7 @@ LONGEST_TRACEBACK = 32_000
 """Characters: what a worker tells fits its pipe, so that telling never blocks."""
 
 NEWS_EVERY_S = 0.1
-"""How often at most observations are passed on, always together with a record."""
+"""How often at most observations are passed on, together with a record or after a failed rollout."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -205,13 +205,8 @@ async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
         admits_to = None if orders.inbox_kind else context.ledger
         outbox = Outbox(sender.clone(), Passage(admits_to, on_sent=news.pass_on_if_due))
         try:
-            if orders.inbox_kind:
-                async with _served(orders) as inbox:
-                    with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
-                        await stage.run(inbox, outbox)
-            else:
-                with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
-                    await stage.run(outbox)
+            with context.ledger.calling_on_failure(news.pass_on_if_due):
+                await _run_stage(stage, orders, context, outbox)
         except Exception as error:
             if not consists_of(error, sender.failure):
                 raise
@@ -219,6 +214,16 @@ async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
         finally:
             news.pass_on()
             await outbox.close_all()
+
+
+async def _run_stage(stage: Any, orders: Orders, context: Context, outbox: Outbox[Any]) -> None:
+    if orders.inbox_kind:
+        async with _served(orders) as inbox:
+            with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
+                await stage.run(inbox, outbox)
+    else:
+        with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
+            await stage.run(outbox)
 
 
 def _waited(outbox: Outbox[Any], inbox: Any = None) -> tuple[float, float]:
@@ -251,7 +256,7 @@ class _Newsagent:
         """What was told last."""
 
     def pass_on_if_due(self) -> None:
-        """After a record, but not after each of many."""
+        """After a record or a failed rollout, but not after each of many."""
         now = time.monotonic()
         if now - self._last >= NEWS_EVERY_S:
             self._last = now

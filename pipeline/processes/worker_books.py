@@ -117,6 +117,7 @@ class SourceBooks:
             self._metrics.absorb(news.observations)
         if page := self._pages.get(peer.name):
             page.account.reasons = news.reasons
+            self._ledger.failures_changed()
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
         """Everything was received that a lost worker had published; see `PeerListener`."""

@@ -18,6 +18,9 @@ import anyio
 import msgspec
 
 from ...pipeline.context import current
+from ...pipeline.errors import RewardFunctionFailed
+from ...pipeline.failure_streak import FAILURE_LIMIT
+from ...pipeline.repeated_errors import RepeatedErrors
 from ...pipeline.telemetry import get_logger
 from ...schemas import Trajectory
 from ...schemas.numbers import normalize_counts, normalize_numbers
@@ -102,23 +105,47 @@ class Calls:
         self._gate = anyio.Semaphore(rule.concurrency)
         """A call that waits here has not begun, so its deadline does not run."""
         self._threads = Threads(rule.concurrency)
+        self._errors = RepeatedErrors(log, "reward_function_failed")
+        self._failed_in_a_row = 0
 
     async def value(self, answer: Answer) -> float | Failure:
-        """What the function says of `answer`, or what its failure counts as."""
+        """Return what the function says of `answer`, or what its failure counts as.
+
+        Raises:
+            RewardFunctionFailed: the function has failed too many times in a row.
+            Exception: what the function raised, where `on_failure` is "raise".
+        """
         rule = self._rule
         try:
             async with self._gate:
-                return await self._finite(answer)
+                value = await self._finite(answer)
         except Exception as error:  # whatever a user's function raises is one trajectory's failure
             if rule.on_failure == "raise":
                 raise
-            log.warning(
-                "reward_function_failed", function=rule.name, trajectory=answer.trajectory.id, error=repr(error)
-            )
-            current().metrics.total(f"rewards/{rule.name}/failed")
+            self._count_failure(error, answer)
             if isinstance(rule.on_failure, str):
-                return Failure(f"{rule.name}: {type(error).__name__}")
+                message = str(error).removeprefix(f"{rule.name}: ")
+                return Failure(f"{rule.name}: {type(error).__name__}: {message}".rstrip(": "))
             return float(rule.on_failure)
+        self._failed_in_a_row = 0
+        return value
+
+    def _count_failure(self, error: Exception, answer: Answer) -> None:
+        """Log and count a failure.
+
+        Raises:
+            RewardFunctionFailed: it is the last of too many in a row.
+        """
+        name = self._rule.name
+        self._errors.record(error, function=name, trajectory=answer.trajectory.id, error=repr(error))
+        current().metrics.total(f"rewards/{name}/failed")
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= FAILURE_LIMIT:
+            raise RewardFunctionFailed(
+                f"expected {name} to return a number for at least one of {FAILURE_LIMIT} answers in a row, got a "
+                f"failure for each, the last one {type(error).__name__}: {error}. Mend the function; the first "
+                f"traceback of each error is in the log"
+            ) from error
 
     async def _finite(self, answer: Answer) -> float:
         rule = self._rule

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, current, drop
 from penstock.testing import group
 
@@ -84,6 +86,33 @@ class SwallowOdd:
         async for record in inbox:
             if int(record.instance_id) % 2 == 0:
                 await outbox.send(record)
+
+
+@dataclass(frozen=True)
+class ForgetAwait:
+    """Sends everything, and awaits nothing."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            outbox.send(record)  # type: ignore[unused-coroutine]
+
+
+@dataclass(frozen=True)
+class DropAll:
+    """Drops every group and says so."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:  # noqa: ARG002 (the protocol's)
+        async for record in inbox:
+            drop(record, "filtered", "all")
+
+
+@dataclass(frozen=True)
+class PutList:
+    """Puts a list where an array has to be."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            await outbox.send(msgspec.structs.replace(record, rewards=record.rewards.tolist()))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from penstock import each
+from penstock.errors import InvalidRecord
 from penstock.testing import drive
 
 
@@ -14,6 +15,16 @@ async def double(number: int) -> int:
 
 async def test_what_the_function_returns_is_sent() -> None:
     assert await drive(each(double), [1, 2, 3]) == [2, 4, 6]
+
+
+async def test_a_function_that_returns_none_is_an_error_that_says_what_to_write() -> None:
+    async def forget(number: int) -> None:
+        del number
+
+    with pytest.raises(
+        InvalidRecord, match=r"expected forget to return a record.*write a stage, which can leave one out"
+    ):
+        await drive(each(forget), [1])
 
 
 async def test_at_most_so_many_calls_run_at_once() -> None:

@@ -7,7 +7,20 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
-from tests.pipeline.flow_stages import Collect, Count, Double, DropOdd, Forever, Groups, Pack, SwallowOdd, Train
+from tests.pipeline.flow_stages import (
+    Collect,
+    Count,
+    Double,
+    DropAll,
+    DropOdd,
+    Forever,
+    ForgetAwait,
+    Groups,
+    Pack,
+    PutList,
+    SwallowOdd,
+    Train,
+)
 
 from penstock import (
     Ledger,
@@ -20,7 +33,7 @@ from penstock import (
     memory_channel,
     source,
 )
-from penstock.errors import InvalidPipeline, StageFailed
+from penstock.errors import InvalidPipeline, NothingTrained, RecordsSwallowed, StageFailed
 from penstock.testing import drive_source
 
 
@@ -231,16 +244,61 @@ async def test_what_a_stage_drops_ends_with_its_reason() -> None:
 
 
 async def test_what_a_stage_swallows_is_lost_and_the_stage_is_named() -> None:
-    report = await source(Groups(4)).then(SwallowOdd()).then(Pack()).sink(Train()).run()
+    pipeline = source(Groups(4)).then(SwallowOdd()).then(Pack()).sink(Train())
 
-    assert report.balance.reasons["lost"] == {"swallowed by SwallowOdd": 4}
-    assert report.balance.balanced
+    with pytest.raises(RecordsSwallowed, match=r"received: SwallowOdd \(4 trajectories\)\. Is `await` missing"):
+        await pipeline.run()
+
+    assert pipeline.report is not None
+    assert pipeline.report.balance.reasons["lost"] == {"swallowed by SwallowOdd": 4}
+    assert pipeline.report.balance.balanced
 
 
 async def test_a_sink_that_does_not_commit_swallows() -> None:
-    report = await source(Groups(2)).then(DropOdd()).sink(Collect()).run()
+    pipeline = source(Groups(2)).then(DropOdd()).sink(Collect())
 
-    assert report.balance.reasons["lost"] == {"swallowed by Collect": 2}
+    with pytest.raises(RecordsSwallowed, match=r"Collect \(2 trajectories\).*a sink what it has used with current"):
+        await pipeline.run()
+
+    assert pipeline.report is not None
+    assert pipeline.report.balance.reasons["lost"] == {"swallowed by Collect": 2}
+
+
+async def test_a_send_without_await_is_an_error_that_names_the_stage() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="never awaited"),
+        pytest.raises(RecordsSwallowed, match=r"ForgetAwait \(4 trajectories\)"),
+    ):
+        await source(Groups(2)).then(ForgetAwait()).then(Pack()).sink(Train()).run()
+
+
+async def test_a_run_that_ends_by_itself_and_trains_nothing_raises_with_its_balance() -> None:
+    pipeline = source(Groups(3)).then(DropAll()).then(Pack()).sink(Train())
+
+    with pytest.raises(NothingTrained, match=r"6 trajectories were begun, 6 filtered \(6 × all\)"):
+        await pipeline.run()
+
+    assert pipeline.report is not None
+    assert pipeline.report.balance.ended["filtered"] == 6
+
+
+async def test_a_run_whose_source_sends_nothing_raises() -> None:
+    with pytest.raises(NothingTrained, match="got none: the source sent nothing"):
+        await source(Groups(0)).then(Pack()).sink(Train()).run()
+
+
+async def test_a_run_that_goes_on_where_nothing_is_left_to_train_is_no_error() -> None:
+    ledger = Ledger()
+    ledger.restore({}, step=3)
+
+    report = await source(Groups(0)).then(Pack()).sink(Train()).run(ledger=ledger)
+
+    assert report.balance.admitted == 0
+
+
+async def test_a_stage_that_sends_a_list_for_an_array_is_blamed_itself() -> None:
+    with pytest.raises(StageFailed, match=r"PutList raised.*rewards: expected a numpy array of float32, got list"):
+        await source(Groups(2)).then(PutList()).then(DropOdd()).then(Pack()).sink(Train()).run()
 
 
 async def test_a_sink_that_returns_early_swallows_nothing() -> None:

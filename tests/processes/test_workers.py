@@ -13,6 +13,7 @@ from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Commit
 
 from penstock import GroupAssembler, Metrics, SendChannel, Source, TrajectoryGroup, processes, source
+from penstock.errors import RecordsSwallowed
 
 # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -107,11 +108,15 @@ async def test_a_worker_imports_no_tensors_and_speaks_where_its_parent_does(capf
 
 
 async def test_what_a_worker_forgets_is_lost_and_the_worker_is_named() -> None:
-    report = await source(stages.Forget(3), on=processes(1)).sink(Commit()).run()
+    pipeline = source(stages.Forget(3), on=processes(1)).sink(Commit())
 
-    (reason,) = report.balance.reasons["lost"]
+    with pytest.raises(RecordsSwallowed, match=r"Forget 1/1 \(pid \d+\) \(2 trajectories\)"):
+        await pipeline.run()
+
+    assert pipeline.report is not None
+    (reason,) = pipeline.report.balance.reasons["lost"]
     assert reason.startswith("swallowed by Forget 1/1 (pid ")
-    assert report.balance.ended["lost"] == 2
+    assert pipeline.report.balance.ended["lost"] == 2
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------

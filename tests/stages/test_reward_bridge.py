@@ -5,7 +5,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stages.holding import lets_go_of_what_it_sent
 
-from penstock.errors import InvalidConfig
+from penstock.errors import InvalidConfig, RewardFunctionFailed
 from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, entered
 from penstock.schemas import TrajectoryGroup
@@ -463,7 +463,11 @@ def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> No
     assert out[0].rewards.tolist() == [1.5, 5.5]
     balance = out.ledger.balance()
     assert balance.ended["failed"] == 3
-    assert balance.reasons["failed"] == {"fragile: KeyError": 1, "fragile: ValueError": 1, "fragile: TimeoutError": 1}
+    assert balance.reasons["failed"] == {
+        "fragile: KeyError: 'raise'": 1,
+        "fragile: ValueError: expected a finite number, got nan": 1,
+        "fragile: TimeoutError: expected an answer within 30.0 s, got none": 1,
+    }
     assert balance.in_flight == 2
     metrics = out.metrics.emit(0)
     assert metrics["rewards/fragile/failed"] == 3
@@ -483,6 +487,24 @@ async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
     assert out[0].rewards.tolist() == [0.5, -1]
     assert out.ledger.balance().ended["failed"] == 0
     assert out.metrics.emit(0)["rewards/fragile/failed"] == 1
+
+
+@pytest.mark.parametrize("on_failure", ["drop", 0.0])
+async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_failure: Literal["drop"] | float) -> None:
+    groups = [said(*["raise"] * 8, instance_id=str(number)) for number in range(9)]
+
+    with pytest.raises(RewardFunctionFailed, match=r"64 answers in a row.*the last one KeyError: 'raise'") as raised:
+        await drive(bridge(RewardFunction(fragile, on_failure=on_failure)), groups)
+
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+async def test_one_success_ends_a_row_of_failures_of_a_function() -> None:
+    groups = [said(*["raise"] * 7, "fine", instance_id=str(number)) for number in range(20)]
+
+    out = await drive(bridge(RewardFunction(fragile)), groups)
+
+    assert out.ledger.balance().ended["failed"] == 140
 
 
 async def test_a_failure_can_end_the_pipeline() -> None:
@@ -523,7 +545,9 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
         done.set()
 
     assert out == []
-    assert out.ledger.balance().reasons["failed"] == {"hang: TimeoutError": 2}
+    assert out.ledger.balance().reasons["failed"] == {
+        "hang: TimeoutError: expected an answer within 0.01 s, got none": 2
+    }
 
 
 async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> None:
@@ -531,7 +555,7 @@ async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> Non
 
     out = await drive(stage, [said("raise", "fine")])
 
-    assert out.ledger.balance().reasons["failed"] == {"fragile: KeyError": 1}
+    assert out.ledger.balance().reasons["failed"] == {"fragile: KeyError: 'raise'": 1}
     assert out[0].rewards.tolist() == [1.0]
 
 

@@ -178,6 +178,17 @@ async def test_a_step_that_fails_commits_nothing_and_its_error_arrives_as_raised
     assert context.ledger.balance().ended["trained"] == 0
 
 
+async def test_a_step_that_returns_no_metrics_is_blamed_on_the_trainer() -> None:
+    class Forgetful:
+        def step(self, batch: TrainBatch, /) -> Any:
+            del batch
+
+    with pytest.raises(
+        TypeError, match=r"expected Forgetful\.step to return metrics.*got None: let it end with `return"
+    ):
+        await drive_sink(SinkTrainer(Forgetful()), batches(1))
+
+
 async def test_the_run_ends_at_max_steps_and_leaves_the_rest_in_the_channel() -> None:
     trainer = Foreign()
 

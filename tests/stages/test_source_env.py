@@ -299,14 +299,14 @@ async def test_an_environment_that_raises_costs_that_rollout_and_the_group_goes_
     assert [group.repetition_ids.tolist() for group in driven] == [[0, 1], [0, 1]]
     balance = driven.ledger.balance()
     assert (balance.admitted, balance.in_flight) == (6, 4)
-    assert balance.reasons["failed"] == {"environment raised ValueError": 2}
+    assert balance.reasons["failed"] == {"environment raised ValueError: no score for that": 2}
 
 
 async def test_a_prompt_that_cannot_be_made_costs_its_group() -> None:
     driven = await sampled(source(Broken, groups=3))
 
     assert sorted(group.instance_id for group in driven) == ["0", "2"]
-    assert driven.ledger.balance().reasons["failed"] == {"environment raised KeyError": 3}
+    assert driven.ledger.balance().reasons["failed"] == {"environment raised KeyError: 'question'": 3}
 
 
 async def test_a_prompt_that_takes_too_long_costs_its_group() -> None:
@@ -609,7 +609,7 @@ async def test_what_failed_is_counted_and_logged_with_its_cause() -> None:
     assert driven.metrics.emit(0)["dropped/failed"] == 1
     (event,) = [event for event in events if event["event"] == "rollout_dropped"]
     assert (event["env"], event["instance_id"], event["rollouts"]) == ("Touchy", "0", 1)
-    assert (event["state"], event["reason"]) == ("failed", "environment raised ValueError")
+    assert (event["state"], event["reason"]) == ("failed", "environment raised ValueError: no score for that")
     assert str(event["exc_info"]) == "no score for that"
 
 

@@ -1,0 +1,58 @@
+"""Check a run that ended by itself: every stage passed on what it received, and something was trained.
+
+A run that was cancelled, stopped or failed is not judged: what it came to is in its report.
+"""
+
+from __future__ import annotations
+
+from .errors import NothingTrained, RecordsSwallowed
+from .failure_streak import first_reasons
+from .statistics import Report
+
+__all__ = ["END_OF_STREAM", "SWALLOWED", "check_outcome"]
+
+END_OF_STREAM = "end of stream"
+"""`Report.ended_by` of a run whose stages all returned by themselves, with nothing left between them."""
+
+SWALLOWED = "swallowed by "
+"""Begins the reason of what is lost because a stage received it and neither sent nor dropped it."""
+
+
+def check_outcome(report: Report, step: int) -> None:
+    """Hold a run to what it was for; `step` is its last optimizer step, those before a resumption included.
+
+    Raises:
+        RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
+        NothingTrained: no trajectory was trained, in this run or in one that it goes on from. A run that moves other
+            records than trajectories trains nothing, and is no error as long as its sink received one.
+    """
+    if report.ended_by != END_OF_STREAM:
+        return
+    swallowed = {
+        reason.removeprefix(SWALLOWED): count
+        for reason, count in report.balance.reasons["lost"].items()
+        if reason.startswith(SWALLOWED)
+    }
+    if swallowed:
+        names = " and ".join(f"{name} ({count} trajectories)" for name, count in swallowed.items())
+        raise RecordsSwallowed(
+            f"expected every stage to send or drop what it receives, got nothing more of what these received: {names}. "
+            f"Is `await` missing before outbox.send(record)? A stage says what it leaves out with drop(record, "
+            f"'filtered', reason), a sink what it has used with current().ledger.end(record, 'trained')"
+        )
+    moved = bool(report.balance.admitted) or not report.statistics.joints[-1].channel.received
+    if moved and not step and not report.balance.ended["trained"]:
+        raise NothingTrained(
+            f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
+        )
+
+
+def _ends(report: Report) -> str:
+    """Return how the trajectories of a run ended, with the most frequent reasons."""
+    balance = report.balance
+    if not balance.admitted:
+        return "the source sent nothing"
+    ends = [
+        f"{count} {state} ({first_reasons(balance.reasons[state])})" for state, count in balance.ended.items() if count
+    ]
+    return f"{balance.admitted} trajectories were begun, {'; '.join(ends)}"
