@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import count
 
 import anyio
 
@@ -36,11 +36,10 @@ def rounds(seed: str, minutes: float, only: Scenario | None) -> Iterator[tuple[S
     """Yield scenarios and their seeds until the time is up: each scenario once at least, or the one of `only`."""
     until = time.monotonic() + 60 * minutes
     kinds: tuple[Scenario, ...] = (only,) if only else SCENARIOS
-    order: Iterator[Scenario] = cycle(kinds)
-    for number, scenario in enumerate(order):
+    for number in count():
         if number >= len(kinds) and time.monotonic() >= until:
             return
-        yield scenario, seed if minutes == 0 and only else f"{seed}-{number}"
+        yield kinds[number % len(kinds)], seed if minutes == 0 and only else f"{seed}-{number}"
 
 
 def play_all(seed: str, minutes: float, only: Scenario | None, round_s: float) -> list[str]:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,12 @@ CUTS = 0.4
 
 REMOVE = "import os, shutil, sys; sys.stdin.read()\nwhile os.path.exists(sys.argv[1]): shutil.rmtree(sys.argv[1], True)"
 """Removes a folder when the driver closes its stdin or is killed; processes that die just then may still write."""
+
+REMOVER = REMOVE.partition("\n")[0]
+"""In the command of the process that runs it."""
+
+LEAVING_S = 60.0
+"""How long a process may be there after its parent was killed, on a busy machine."""
 
 EVERY_S = 0.8
 """Seconds between two blows, on average."""
@@ -211,11 +218,23 @@ def _outcome(cast: Cast, scenario: Scenario, folder: Path) -> Outcome:
     return Outcome(TRAJECTORIES * len(trained), sum(found.lost.values()) if found else 0, cast.dealt, wrong)
 
 
+def _processes_left() -> list[str]:
+    """Return processes that are still there; those of a trainer that was killed get a while to be gone."""
+    until = time.monotonic() + LEAVING_S
+    while (left := _without_remover(left_of(children_of(os.getpid())))) and time.monotonic() < until:
+        time.sleep(0.01)
+    return left
+
+
+def _without_remover(left: list[str]) -> list[str]:
+    return [each for each in left if REMOVER not in each]
+
+
 def _left_behind(folder: Path) -> list[str]:
     """Return what the round left: processes, sockets, shared memory, and files of no use."""
     with socket_directory():  # the next process sweeps after those that were killed
         pass
-    left = [each for each in left_of(children_of(os.getpid())) if REMOVE.splitlines()[0] not in each]
+    left = _processes_left()
     left += [str(path) for path in (folder / "sockets").rglob("*")]
     left += [str(path) for path in Path("/dev/shm").glob(f"*penstock*{os.getpid()}*")]  # noqa: S108 (looked at)
     left += [str(path) for path in folder.rglob("*unfinished*")]
