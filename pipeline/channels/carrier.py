@@ -7,8 +7,9 @@
 2. Records leave by tick: when the sending task yields, when enough have gathered, and before it waits for credit.
 3. A receiver drains its socket until it is empty, then waits on the descriptor, and drains again after any send of its
    own, because the descriptor is edge-triggered and a send may swallow the edge.
-4. The door's end of stream is the notice of death. What a dead sender had published is taken in first, also the part
-   whose descriptors never left its process; then its loss is told, once.
+4. The end of a connection is the notice of death: of the door over shm, of the one there is over tcp. What a dead
+   sender had published is taken in first, also the part whose descriptors never left its process; then its loss is
+   told, once.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import zmq
 from ...schemas import Array, Packer
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Columned, Form, Lengths, Schema
-from .keys import Key
-from .silence import expect_signs_of_life
 
 __all__ = [
     "EVENTS",
@@ -196,8 +195,8 @@ def start_zero_copy() -> None:
     zmq.Frame(b"\0", copy=False)
 
 
-def dealer(endpoint: str, identity: bytes, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
-    """A sender's socket, connected; it neither drops nor reconnects: the door tells of death."""
+def dealer(identity: bytes) -> zmq.Socket[bytes]:
+    """Return a sender's socket, not yet connected; it neither drops nor reconnects: a connection ends once."""
     socket = _context().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -205,22 +204,15 @@ def dealer(endpoint: str, identity: bytes, key: Key | None = None, silence_s: fl
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-    expect_signs_of_life(socket, silence_s)
-    if key is not None:
-        key.protect(socket, "sender")
-    socket.connect(endpoint)
     return socket
 
 
-def router(largest: int = LARGEST_MESSAGE, key: Key | None = None, silence_s: float | None = None) -> zmq.Socket[bytes]:
-    """A receiver's socket, not yet bound, that takes frames of `largest` bytes at most."""
+def router() -> zmq.Socket[bytes]:
+    """Return a receiver's socket, not yet bound, that takes frames of `LARGEST_MESSAGE` bytes at most."""
     socket = _context().socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, largest)
-    expect_signs_of_life(socket, silence_s)
-    if key is not None:
-        key.protect(socket, "receiver")
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
     return socket

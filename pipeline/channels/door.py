@@ -1,15 +1,13 @@
 """A door: the stream socket at which a peer introduces itself, may hand over a file descriptor, and stays for life.
 
-One frame is a 4-byte length, a message, and where the two share a key, a signature. When a process dies, however it
-dies, the kernel closes its end, and the other side knows within a millisecond: the end of the stream is the notice of
-death, no timeout has to run out.
+One frame is a 4-byte length and a message. When a process dies, however it dies, the kernel closes its end, and the
+other side knows within a millisecond: the end of the stream is the notice of death, no timeout has to run out.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -23,7 +21,6 @@ from anyio.lowlevel import checkpoint
 from ...schemas.control import Message, decode, encode
 from ..errors import ProtocolMismatch
 from .ends import Closing
-from .keys import NONCE_BYTES, SIGNATURE_BYTES, Key, Role, Seal
 
 __all__ = ["Door", "door_at", "serve_door"]
 
@@ -47,11 +44,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Door(Closing):
-    """One side of a connection. Knows frames, signatures and file descriptors, not what is said."""
+    """One side of a connection. Knows frames and file descriptors, not what is said."""
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
-        self._seal: Seal | None = None
         self._raw: socket.socket = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 (of anyio, not of Django)
         self._buffer = bytearray()
         self._fds: list[int] = []
@@ -73,25 +69,10 @@ class Door(Closing):
 
     @property
     def same_user(self) -> bool:
-        """Whether the other side runs under this process' user; over TCP nobody can tell, and it counts as such."""
-        if self._raw.family != socket.AF_UNIX:
-            return True
+        """Whether the other side runs under this process' user."""
         credentials = self._raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         return bool(uid == os.getuid())
-
-    async def greet(self, key: Key, role: Role) -> None:
-        """Exchange nonces: from now on each side signs what it says with `key`.
-
-        Raises:
-            anyio.EndOfStream, anyio.BrokenResourceError: the other side closed, or died.
-        """
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        await self._stream.send(nonce)
-        while len(self._buffer) < NONCE_BYTES:
-            self._buffer += await self._receive()
-        self._seal = key.seal(role, nonce, bytes(self._buffer[:NONCE_BYTES]))
-        del self._buffer[:NONCE_BYTES]
 
     async def say(self, message: Message, fd: int | None = None) -> None:
         """Send `message`, and `fd` with it.
@@ -100,15 +81,7 @@ class Door(Closing):
             anyio.BrokenResourceError: the other side is gone.
         """
         body = encode(message)
-        if self._seal is not None:
-            body += self._seal.sign(body)
-        frame = _LENGTH.pack(len(body)) + body
-        if isinstance(self._stream, UNIXSocketStream):
-            await self._send(frame, [] if fd is None else [fd])
-        elif fd is None:
-            await self._stream.send(frame)
-        else:
-            raise TypeError("a file descriptor travels over a Unix socket only")
+        await self._send(_LENGTH.pack(len(body)) + body, [] if fd is None else [fd])
 
     async def _send(self, frame: bytes, fds: list[int]) -> None:
         """Like `_receive_fds`, on the raw socket for the same reason."""
@@ -132,10 +105,6 @@ class Door(Closing):
         """
         while (frame := self._next_frame()) is None:
             self._buffer += await self._receive()
-        if self._seal is not None:
-            frame, signature = frame[:-SIGNATURE_BYTES], frame[-SIGNATURE_BYTES:]
-            if not self._seal.fits(frame, signature):
-                raise ProtocolMismatch("expected what is said at the door to be signed with this channel's key")
         return decode(frame)
 
     def _next_frame(self) -> bytes | None:
@@ -153,8 +122,6 @@ class Door(Closing):
 
     async def _receive(self) -> bytes:
         try:
-            if not isinstance(self._stream, UNIXSocketStream):
-                return await self._stream.receive(LARGEST_FRAME)
             received = await self._receive_fds()
         except (anyio.BrokenResourceError, ConnectionError):  # a reset is an end like any other
             raise anyio.EndOfStream from None

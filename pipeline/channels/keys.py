@@ -1,9 +1,7 @@
-"""The key of a channel that leaves its host: who has it may talk, and nobody else hears or changes a word.
+"""The key of a tcp channel: processes that have it may talk, and no other reads or changes a word.
 
-Payload, descriptors and credit travel under CurveZMQ, with a pair of keys for each end derived from the one secret: to
-shake hands a sender must know the receiver's public key, which is never sent and which only the secret tells. At the
-door each frame carries an HMAC under a key that both nonces went into, so that nothing said there is forged or
-repeated; it is not encrypted, and nothing said there is secret.
+Everything travels under CurveZMQ, with a pair of keys for each end derived from the one secret: to shake hands a sender
+must know the receiver's public key, which is never sent and which only the secret tells.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ import zmq.utils.z85
 
 from ..errors import InvalidKey
 
-__all__ = ["NONCE_BYTES", "SIGNATURE_BYTES", "Key", "Role", "Seal"]
+__all__ = ["Key", "Role"]
 
-SECRET_BYTES = NONCE_BYTES = SIGNATURE_BYTES = 32
+SECRET_BYTES = 32
 
 LARGEST_FILE = 4096
 """Bytes of a key file that are read: a key takes 65 of them."""
@@ -106,33 +104,5 @@ class Key:
         secret = zmq.utils.z85.encode(self._derived(b"curve " + role.encode()))
         return CurvePair(zmq.curve_public(secret), secret)
 
-    def seal(self, role: Role, ours: bytes, theirs: bytes) -> Seal:
-        """What signs and checks what is said at one door, from the nonces of both sides."""
-        receiver, sender = (ours, theirs) if role == "receiver" else (theirs, ours)
-        keys = {end: self._derived(b"door " + end.encode() + receiver + sender) for end in ("receiver", "sender")}
-        other = "sender" if role == "receiver" else "receiver"
-        return Seal(keys[role], keys[other])
-
     def _derived(self, purpose: bytes) -> bytes:
         return hmac.digest(self._secret, purpose, hashlib.sha256)
-
-
-class Seal:
-    """Signs what one side of a door says, and checks what it hears: in order, and nothing twice."""
-
-    def __init__(self, ours: bytes, theirs: bytes) -> None:
-        self._ours = ours
-        self._theirs = theirs
-        self._said = 0
-        self._heard = 0
-
-    def sign(self, frame: bytes) -> bytes:
-        """The signature of the next frame that is said."""
-        self._said += 1
-        return hmac.digest(self._ours, self._said.to_bytes(8, "little") + frame, hashlib.sha256)
-
-    def fits(self, frame: bytes, signature: bytes) -> bool:
-        """Whether `frame` is the next that the other side said."""
-        self._heard += 1
-        expected = hmac.digest(self._theirs, self._heard.to_bytes(8, "little") + frame, hashlib.sha256)
-        return hmac.compare_digest(expected, signature)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from ...schemas import GroupId
-from ...schemas.control import Hello
+from ...schemas.control import Hello, Refused
 from ...schemas.descriptor import Descriptor
 from ..ledger import EndState
 from ..repetitions import bits
 from .carrier import Inlet
-from .door import Door
+from .connection import PeerControl
 
 __all__ = ["Peer"]
 
@@ -30,18 +30,23 @@ class Peer:
         self.pid = hello.pid
         self.inlet: Inlet
         """Set when it is let in."""
-        self.door: Door
-        """Open for as long as both live; set when it is let in."""
+        self.control: PeerControl
+        """Its connection; set when it is let in."""
         self.open = True
         """Until it says goodbye, or is lost."""
         self.expelled = False
         """Whether it broke the protocol. Of what it sent nothing more is believed."""
         self.connected = False
         """Whether anything was heard of it since it was let in."""
+        self.given_up: Refused | None = None
+        """What it is told itself, should it still listen: it broke the protocol, or was silent. Not the error, for that
+        would hold this peer and its memory until cycles are collected."""
         self.silent_for: float | None = None
         """Seconds, where it was given up because it was silent."""
         self.since = time.monotonic()
         """When it was let in."""
+        self.heard = 0
+        """Messages that came from it."""
         self.sequence = 0
         """Its last record that arrived."""
         self.taken = 0

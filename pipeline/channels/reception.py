@@ -1,21 +1,22 @@
-"""The reception of a receiver: who comes to its door is introduced, let in or refused, and stayed with until it goes.
+"""Lets senders in over shm: each is introduced at the door, let in or refused, and watched until it ends or is silent.
 
-Whoever comes may be a stranger, or hostile: an introduction has a deadline, only so many may be under way at a time,
-and what was refused is counted and told, but not so often that telling it becomes the harm.
+Whoever comes may be a stranger, or hostile: an introduction has a deadline, and only so many may be under way at a
+time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import anyio
 from anyio.abc import Listener, SocketStream
 
-from ...schemas import ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Hello, Ready, Refused, printable
-from ...schemas.tokenizer import disagreements
+from ...schemas import ProtocolMismatch
+from ...schemas.control import Hello, Ready, Refused
 from ..errors import (
     MemberNameInUse,
     MemberNameRequired,
@@ -24,14 +25,13 @@ from ..errors import (
     StaleDescriptor,
     TooManyMembers,
 )
-from ..telemetry import get_logger
-from .carrier import HANDSHAKE_S, Inlet
+from .carrier import HANDSHAKE_S, Frames, Inlet
 from .door import Door, serve_door
-from .keys import Key
+from .peer import Peer
+from .registry import Registry
+from .silence import Severances
 
-__all__ = ["Enter", "Reception", "Refusals"]
-
-log = get_logger("penstock.channel")
+__all__ = ["Enter", "Reception"]
 
 MOST_INTRODUCTIONS = 64
 """Introductions under way at a time, beside those of as many senders as may come: each holds a file descriptor."""
@@ -55,137 +55,103 @@ _FAILED_INTRODUCTIONS = (
 )
 
 Enter: TypeAlias = Callable[[Door], Awaitable[Inlet]]
-"""The part of an introduction that differs by carrier."""
-
-G = TypeVar("G")
+"""Completes an introduction: takes the sender's segment in."""
 
 
-class Refusals:
-    """Counts what was refused, and tells of the first few, then of every second as many."""
-
-    TOLD = 8
-
-    def __init__(self, url: str) -> None:
-        self.count = 0
-        self._url = url
-
-    def note(self, reason: str) -> None:
-        """Something was refused."""
-        self.count += 1
-        if self.count <= self.TOLD or not self.count & (self.count - 1):
-            log.warning(
-                "peer_rejected", url=self._url, reason=printable(reason).replace("\n", "\\n"), rejected=self.count
-            )
-
-
-class Reception(Generic[G]):
-    """Serves a door. Those who are let in are made guests by `admit`; `gone` is told when one's door is closed.
-
-    What `gone` returns is for a guest that was shown out, and may hear it later.
-    """
+class Reception:
+    """Serves a door: an `Acceptor`."""
 
     def __init__(
         self,
-        guests: Collection[bytes],
-        admit: Callable[[Hello, Door, Inlet], G],
-        gone: Callable[[G], Exception | None],
-        check: Callable[[Hello], None],
-        refusals: Refusals,
-        *,
-        carrier: str,
-        kind: str,
-        most: int,
-        key: Key | None,
-        tokenizer: TokenizerIdentity | None,
+        registry: Registry,
+        socket: Any,
+        listener: Listener[SocketStream],
+        enter: Enter,
+        silence_s: float | None,
     ) -> None:
         self.entering = 0
         """Introductions under way."""
-        self.joined = 0
-        """Introductions that came to a good end."""
-        self._guests = guests
-        """The identities of those who are in."""
-        self._admit = admit
-        self._gone = gone
-        self._check = check
-        """Raises where a sender may not join, before and after it has said all."""
-        self._refusals = refusals
-        self._carrier = carrier
-        self._kind = kind
-        self._most = most
-        self._key = key
-        self._tokenizer = tokenizer
+        self._registry = registry
+        self._admission, self._refusals = registry.admission, registry.refusals
+        self._socket = socket
+        self._listener = listener
+        self._enter = enter
+        self._silence_s = silence_s
+        self._severances = None if silence_s is None else Severances(socket, silence_s, self._look_for_the_silent)
+        self._doorman = asyncio.get_running_loop().create_task(self._serve(), name="penstock receiver door")
 
     def __repr__(self) -> str:
-        return f"<Reception of {self._kind}s over {self._carrier}: {self.joined} let in, {self.entering} entering>"
+        return f"<Reception: {self.entering} entering, {self._admission!r}>"
 
-    async def serve(self, listener: Listener[SocketStream], enter: Enter) -> None:
-        """Attend to whoever comes, for ever; `enter` completes a carrier's introduction."""
+    def handle_unknown(self, identity: bytes, frames: Frames) -> None:
+        """Count a message from an identity that was not let in at the door; see `Acceptor.handle_unknown`."""
+        del identity, frames
+        self._refusals.note("a message from a stranger")
 
-        async def attend(door: Door) -> None:
-            await self._attend(door, enter)
+    def admitted(self) -> None:
+        """See to it that the newcomer's ZeroMQ connection comes in time; see `Acceptor.admitted`."""
+        if self._severances is not None:
+            self._severances.expect()
 
-        async with listener:
-            await serve_door(listener, attend, self._refusals.note)
+    async def aclose(self) -> None:
+        """See `Acceptor.aclose`."""
+        if self._severances is not None:
+            self._severances.close()
+        self._doorman.cancel()
+        try:
+            with suppress(asyncio.CancelledError):
+                await self._doorman
+        finally:
+            try:
+                await self._listener.aclose()  # who leaves at once does so before the doorman has begun
+            finally:
+                self._socket.close()
 
-    async def _attend(self, door: Door, enter: Enter) -> None:
-        if self.entering >= self._most + MOST_INTRODUCTIONS:
+    async def _serve(self) -> None:
+        async with self._listener:
+            await serve_door(self._listener, self._attend, self._refusals.note)
+
+    async def _attend(self, door: Door) -> None:
+        if self.entering >= self._admission.most + MOST_INTRODUCTIONS:
             self._refusals.note(f"{self.entering} others are being introduced")
             return
-        guest = await self._introduced(door, enter)
+        guest = await self._introduced(door)
         if guest is not None:
             await self._until_gone(door)
-            if (error := self._gone(guest)) is not None:
-                await _tell(door, error)
+            if (refused := self._registry.gone(guest)) is not None:
+                await _tell(door, refused)
 
-    async def _introduced(self, door: Door, enter: Enter) -> G | None:
+    async def _introduced(self, door: Door) -> Peer | None:
         self.entering += 1
         try:
             with anyio.fail_after(HANDSHAKE_S):
-                guest = await self._let_in(door, enter)
+                return await self._let_in(door)
         except _FAILED_INTRODUCTIONS as error:
             self._refusals.note(f"introduction failed: {type(error).__name__}: {error}")
-            await _tell(door, error)
+            await _tell(door, Refused(type(error).__name__, str(error)))
             return None
         finally:
             self.entering -= 1
-        self.joined += guest is not None
-        return guest
 
-    async def _let_in(self, door: Door, enter: Enter) -> G | None:
-        if self._key is not None:
-            await door.greet(self._key, "receiver")
+    async def _let_in(self, door: Door) -> Peer | None:
         hello = await door.hear()
         if not isinstance(hello, Hello):
             raise ProtocolMismatch(f"expected a Hello, got {type(hello).__name__}")
-        refusal = self._refusal(door, hello)
+        stranger = None if door.same_user else Refused("PeerClosed", "expected a process of the same user")
+        refusal = stranger or self._admission.refusal(hello)
         if refusal is not None:
             self._refusals.note(f"{hello.name} (pid {hello.pid}): {refusal.reason}")
             await door.say(refusal)
             return None
-        self._check(hello)
-        inlet = await enter(door)
-        if hello.identity in self._guests:
-            raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
-        self._check(hello)
-        return self._admit(hello, door, inlet)
-
-    def _refusal(self, door: Door, hello: Hello) -> Refused | None:
-        if not door.same_user:
-            return Refused("PeerClosed", "expected a process of the same user")
-        if hello.version != PROTOCOL_VERSION:
-            versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
-            return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (hello.carrier, hello.kind) != (self._carrier, self._kind):
-            expected = f"{self._kind} over {self._carrier}"
-            return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
-        if len(self._guests) + self.entering > self._most:
-            return Refused("TooManySenders", f"expected at most {self._most} senders: raise max_senders")
-        if hello.identity in self._guests:
-            return Refused("PeerClosed", "the identity is taken")
-        parts = [("the receiver", self._tokenizer), (hello.name, hello.tokenizer)]
-        known = [(name, tokenizer) for name, tokenizer in parts if tokenizer is not None]
-        differing = "".join(disagreements(known))
-        return Refused("TokenizersDiffer", differing) if differing else None
+        self._admission.check(hello)
+        self._admission.granted += 1
+        try:
+            inlet = await self._enter(door)
+            if hello.identity in self._registry.peers:
+                raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
+            return self._admission.admit(hello, door, inlet)
+        finally:
+            self._admission.granted -= 1
 
     async def _until_gone(self, door: Door) -> None:
         """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""
@@ -193,8 +159,20 @@ class Reception(Generic[G]):
             await door.say(Ready())
             await door.hear()
 
+    def _look_for_the_silent(self) -> None:
+        """A connection has ended. Whose door is still open has not died: it is given up as if it had."""
+        self._registry.drain()
+        for peer in list(self._registry.peers.values()):
+            if peer.open and self._settled(peer) and not self._registry.reaches(peer):
+                peer.silent_for = self._silence_s
+                peer.control.hang_up()
 
-async def _tell(door: Door, error: Exception) -> None:
+    def _settled(self, peer: Peer) -> bool:
+        """Whether the ZeroMQ connection of `peer` was there, or has had the time to come."""
+        return peer.connected or time.monotonic() - peer.since >= (self._silence_s or 0)
+
+
+async def _tell(door: Door, refused: Refused) -> None:
     """Say why somebody is not, or no longer, let in, to whoever still listens."""
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(FAREWELL_S):
-        await door.say(Refused(type(error).__name__, str(error)))
+        await door.say(refused)

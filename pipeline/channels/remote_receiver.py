@@ -1,14 +1,13 @@
 """The receiving end of a channel from other processes: what shm and tcp have in common.
 
-One ZeroMQ socket for all senders, one door through which they come and at which their death is noticed. Everything runs
-on one event loop, except that a lease may die in any thread.
+One ZeroMQ socket for all senders, and an acceptor that lets them in and notices when one is gone. Everything runs on
+one event loop, except that a lease may die in any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 import zmq
-from anyio.abc import Listener
 
 from ...schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
 from ...schemas.control import (
@@ -29,6 +27,7 @@ from ...schemas.control import (
     Message,
     Observed,
     Publish,
+    Refused,
     Release,
     Wanting,
     Welcome,
@@ -40,18 +39,19 @@ from ...schemas.descriptor import Descriptor
 from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
+from .admission import Admission, Refusals
 from .answers import Answers
 from .carrier import EVENTS, POLLIN, Frames, Inlet, Parcel, R
 from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
-from .door import Door
+from .connection import Acceptor, PeerControl
 from .ends import Receiving
 from .keys import Key
 from .members import Members
 from .memory import CHECKPOINT_EVERY
 from .peer import Peer
-from .reception import Enter, Reception, Refusals
-from .silence import SILENT, Severances
+from .segment import DEFAULT_SLOT_BYTES
+from .silence import SILENT
 
 __all__ = ["PeerListener", "RemoteReceiver", "Terms"]
 
@@ -116,6 +116,7 @@ class RemoteReceiver(Receiving[R]):
         url: str,
         socket: zmq.Socket[bytes],
         terms: Terms,
+        most_waiting: int | None = None,
     ) -> None:
         self.url = url
         """Where senders connect."""
@@ -137,20 +138,22 @@ class RemoteReceiver(Receiving[R]):
         """Runs out when a lost member is given up."""
         self._ended_for_all = False
         """Whether it was said that the stream has ended."""
-        self._peers: dict[bytes, Peer] = {}
-        self._refusals = Refusals(url)
-        self._reception = Reception(
-            self._peers,
+        self._most_waiting = most_waiting
+        """Messages of one sender that ZeroMQ lets wait; None where it does not bound them."""
+        self.peers: dict[bytes, Peer] = {}
+        """Senders that are in, by the identity of their ZeroMQ socket."""
+        self.refusals = Refusals(url)
+        self.admission = Admission(
+            self.peers,
             self._admit,
-            self._gone,
             self._check,
-            self._refusals,
             carrier=carrier,
             kind=self.schema.kind,
             most=terms.max_senders,
-            key=terms.key,
             tokenizer=terms.tokenizer,
         )
+        self._acceptor: Acceptor | None = None
+        """Set as soon as senders may come."""
         self._listener = terms.listener
         self._arrivals: deque[Arrival] = deque()
         self._index = 0
@@ -171,27 +174,22 @@ class RemoteReceiver(Receiving[R]):
         self._resources = AsyncExitStack()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
-        self._severances = (
-            None if terms.silence_s is None else Severances(socket, terms.silence_s, self._look_for_the_silent)
-        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<RemoteReceiver {self.url}: {state}, {len(self._peers)} senders, {self._received} received>"
+        return f"<RemoteReceiver {self.url}: {state}, {len(self.peers)} senders, {self._received} received>"
 
     @property
     def rejected(self) -> int:
         """Connections and messages that were refused: strangers, other versions, nonsense."""
-        return self._refusals.count
+        return self.refusals.count
 
     # -- letting senders in ------------------------------------------------------------------------------------------
 
-    def attend(self, listener: Listener[Any], enter: Enter, resources: AsyncExitStack) -> None:
-        """Serve the door from now on; `enter` completes a carrier's introduction. Owns `resources` until closed."""
+    def attend(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
+        """Let senders in from now on. Owns both until closed."""
+        self._acceptor = acceptor
         self._resources = resources
-        resources.push_async_callback(listener.aclose)  # who leaves at once does so before the doorman has begun
-        doorman = self._loop.create_task(self._reception.serve(listener, enter), name="penstock receiver door")
-        resources.push_async_callback(_cancelled, doorman)
 
     def _check(self, hello: Hello) -> None:
         """Decide whether a sender may join; see `Members.check`."""
@@ -200,14 +198,14 @@ class RemoteReceiver(Receiving[R]):
                 raise PeerClosed("the stream has ended: every member has said that it is done")
             self._members.check(hello.name, hello.pid)
 
-    def _admit(self, hello: Hello, door: Door, inlet: Inlet) -> Peer:
-        peer = self._peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
-        peer.door, peer.inlet = door, inlet
+    def _admit(self, hello: Hello, control: PeerControl, inlet: Inlet) -> Peer:
+        peer = self.peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
+        peer.control, peer.inlet = control, inlet
         if self._members is not None:
             self._members.join(hello.name, hello.pid)
             self._await_absent()
-        if self._severances is not None:
-            self._severances.expect()
+        if self._acceptor is not None:
+            self._acceptor.admitted()
         return peer
 
     def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
@@ -243,6 +241,11 @@ class RemoteReceiver(Receiving[R]):
         if self._arrivals or self._failure is not None or self._ended():
             self._waiting.wake_all()
 
+    def drain(self) -> None:
+        """Hear all that has come, however fast more comes."""
+        self._drain(None if self._most_waiting is None else self._most_waiting * (1 + len(self.peers)))
+        self._wake()
+
     def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
         """Hear what has come; where more than `most` messages wait, the rest when other tasks have run."""
         heard = 0
@@ -257,10 +260,14 @@ class RemoteReceiver(Receiving[R]):
             self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
 
     def _heed(self, identity: bytes, frames: Frames) -> None:
-        peer = self._peers.get(identity)
-        if peer is None or not peer.open:
-            self._refusals.note("a message from a stranger")
+        peer = self.peers.get(identity)
+        if peer is None and self._acceptor is not None:
+            self._acceptor.handle_unknown(identity, frames)
             return
+        if peer is None or not peer.open:
+            self.refusals.note("a message from a stranger")
+            return
+        peer.heard += 1
         try:
             match decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
                 case Publish(descriptors):
@@ -273,19 +280,29 @@ class RemoteReceiver(Receiving[R]):
                 case Goodbye(sequence):
                     self._part(peer, sequence)
         except (ProtocolMismatch, StaleDescriptor) as error:
-            self._expel(peer, error)
+            self.expel(peer, error)
 
     def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
         peer.connected = True
         for descriptor in descriptors:
+            if frames and sum(map(len, frames)) > descriptor.nbytes:
+                raise StaleDescriptor(f"expected at most {descriptor.nbytes} bytes of columns, got more: {descriptor}")
             if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
             self._take_in(peer, (descriptor, frames))
+        self._hold_to_bytes(peer)
         in_flight, capacity = peer.sequence - peer.returned, self._terms.capacity
         if in_flight > capacity:
             raise ProtocolMismatch(f"expected at most {capacity} records in flight, got {in_flight}")
         if in_flight == capacity:
             self._want(peer)
+
+    def _hold_to_bytes(self, peer: Peer) -> None:
+        most = self._terms.capacity_bytes + DEFAULT_SLOT_BYTES
+        if peer.nbytes - peer.released_bytes > most:
+            peer.gather()
+        if (nbytes := peer.nbytes - peer.released_bytes) > most:
+            raise ProtocolMismatch(f"expected at most {most} bytes in flight, got {nbytes}")
 
     def _want(self, peer: Peer) -> None:
         """`peer` can use what it is owed: it said so, or has used all that it had."""
@@ -311,58 +328,50 @@ class RemoteReceiver(Receiving[R]):
         self._answers.give(peer)
         self._say(peer, Farewell())
 
-    def _expel(self, peer: Peer, error: Exception) -> None:
+    def expel(self, peer: Peer, error: Exception) -> None:
         """A peer that breaks the protocol is treated as dead, once; the others go on."""
         if peer.expelled:
             return
         peer.expelled = True
-        self._refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
+        self.refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
         kind, did = PeerLost, "broke the protocol"
         if isinstance(error, ChecksumDiffers):
             kind, did = RecordCorrupted, f"sent records to {self._terms.name} that were changed on their way"
         lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was cut off: {printable(str(error))}")
         lost.__cause__ = error
+        peer.given_up = Refused("PeerLost", str(lost))
         self._lose(peer, lost)
-        self._say(peer, Closed())
+        self.say(peer.identity, peer.given_up)
+        peer.control.hang_up()
 
-    def _look_for_the_silent(self) -> None:
-        """A connection has ended. Whose door is still open has not died: it is given up as if it had."""
-        self._drain(None)
-        for peer in [peer for peer in self._peers.values() if peer.open and not self._reaches(peer)]:
-            peer.silent_for = self._terms.silence_s
-            peer.door.hang_up()
-        self._on_readable()
-
-    def _reaches(self, peer: Peer) -> bool:
+    def reaches(self, peer: Peer) -> bool:
         """Whether there is a connection to `peer`: ZeroMQ tells only who tries to send, so this gives back nothing."""
         try:
             self._socket.send_multipart([peer.identity, encode(Release(()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            settled = peer.connected or time.monotonic() - peer.since >= (self._terms.silence_s or 0)
-            return error.errno != zmq.EHOSTUNREACH or not settled
+            return error.errno != zmq.EHOSTUNREACH
         return True
 
-    def _gone(self, peer: Peer) -> PeerLost | None:
-        """Its door is closed. If it had not said goodbye it died: take in what it left, then tell.
+    def gone(self, peer: Peer) -> Refused | None:
+        """Its connection has ended. If it had not said goodbye it died: take in what it left, then tell.
 
         Returns:
-            What it is to be told itself, should it ever wake: it was silent, and is given up.
+            What it is to be told itself, should it still listen: it was given up.
         """
-        self._drain(None)
-        given_up = None
+        self.drain()
         if peer.open:
             peer.open = False
             for parcel in peer.inlet.salvage(peer.sequence):
                 self._take_in(peer, parcel)
-            how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its door without saying goodbye"
+            how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its connection without saying goodbye"
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
-            given_up = error if peer.silent_for else None
-        self._peers.pop(peer.identity, None)
+            peer.given_up = Refused("PeerLost", str(error)) if peer.silent_for else None
+        self.peers.pop(peer.identity, None)
         self._waiting.wake_all()
-        return given_up
+        return peer.given_up
 
     def _lose(self, peer: Peer, error: PeerLost) -> None:
         self._arrivals.append((peer, error))
@@ -389,11 +398,14 @@ class RemoteReceiver(Receiving[R]):
     # -- answering them ----------------------------------------------------------------------------------------------
 
     def _say(self, peer: Peer, message: Message) -> None:
+        self.say(peer.identity, message)
+
+    def say(self, identity: bytes, message: Message) -> None:
         """Send, and listen soon: the descriptor does not tell of what has come meanwhile."""
         if self._socket.closed:
             return
         with suppress(zmq.ZMQError):  # a peer that is gone needs no answer
-            self._socket.send_multipart([peer.identity, encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         if not self._listening_soon:
             self._listening_soon = True
             self._loop.call_soon(self._on_readable)
@@ -405,8 +417,8 @@ class RemoteReceiver(Receiving[R]):
             return False
         if self._members is not None:
             return self._members.all_done
-        alive = any(peer.open for peer in self._peers.values())
-        return not alive and not self._reception.entering and self._reception.joined >= self._least
+        alive = any(peer.open for peer in self.peers.values())
+        return not alive and not self.admission.granted and self.admission.joined >= self._least
 
     def receive_nowait(self) -> R:
         """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
@@ -472,7 +484,7 @@ class RemoteReceiver(Receiving[R]):
     def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
         """What is left of a bundle cannot be read."""
         self._pass_over(peer, parcel, parcel[0].records - self._index)
-        self._expel(peer, error)
+        self.expel(peer, error)
 
     def _pass_over(self, peer: Peer, parcel: Parcel, records: int) -> None:
         """The next records of the first bundle wait no more."""
@@ -552,13 +564,13 @@ class RemoteReceiver(Receiving[R]):
         await anyio.lowlevel.checkpoint()
 
     async def deserted(self) -> None:
-        """Wait until every sender has closed its door, having heard all that was said to it."""
-        while self._peers and not self._closed:
+        """Wait until every sender has closed its connection, having heard all that was said to it."""
+        while self.peers and not self._closed:
             await self._waiting.wait()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""
-        peers = [peer for peer in self._peers.values() if peer.open]
+        peers = [peer for peer in self.peers.values() if peer.open]
         for peer in peers:
             peer.gather()
         return ChannelStatistics(
@@ -578,34 +590,32 @@ class RemoteReceiver(Receiving[R]):
         """Close this end; senders get PeerClosed. Closing twice is fine."""
         if self._closed:
             return
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             self._answers.give(peer)
         self._on_readable()
         self._closed = True
         self._answers.close()
         self._loop.remove_reader(self._fd)
-        if self._severances is not None:
-            self._severances.close()
         if self._absence is not None:
             self._absence.cancel()
         self._waiting.wake_all()
         with anyio.CancelScope(shield=True):
             try:
-                for peer in list(self._peers.values()):
+                for peer in list(self.peers.values()):
                     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                        await peer.door.say(Closed())
+                        await peer.control.say(Closed())
             finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
                 try:
-                    await self._resources.aclose()
+                    await self._close_resources()
                 finally:
                     self._socket.close()
                     # With the peers, their segments are unmapped now, not when cycles are collected.
                     self._arrivals.clear()
-                    self._peers.clear()
+                    self.peers.clear()
 
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    """Cancel `task` and wait for its end."""
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    async def _close_resources(self) -> None:
+        try:
+            if self._acceptor is not None:
+                await self._acceptor.aclose()
+        finally:
+            await self._resources.aclose()

@@ -1,7 +1,7 @@
 """The sending end of a channel to another process: what shm and tcp have in common.
 
-A line is one connection: a door for life, a ZeroMQ socket, an outlet, and the credit that the receiver gave. All clones
-of a sender share it.
+A line is one connection: a ZeroMQ socket, what notices its end, an outlet, and the credit that the receiver gave. All
+clones of a sender share it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
 from .carrier import EVENTS, POLLIN, POLLOUT, Outlet, R, Record
 from .channel import ChannelStatistics
-from .door import Door
+from .connection import SenderControl
 from .ends import Closing
 from .memory import CHECKPOINT_EVERY
-from .silence import GRACE_S, SILENT
 
 __all__ = ["RemoteSender", "SenderLine"]
 
@@ -57,9 +56,7 @@ PARTING_S = 10.0
 class SenderLine:
     """The connection that all clones of a sender share."""
 
-    def __init__(
-        self, door: Door, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes], silence_s: float | None
-    ) -> None:
+    def __init__(self, control: SenderControl, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes]) -> None:
         self.outlet = outlet
         self.welcome = welcome
         """What the receiver granted."""
@@ -76,10 +73,8 @@ class SenderLine:
         self.on_ended: Origin | None = None
         """Is told how trajectories ended."""
         self.waiting = Waiters()
-        self._door = door
+        self._control = control
         self._socket = socket
-        self._silence_s = silence_s
-        """How long the receiver may be silent."""
         self._loop = asyncio.get_running_loop()
         self._asked = False
         """Whether the receiver was told that credit is wanted, and gave none since. Who has no record left need not."""
@@ -89,26 +84,18 @@ class SenderLine:
         """Whether the socket has nobody to send to any more."""
         self._goodbye = False
         """Whether it was said."""
-        self._grace: asyncio.TimerHandle | None = None
-        """Runs out when the door has not said why."""
         self._flush_scheduled = False
         self._parted = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
-        self._watch = self._loop.create_task(self._watch_door(), name="penstock sender door")
+        self._watch = self._loop.create_task(self._until_lost(), name="penstock sender watch")
         self.tell(Publish(()))  # nothing yet: from now on the receiver knows this connection
 
-    async def _watch_door(self) -> None:
-        """Until the receiver closes the channel, or dies: then nothing can be sent any more."""
-        failure: PeerClosed | PeerLost = PeerLost(f"{self.welcome.name}, the receiver, died: its door is closed")
-        with suppress(anyio.EndOfStream, ProtocolMismatch):
-            match await self._door.hear():
-                case Closed():
-                    failure = PeerClosed(f"{self.welcome.name}, the receiver, closed the channel")
-                case Refused(_, reason):
-                    failure = PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}")
-        self.drain()
+    async def _until_lost(self) -> None:
+        """Until the receiver closes the channel, dies or falls silent: then nothing can be sent any more."""
+        failure = await self._control.lost(self.welcome.name)
+        self.drain()  # it may have said why
         self._fail(failure)
 
     def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:
@@ -174,7 +161,7 @@ class SenderLine:
     def full(self) -> ChannelFull:
         """The error that says what is in flight."""
         if self._severed:
-            return ChannelFull(f"the connection to {self.welcome.name} is gone, and its door has not said why yet")
+            return ChannelFull(f"the connection to {self.welcome.name} is gone, and the reason is not known yet")
         return ChannelFull(
             f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
             f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
@@ -199,13 +186,10 @@ class SenderLine:
         return self.failure is None and not self._severed
 
     def _sever(self) -> None:
-        """There is nobody to send to. If the receiver closed or died, the door is about to tell; else it is silent."""
+        """There is nobody to send to: what notices the receiver's end is about to tell why."""
         if not self._severed:
             self._severed = True
-            self._grace = self._loop.call_later(GRACE_S, self._give_up)
-
-    def _give_up(self) -> None:
-        self._fail(PeerLost(f"{self.welcome.name}, the receiver, {SILENT.format(self._silence_s)}"))
+            self._control.disconnected()
 
     def tell(self, message: Message) -> None:
         """Send a message of control, after the descriptors that precede it."""
@@ -243,7 +227,9 @@ class SenderLine:
                     for group, repetitions, state, step in entries:
                         self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
             case Closed():
-                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, cut this sender off"))
+                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, closed the channel"))
+            case Refused(_, reason):
+                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}"))
             case Farewell():
                 self._parted.set()
             case _:
@@ -269,14 +255,12 @@ class SenderLine:
     async def _let_go(self) -> None:
         """Close what the line consists of."""
         self._watch.cancel()
-        if self._grace is not None:
-            self._grace.cancel()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
         with anyio.CancelScope(shield=True):
             with suppress(asyncio.CancelledError):
                 await self._watch
-            await self._door.aclose()
+            await self._control.aclose()
         self.outlet.close()
 
 

@@ -28,10 +28,13 @@ from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .checksum import CHECKSUM_BYTES
 from .door import Door, door_at
-from .introduction import answering_within, introduce, let_in
+from .door_control import DoorControl
+from .introduction import answering_within, greeting, introduce, let_in
+from .reception import Reception
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
+from .silence import expect_signs_of_life
 from .slots import SlotTable, Span
 from .socket_directory import socket_directory, sweep, sweep_after
 
@@ -298,7 +301,10 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
             socket=socket,
             terms=terms,
         )
-        receiver.attend(listener_at_door, lambda opened: _enter(opened, receiver, endpoint), stack.pop_all())
+        reception = Reception(
+            receiver, socket, listener_at_door, lambda opened: _enter(opened, receiver, endpoint), terms.silence_s
+        )
+        receiver.attend(reception, stack.pop_all())
         async with receiver:
             yield receiver
 
@@ -312,14 +318,18 @@ async def connect_shm(
     async with AsyncExitStack() as stack:
         with answering_within(silence_s, url):
             door = await stack.enter_async_context(await _knock(url, path))
-            welcome, identity = await introduce(door, "shm", record_type.schema.kind, name, tokenizer)
+            hello = greeting("shm", record_type.schema.kind, name, tokenizer)
+            welcome = await introduce(door, hello)
             segment = await anyio.to_thread.run_sync(
                 SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
             )
             stack.callback(segment.close)
             await let_in(door, Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
         outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind, checksum=welcome.checksum)
-        line = SenderLine(door, welcome, outlet, dealer(welcome.endpoint, identity, silence_s=silence_s), silence_s)
+        data = dealer(hello.identity)
+        expect_signs_of_life(data, silence_s)
+        data.connect(welcome.endpoint)
+        line = SenderLine(DoorControl(door, silence_s), welcome, outlet, data)
         stack.pop_all()
         try:
             async with RemoteSender[R](line, "shm") as sender:
@@ -343,7 +353,8 @@ def _bind(directory: Path, silence_s: float | None) -> tuple[zmq.Socket[bytes], 
     door = sockets.socket(sockets.AF_UNIX)
     door.bind(str(directory / DOOR))
     door.listen()
-    socket, endpoint = router(silence_s=silence_s), f"ipc://{directory / DATA}"
+    socket, endpoint = router(), f"ipc://{directory / DATA}"
+    expect_signs_of_life(socket, silence_s)
     socket.bind(endpoint)
     for path in (directory / DOOR, directory / DATA):
         path.chmod(0o600)

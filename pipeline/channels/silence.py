@@ -2,7 +2,7 @@
 
 ZeroMQ's own threads ask the other side for signs of life and answer without the interpreter: who is busy, however long,
 is not silent. They cut the connection of who does not answer, and say so on a monitor, though not whose connection it
-was. Knows sockets, not peers.
+was. Over TCP they only ask, and the kernel is asked when something came last. Knows sockets, not peers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from collections.abc import Callable
 
 import zmq
 
-__all__ = ["DEFAULT_SILENCE_S", "GRACE_S", "SILENT", "Severances", "expect_signs_of_life"]
+from .socket_monitor import SocketMonitor
+
+__all__ = [
+    "DEFAULT_SILENCE_S",
+    "GRACE_S",
+    "SILENCE_LOOKS",
+    "SILENT",
+    "Severances",
+    "expect_signs_of_life",
+    "send_signs_of_life",
+]
 
 DEFAULT_SILENCE_S = 30.0
 """How long a peer may be silent: longer than a machine that swaps, or a debugger that looks at a process, takes."""
@@ -20,10 +30,11 @@ DEFAULT_SILENCE_S = 30.0
 GRACE_S = 0.1
 """How long the door has to tell of a death before the end of a connection is taken for silence: it takes 1 ms."""
 
+SILENCE_LOOKS = 6
+"""How often is looked at a TCP connection within the time that its other side may be silent."""
+
 SILENT = "was silent for {} s, for its process was stopped or its host hung"
 """What is said of whoever is given up."""
-
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def expect_signs_of_life(socket: zmq.Socket[bytes], silence_s: float | None) -> None:
@@ -38,28 +49,32 @@ def expect_signs_of_life(socket: zmq.Socket[bytes], silence_s: float | None) -> 
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * third_ms)
 
 
+def send_signs_of_life(socket: zmq.Socket[bytes], silence_s: float | None) -> None:
+    """Have connections of `socket`, which has none yet, ask the other side for signs of life, and cut none of them.
+
+    Over TCP the kernel knows when something came last (`tcp_connection`): a peer is told that it is given up.
+    """
+    if silence_s is not None:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * silence_s / 3)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
+
+
 class Severances:
     """Has `look` called a little after connections of a socket have ended, and when a newcomer must have one."""
 
     def __init__(self, socket: zmq.Socket[bytes], silence_s: float, look: Callable[[], None]) -> None:
-        self._socket = socket
         self._silence_s = silence_s
         self._look = look
         self._loop = asyncio.get_running_loop()
         self._timers: set[asyncio.TimerHandle] = set()
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._fd = int(self._monitor.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._hear)
-        self._hear()  # the descriptor tells of what comes after a look, and of nothing before the first
+        self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, self._hear)
 
     def expect(self) -> None:
         """Someone was let in whose connection is not there yet."""
         self._look_in(self._silence_s)
 
-    def _hear(self) -> None:
-        while int(self._monitor.getsockopt(EVENTS)) & POLLIN:
-            self._monitor.recv_multipart(zmq.NOBLOCK)
-            self._look_in(GRACE_S)
+    def _hear(self, _event: int, _value: int) -> None:
+        self._look_in(GRACE_S)
 
     def _look_in(self, delay_s: float) -> None:
         def look() -> None:
@@ -71,9 +86,7 @@ class Severances:
 
     def close(self) -> None:
         """Look no more."""
-        self._loop.remove_reader(self._fd)
+        self._monitor.close()
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)

@@ -7,34 +7,43 @@ same `Key`; on loopback they use this user's unless they are given one.
 
 from __future__ import annotations
 
-import ipaddress
-import socket as sockets
+import errno
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
-from urllib.parse import urlsplit
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 import numpy as np
 import zmq
 
 from ...schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
-from ...schemas.control import Publish, encode
+from ...schemas.control import Publish, Ready, encode
 from ...schemas.descriptor import Descriptor
 from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
-from ..errors import NobodyListens, PeerClosed, RecordTooLarge, StaleDescriptor
-from .carrier import LARGEST_MESSAGE, Inlet, Parcel, R, Released, dealer, router, start_zero_copy
+from ..errors import RecordTooLarge, StaleDescriptor
+from .carrier import HANDSHAKE_S, LARGEST_MESSAGE, Parcel, R, Released, router, start_zero_copy
 from .checksum import checked, with_checksum
-from .default_key import default_key
-from .door import Door
-from .introduction import answering_within, introduce, let_in
+from .introduction import answering_within, greeting, introduce, let_in
 from .keys import Key
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine
+from .silence import send_signs_of_life
+from .tcp_acceptor import TcpAcceptor
+from .tcp_address import TcpAddress, bracketed, resolved
+from .tcp_control import connected
 
 __all__ = ["connect_tcp", "serve_tcp"]
+
+BACKLOG = 1024
+"""Connections that may wait for ZeroMQ's thread to accept them."""
+
+MOST_CONTROL = 1024
+"""Messages of a sender, beside its records, that may wait for the event loop: ZeroMQ reads on when some were heard."""
+
+NO_ADDRESS = "is its name right, and does the resolver answer?"
+HELD_UP = "its ZeroMQ answers, so its event loop is held up. Raise silence_s where that is usual"
+
+_NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
 class FrameOutlet:
@@ -146,55 +155,71 @@ def _frame(column: Array) -> memoryview | bytes:
     return np.ascontiguousarray(column).data if column.size else b""
 
 
-def _address(url: str, key: Key | None) -> tuple[str, int, Key]:
-    """Return host and port of a tcp URL, and the key to use there: on loopback this user's, unless another is given.
+def _bound(place: TcpAddress, terms: Terms) -> tuple[zmq.Socket[bytes], int]:
+    """A receiver's socket, bound to one port of all addresses of the host, and the port.
 
     Raises:
-        InvalidKey, KeyUnavailable: there is no key that this user may use by default.
-        ValueError: it has no port, or a host beyond loopback and there is no key.
+        OSError: the port is taken, or no address is one of this machine.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
-        raise ValueError(f"expected tcp://HOST:PORT, got {url!r}")
-    resolved = {info[4][0] for info in sockets.getaddrinfo(parts.hostname, parts.port, type=sockets.SOCK_STREAM)}
-    if key is None and not all(ipaddress.ip_address(address).is_loopback for address in resolved):
-        raise ValueError(
-            f"expected a loopback address or a key, got {parts.hostname} and none: whoever reaches the port could read "
-            f"and forge records; make a file with Key.create(path), copy it to the other host, and give both ends "
-            f"key=Key.load(path), or tunnel the port with ssh -L"
-        )
-    return parts.hostname, parts.port, key or default_key()
+    socket = router()
+    socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, terms.capacity_bytes))
+    socket.setsockopt(zmq.RCVHWM, most_waiting(terms))
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # should the event loop be held up: it is sooner
+    send_signs_of_life(socket, terms.silence_s)
+    place.key.protect(socket, "receiver")
+    try:
+        return socket, _bind(socket, place)
+    except BaseException:
+        socket.close()
+        raise
+
+
+def _bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
+    port, bound, missing = place.port, False, OSError(f"expected an address of this machine, got {place.host}")
+    for address in place.addresses:
+        socket.setsockopt(zmq.IPV6, int(":" in address))
+        try:
+            socket.bind(f"tcp://{bracketed(address)}:{port or '*'}")
+        except zmq.ZMQError as error:
+            missing = OSError(error.errno, f"expected to listen at {address} port {port}, got {error.strerror}")
+            if error.errno not in _NO_ADDRESS:
+                raise missing from None
+        else:
+            bound, port = True, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    if not bound:
+        raise missing
+    return port
+
+
+def most_waiting(terms: Terms) -> int:
+    """Messages of one sender that may wait for the event loop: its records, and what else is said."""
+    return terms.capacity + MOST_CONTROL
 
 
 @asynccontextmanager
 async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
-    host, port, key = await anyio.to_thread.run_sync(_address, url, terms.key)
-    terms = replace(terms, key=key)
-    socket = router(max(LARGEST_MESSAGE, terms.capacity_bytes), key, terms.silence_s)
-    wildcard = f"tcp://{f'[{host}]' if ':' in host else host}:*"
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
-    socket.bind(wildcard)
-    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    async with AsyncExitStack() as stack:
-        stack.callback(socket.close)
-        door = await anyio.create_tcp_listener(local_host=host, local_port=port)
-        bound = door.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 (of anyio, not of Django)
-        stack.pop_all()
+    place = await anyio.to_thread.run_sync(resolved, url, terms.key)
+    socket, port = _bound(place, terms)
     receiver = RemoteReceiver(
         record_type,
         carrier="tcp",
-        url=wildcard.replace("*", str(bound)),
+        url=f"tcp://{bracketed(place.host)}:{port}",
         socket=socket,
         terms=terms,
+        most_waiting=most_waiting(terms),
     )
-
-    async def enter(opened: Door) -> Inlet:
-        await opened.say(receiver.welcome(endpoint, 0))
-        return FrameInlet(record_type.schema, checksum=terms.checksum)
-
-    receiver.attend(door, enter, AsyncExitStack())
+    acceptor = TcpAcceptor(
+        receiver,
+        socket,
+        welcome=lambda: receiver.welcome("", 0),
+        inlet=lambda: FrameInlet(record_type.schema, checksum=terms.checksum),
+        port=port,
+        most_unread=terms.capacity_bytes + LARGEST_MESSAGE,
+        silence_s=terms.silence_s,
+    )
+    receiver.attend(acceptor, AsyncExitStack())
     async with receiver:
         yield receiver
 
@@ -210,36 +235,20 @@ async def connect_tcp(
     tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
-    host, port, used = await anyio.to_thread.run_sync(_address, url, key)
+    with answering_within(silence_s, url, NO_ADDRESS):
+        place = await anyio.to_thread.run_sync(resolved, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
-    with answering_within(silence_s, url):
-        try:
-            stream = await anyio.connect_tcp(host, port)
-        except OSError as error:
-            raise NobodyListens(f"expected a receiver at {url}, got {error}: is its process running?") from error
+    hello = greeting("tcp", record_type.schema.kind, name, tokenizer)
     async with AsyncExitStack() as stack:
-        door = await stack.enter_async_context(Door(stream))
-        with answering_within(silence_s, url):
-            await _greet(door, used)
-            welcome, identity = await introduce(door, "tcp", record_type.schema.kind, name, tokenizer)
-            await let_in(door)
+        control = await connected(url, place, hello.identity, silence_s)
+        stack.push_async_callback(control.aclose)
+        with answering_within(silence_s, url, HELD_UP):
+            welcome = await introduce(control, hello)
+            await let_in(control, Ready())
         outlet = FrameOutlet(
             welcome.capacity, welcome.capacity_bytes, record_type.schema.kind, checksum=welcome.checksum
         )
-        data = dealer(_reached(welcome.endpoint, host), identity, used, silence_s)
-        line = SenderLine(door, welcome, outlet, data, silence_s)
+        line = SenderLine(control, welcome, outlet, control.socket)
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:
         yield sender
-
-
-async def _greet(door: Door, key: Key) -> None:
-    try:
-        await door.greet(key, "sender")
-    except (anyio.EndOfStream, anyio.BrokenResourceError):
-        raise PeerClosed("the receiver closed the door: has it the same key?") from None
-
-
-def _reached(endpoint: str, host: str) -> str:
-    """A receiver's data port, on the address at which its door was reached: it may be bound to all that it has."""
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}"

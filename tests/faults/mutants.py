@@ -55,7 +55,7 @@ def _a_death_is_taken_for_a_goodbye() -> None:
 
         return quietly
 
-    _replace(RemoteReceiver, "_gone", made)
+    _replace(RemoteReceiver, "gone", made)
 
 
 def _nobody_asks_what_a_dead_worker_held() -> None:

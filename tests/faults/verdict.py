@@ -156,7 +156,7 @@ def _judge_producer_survives(cell: Cell, story: Story) -> None:
     elif cell.moment == "shutdown" or cell.fault == "exception":
         assert story.told == "the consumer, the receiver, closed the channel"
     else:
-        assert story.told == "the consumer, the receiver, died: its door is closed"
+        assert story.told == "the consumer, the receiver, died: its connection is closed"
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import PeerLost
+from penstock.pipeline.channels import admission, reception
 from penstock.pipeline.channels import door as doors
-from penstock.pipeline.channels import reception
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.schemas import control
@@ -102,7 +102,7 @@ async def test_who_says_hello_and_then_nothing_keeps_nobody_out_meanwhile() -> N
 
 async def test_what_a_stranger_says_reaches_no_log_and_no_message_unescaped(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(reception, "log", _Log(told))
+    monkeypatch.setattr(admission, "log", _Log(told))
     async with serve("shm://", TrajectoryGroup) as inbox:
         for said in (hello(kind="\x1b[2Jgroup\nforged"), hello(name="@@@@").replace(b"@@@@", b"\x1b[2J")):
             with a_stranger(inbox) as stranger:
@@ -128,7 +128,7 @@ class _Log:
 
 async def test_who_comes_under_the_name_of_another_is_refused() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
-        [identity] = inbox._peers
+        [identity] = inbox.peers
         with a_stranger(inbox) as stranger:
             stranger.sendall(hello(identity))
             assert await refused(stranger) == "the identity is taken"

@@ -15,7 +15,7 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup, connect, serve
 from penstock.errors import PeerClosed
-from penstock.pipeline.channels import reception, remote_receiver
+from penstock.pipeline.channels import admission, reception, remote_receiver
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
@@ -58,7 +58,7 @@ async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_betw
 ) -> None:
     flood = 50_000
     told: list[object] = []
-    monkeypatch.setattr(reception, "log", _Log(told))
+    monkeypatch.setattr(admission, "log", _Log(told))
     async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             for _ in range(flood):
@@ -108,7 +108,7 @@ async def test_more_introductions_than_may_be_under_way_are_refused_and_the_plac
             for one in silent:
                 one.connect(door_of(inbox.url))
             await until_rejected(inbox, 1)  # the fifth
-            with pytest.raises(PeerClosed, match="closed the door without an answer"):
+            with pytest.raises(PeerClosed, match="closed the connection without an answer"):
                 async with connect(inbox.url, TrajectoryGroup):
                     pass
         await until_rejected(inbox, 6)  # all of them

@@ -79,7 +79,7 @@ class Ends:
             case LetGo(pick, in_a_thread) if self.held:
                 await self.let_go(pick, in_a_thread=in_a_thread)
             case Tell():
-                [peer] = self.inbox._peers.values()
+                [peer] = self.inbox.peers.values()
                 peer.ended(RECORDS[0].id, 1, "trained", 1)
                 await anyio.lowlevel.checkpoint()
             case Look():

@@ -81,7 +81,7 @@ async def door_that_closed_after(*said: control.Message) -> Door:
 
 async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_broken_socket() -> None:
     async with await door_that_closed_after() as door:
-        with pytest.raises(PeerClosed, match="closed the door without an answer"):
+        with pytest.raises(PeerClosed, match="closed the connection without an answer"):
             await let_in(door, control.Offer(1, 4096, 4096))
 
 

@@ -153,7 +153,7 @@ async def test_a_release_that_was_never_due_is_passed_over() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
-        peer = next(iter(inbox._peers.values()))
+        peer = next(iter(inbox.peers.values()))
         inbox._say(peer, control.Release(((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1))))
         inbox._socket.send_multipart([peer.identity, b"\xc1"])
         for number in range(1, 200):

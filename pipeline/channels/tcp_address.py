@@ -1,0 +1,51 @@
+"""What a tcp URL says: a host, which may have several addresses, a port, and the key that is used there."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from .default_key import default_key
+from .keys import Key
+
+__all__ = ["TcpAddress", "bracketed", "resolved"]
+
+
+class TcpAddress(NamedTuple):
+    """Where a channel is, and the key to use there."""
+
+    host: str
+    addresses: Sequence[str]
+    """Of the host, by preference."""
+    port: int
+    key: Key
+
+
+def resolved(url: str, key: Key | None) -> TcpAddress:
+    """Resolve a tcp URL. Blocks. On loopback the key is this user's, unless another is given.
+
+    Raises:
+        InvalidKey, KeyUnavailable: there is no key that this user may use by default.
+        OSError: the host has no address.
+        ValueError: the URL has no port, or a host beyond loopback and there is no key.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+        raise ValueError(f"expected tcp://HOST:PORT, got {url!r}")
+    found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+    if key is None and not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise ValueError(
+            f"expected a loopback address or a key, got {parts.hostname} and none: whoever reaches the port could read "
+            f"and forge records; make a file with Key.create(path), copy it to the other host, and give both ends "
+            f"key=Key.load(path), or tunnel the port with ssh -L"
+        )
+    return TcpAddress(parts.hostname, addresses, parts.port, key or default_key())
+
+
+def bracketed(address: str) -> str:
+    """Return an address as a URL has it."""
+    return f"[{address}]" if ":" in address else address

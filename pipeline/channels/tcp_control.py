@@ -1,0 +1,186 @@
+"""A sender's connection over tcp: everything goes through its one ZeroMQ socket, and ends with it.
+
+Proves step by step that the connection works, so that each way in which it may not has its own reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import anyio
+import zmq
+
+from ...schemas.control import Message, decode, encode
+from ..errors import NobodyListens, PeerClosed, PeerLost
+from .carrier import EVENTS, POLLIN, POLLOUT, dealer
+from .introduction import answering_within
+from .silence import SILENCE_LOOKS, SILENT, send_signs_of_life
+from .socket_monitor import SocketMonitor
+from .tcp_address import TcpAddress, bracketed
+from .tcp_connection import TcpConnection
+
+__all__ = ["TcpControl", "connected"]
+
+ADDRESS_S = 5.0
+"""How long one of several addresses of a host is tried."""
+
+NEVER_MS = 2**31 - 1
+"""When ZeroMQ would connect again. Told not to at all, it discards what it has received when a connection ends; told to
+wait, and to have no connection meanwhile (`ZMQ_IMMEDIATE`), it hands that over first."""
+
+NO_CONNECTION = "is its process stopped, or does a firewall drop what is sent there?"
+NO_HANDSHAKE = "is its process stopped, or is it no penstock that listens there?"
+
+_WATCHED = int(
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class TcpControl:
+    """One connection to a receiver: a `Conversation`, then a `SenderControl`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], connection: TcpConnection, silence_s: float | None) -> None:
+        self.socket = socket
+        self._connection = connection
+        self._silence_s = silence_s
+        self._ended = anyio.Event()
+
+    async def say(self, message: Message, fd: int | None = None) -> None:
+        """Send `message`; see `Conversation.say`."""
+        if fd is not None:
+            raise TypeError("a file descriptor travels over a Unix socket only")
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise anyio.BrokenResourceError from None
+
+    async def hear(self) -> Message:
+        """Return the next message; see `Conversation.hear`."""
+        while True:
+            events = int(self.socket.getsockopt(EVENTS))
+            if events & POLLIN:
+                return decode(self.socket.recv(zmq.NOBLOCK))
+            if not events & POLLOUT:
+                raise anyio.EndOfStream
+            await anyio.wait_readable(int(self.socket.getsockopt(zmq.FD)))
+
+    async def lost(self, receiver: str) -> PeerClosed | PeerLost:
+        """See `SenderControl.lost`. The receiver, which may be closing, learns at once that it was heard."""
+        try:
+            return await self._ended_or_silent(receiver)
+        finally:
+            self._connection.close()
+
+    async def _ended_or_silent(self, receiver: str) -> PeerLost:
+        """Silence is found twice in a row: this process may have been what stood still."""
+        quiet_looks = 0
+        look_s = None if self._silence_s is None else self._silence_s / SILENCE_LOOKS
+        while not self._ended.is_set():
+            with anyio.move_on_after(look_s):
+                await self._ended.wait()
+            silent = self._silence_s is not None and self._connection.silent_s >= self._silence_s
+            quiet_looks = quiet_looks + 1 if silent else 0
+            if quiet_looks > 1:
+                return PeerLost(f"{receiver}, the receiver, {SILENT.format(self._silence_s)}")
+        return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
+
+    def disconnected(self) -> None:
+        """See `SenderControl.disconnected`."""
+        self._ended.set()
+
+    async def aclose(self) -> None:
+        """See `SenderControl.aclose`."""
+        self.socket.close(linger=0)
+        self._connection.close()
+
+
+async def connected(url: str, place: TcpAddress, identity: bytes, silence_s: float | None) -> TcpControl:
+    """Connect to the first address of `place` where a receiver with its key answers.
+
+    Raises:
+        NobodyListens: none of them lets anybody connect, or what listens there is silent.
+        PeerClosed: the receiver ended the handshake: it has another key.
+    """
+    for address in place.addresses:
+        socket = dealer(identity)
+        socket.setsockopt(zmq.IPV6, int(":" in address))
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # `silence_s` bounds it
+        if len(place.addresses) > 1:
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * ADDRESS_S))
+        send_signs_of_life(socket, silence_s)
+        place.key.protect(socket, "sender")
+        attempt = _Attempt(socket)
+        try:
+            control = await attempt.made(url, f"tcp://{bracketed(address)}:{place.port}", silence_s)
+            if control is not None:
+                return control
+        except BaseException:
+            attempt.close()
+            raise
+        attempt.close()
+    raise NobodyListens(
+        f"expected a receiver at {url}, got {await _reason(place.addresses[-1], place.port)}: is its process running?"
+    )
+
+
+class _Attempt:
+    """An attempt to connect, which the events of its socket tell about."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._events: list[tuple[int, int]] = []
+        self._happened = asyncio.Event()
+        self._monitor = SocketMonitor(socket, _WATCHED, self._heard)
+        self._connection: TcpConnection | None = None
+
+    def _heard(self, event: int, value: int) -> None:
+        self._events.append((event, value))
+        self._happened.set()
+
+    async def _next(self) -> tuple[int, int]:
+        while not self._events:
+            self._happened.clear()
+            await self._happened.wait()
+        return self._events.pop(0)
+
+    async def made(self, url: str, endpoint: str, silence_s: float | None) -> TcpControl | None:
+        """Return the connection when the handshake is done; None where nobody can be reached at `endpoint`."""
+        self._socket.connect(endpoint)
+        with answering_within(silence_s, url, NO_CONNECTION):
+            event, fd = await self._next()
+        if event != zmq.EVENT_CONNECTED:
+            return None
+        with suppress(OSError):  # it has ended already, which the next event tells
+            self._connection = TcpConnection(fd)
+        with answering_within(silence_s, url, NO_HANDSHAKE):
+            event, _ = await self._next()
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED or self._connection is None:
+            raise PeerClosed(f"the receiver at {url} ended the connection in the handshake: has it the same key?")
+        self._monitor.close()
+        return TcpControl(self._socket, self._connection, silence_s)
+
+    def close(self) -> None:
+        """Give it up."""
+        self._monitor.close()
+        self._socket.close(linger=0)
+        if self._connection is not None:
+            self._connection.close()
+
+
+async def _reason(address: str, port: int) -> str:
+    """Return why nobody can connect to `address`: ZeroMQ does not tell."""
+    try:
+        with anyio.move_on_after(ADDRESS_S):
+            stream = await anyio.connect_tcp(address, port)
+            await anyio.aclose_forcefully(stream)
+    except OSError as error:
+        return str(error)
+    return "no connection"

@@ -1,0 +1,337 @@
+"""Over tcp those who have no key, or say nothing, hold no place of a sender; the others stay within their credit."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+import zmq
+from tests.hostile.test_frames import frames_of, record, say
+
+from penstock import Key, TrajectoryGroup, connect, serve
+from penstock.errors import PeerClosed, PeerLost, TooManySenders
+from penstock.pipeline.channels import tcp_acceptor
+from penstock.pipeline.channels.remote_receiver import RemoteReceiver
+from penstock.schemas import control
+from penstock.schemas.descriptor import Descriptor
+from penstock.testing import group
+
+Inbox = RemoteReceiver[TrajectoryGroup]
+
+KEY = Key(bytes(32))
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+def port_of(inbox: Inbox) -> int:
+    return int(inbox.url.rpartition(":")[2])
+
+
+def idle(inbox: Inbox, source: str = "127.0.0.1") -> socket.socket:
+    """A connection from `source` on which nothing is said."""
+    connection = socket.create_connection(("127.0.0.1", port_of(inbox)), timeout=30, source_address=(source, 0))
+    connection.setblocking(False)
+    return connection
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side has ended `connection`."""
+    try:
+        while received := connection.recv(4096):
+            del received
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+async def until_rejected(inbox: Inbox, count: int) -> None:
+    with anyio.fail_after(30):
+        while inbox.rejected < count:
+            await anyio.lowlevel.checkpoint()
+
+
+async def until_cut(connection: socket.socket) -> None:
+    with anyio.fail_after(30):
+        while not is_cut(connection):
+            await anyio.lowlevel.checkpoint()
+
+
+async def still_works(inbox: Inbox, key: Key | None = None) -> None:
+    async with connect(inbox.url, TrajectoryGroup, key=key) as outbox:
+        await outbox.send(group(instance_id="after"))
+        assert (await inbox.receive()).instance_id == "after"
+
+
+@contextmanager
+def key_holder(url: str) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ connection that has the key and has not introduced itself."""
+    one: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    one.setsockopt(zmq.IDENTITY, b"p" + bytes(15))
+    one.setsockopt(zmq.RECONNECT_IVL, -1)
+    KEY.protect(one, "sender")
+    one.connect(url)
+    try:
+        yield one
+    finally:
+        one.close(linger=0)
+
+
+@contextmanager
+def no_more_than(most: int, port: int) -> Iterator[int]:
+    """A port from which `most` bytes are passed on to `port`, and then no more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as both:
+        near, far = (both.enter_context(socket.socket()) for _ in range(2))
+
+        def back() -> None:
+            with suppress(OSError):
+                while said := far.recv(2**16):
+                    near.sendall(said)
+                near.shutdown(socket.SHUT_RDWR)
+
+        def forth() -> None:
+            nonlocal near
+            near = both.enter_context(listener.accept()[0])
+            far.connect(("127.0.0.1", port))
+            threading.Thread(target=back, daemon=True).start()
+            left = most
+            with suppress(OSError):
+                while left and (said := near.recv(min(left, 2**16))):
+                    far.sendall(said)
+                    left -= len(said)
+
+        threading.Thread(target=forth, daemon=True).start()
+        yield int(listener.getsockname()[1])
+
+
+def hello(**changes: Any) -> control.Hello:
+    fields: dict[str, Any] = {
+        "version": control.PROTOCOL_VERSION,
+        "carrier": "tcp",
+        "kind": "group",
+        "identity": b"p" + bytes(15),
+        "name": "stranger",
+        "pid": 1,
+    }
+    return control.Hello(**(fields | changes))
+
+
+async def answer(one: zmq.Socket[bytes]) -> control.Message:
+    """What a key holder hears."""
+    with anyio.fail_after(30):
+        while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            await anyio.lowlevel.checkpoint()
+    return control.decode(one.recv(zmq.NOBLOCK))
+
+
+async def until_ended(one: zmq.Socket[bytes]) -> None:
+    """Wait until a key holder has no connection any more."""
+    with anyio.fail_after(30):
+        while int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            await anyio.lowlevel.checkpoint()
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_connections_that_say_nothing_take_no_place_of_a_sender() -> None:
+    async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
+        with ExitStack() as strangers:
+            for _ in range(60):
+                strangers.enter_context(idle(inbox))
+            await still_works(inbox)
+
+
+async def test_who_says_nothing_is_cut_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_acceptor, "HANDSHAKE_S", 0.05)
+    async with serve(LOOPBACK, TrajectoryGroup) as inbox:
+        with idle(inbox) as stranger:
+            await until_cut(stranger)
+        monkeypatch.undo()
+        await still_works(inbox)
+        assert inbox.rejected == 1
+
+
+async def test_of_too_many_that_say_nothing_the_oldest_of_the_address_with_the_most_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_acceptor, "MOST_NEWCOMERS", 4)
+    async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
+        with ExitStack() as strangers:
+            alone = strangers.enter_context(idle(inbox, "127.0.0.2"))
+            many = [strangers.enter_context(idle(inbox, "127.0.0.3")) for _ in range(6)]
+            await until_rejected(inbox, 2)
+
+            for oldest in many[:2]:
+                await until_cut(oldest)
+            assert not any(map(is_cut, [alone, *many[2:]]))
+            await still_works(inbox)
+
+
+async def test_many_more_than_there_may_be_keep_nobody_out() -> None:
+    async with serve(LOOPBACK, TrajectoryGroup, max_senders=2) as inbox:
+        with ExitStack() as strangers:
+            for _ in range(300):
+                strangers.enter_context(await anyio.to_thread.run_sync(idle, inbox))
+            await still_works(inbox)
+            await until_rejected(inbox, 300 - 2 - tcp_acceptor.MOST_NEWCOMERS)
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f" + b"\x03" + bytes(53), bytes(4096)], ids=range(3)
+)
+async def test_nonsense_changes_nothing(said: bytes) -> None:
+    async with serve(LOOPBACK, TrajectoryGroup) as inbox:
+        with idle(inbox) as stranger:
+            stranger.sendall(said)
+            await still_works(inbox)
+            assert inbox.statistics().received == 1
+
+
+async def test_strangers_that_come_and_go_do_not_end_anybody_else() -> None:
+    """Their descriptors are those that senders had, and will have."""
+    async with serve(LOOPBACK, TrajectoryGroup, senders=30) as inbox, anyio.create_task_group() as tasks:
+
+        async def come_and_go() -> None:
+            while True:
+                with idle(inbox) as stranger:
+                    await anyio.lowlevel.checkpoint()
+                    stranger.sendall(b"\xff")
+                await anyio.lowlevel.checkpoint()
+
+        async def send(number: int) -> None:
+            async with connect(inbox.url, TrajectoryGroup, name=str(number)) as outbox:
+                for _ in range(3):
+                    await outbox.send(group(env=str(number)))
+
+        async def send_in_turns() -> None:
+            for first in range(0, 30, 3):
+                async with anyio.create_task_group() as some:
+                    for number in range(first, first + 3):
+                        some.start_soon(send, number)
+
+        for _ in range(3):
+            tasks.start_soon(come_and_go)
+        tasks.start_soon(send_in_turns)
+        came = [record.env async for record in inbox]
+        tasks.cancel_scope.cancel()
+
+    assert sorted(came) == sorted(str(number) for number in range(30) for _ in range(3))
+
+
+# -- those who have the key --------------------------------------------------------------------------------------------
+
+
+async def test_a_sender_beyond_the_most_is_refused_and_holds_nobody_elses_place() -> None:
+    async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
+        async with connect(inbox.url, TrajectoryGroup):
+            for _ in range(3):
+                with pytest.raises(TooManySenders, match="expected at most 1 senders: raise max_senders"):
+                    async with connect(inbox.url, TrajectoryGroup):
+                        pass
+        with anyio.fail_after(30):
+            while inbox.statistics().senders or inbox.peers:
+                await anyio.lowlevel.checkpoint()
+        await still_works(inbox)
+
+
+async def test_who_was_granted_a_place_and_does_not_take_it_loses_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_acceptor, "HANDSHAKE_S", 0.3)
+    async with serve(LOOPBACK, TrajectoryGroup, max_senders=1, key=KEY) as inbox:
+        with key_holder(inbox.url) as one:
+            one.send(control.encode(hello()))
+            assert isinstance(await answer(one), control.Welcome)
+            with pytest.raises(TooManySenders):
+                async with connect(inbox.url, TrajectoryGroup, key=KEY):
+                    pass
+            with anyio.fail_after(30):
+                while inbox.admission.granted:
+                    await anyio.lowlevel.checkpoint()
+        monkeypatch.undo()
+        await still_works(inbox, KEY)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [control.encode(control.Publish((Descriptor(1, 1, 0, 1, 1, 64),)))],
+        [control.encode(control.Ready())],
+        [control.encode(hello(identity=b"q" + bytes(15)))],
+        [bytes(70_000)],
+        [control.encode(hello()), b"and more"],
+        [b"\xc1"],
+        [b""],
+    ],
+    ids=range(7),
+)
+async def test_who_has_the_key_and_introduces_itself_wrongly_is_refused_and_cut(said: list[bytes]) -> None:
+    async with serve(LOOPBACK, TrajectoryGroup, key=KEY) as inbox:
+        with key_holder(inbox.url) as one:
+            one.send_multipart(said)
+            refused = await answer(one)
+            assert isinstance(refused, control.Refused)
+            assert refused.error == "ProtocolMismatch"
+            await until_ended(one)
+        await still_works(inbox, KEY)
+        assert inbox.rejected == 1
+
+
+async def test_a_sender_that_takes_more_bytes_than_its_credit_is_cut_off() -> None:
+    async with (
+        serve(LOOPBACK, TrajectoryGroup, capacity_bytes=8192) as inbox,
+        connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
+    ):
+        for number in (1, 2, 3):
+            say(outbox, Descriptor(number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
+        await until_rejected(inbox, 1)
+        came = [(await inbox.receive()).instance_id for _ in range(3)]  # what had come before it was noticed
+        with pytest.raises(PeerLost, match=r"expected at most 9216 bytes in flight, got 12288"):
+            await inbox.receive()
+        assert came == ["1", "2", "3"]
+
+
+async def test_a_sender_that_sends_more_bytes_than_it_says_is_cut_off() -> None:
+    async with (
+        serve(LOOPBACK, TrajectoryGroup) as inbox,
+        connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
+    ):
+        say(outbox, Descriptor(1, 1, 1, 0, 0, 64), frames_of(record()))
+        with pytest.raises(PeerLost, match=r"expected at most 64 bytes of columns, got more"):
+            await inbox.receive()
+
+
+async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_acceptor, "LOOK_S", 0.05)
+    monkeypatch.setattr("penstock.pipeline.channels.tcp.LARGEST_MESSAGE", 2**20)
+    async with serve(LOOPBACK, TrajectoryGroup, capacity_bytes=2**20, key=KEY) as inbox:
+        with no_more_than(2**23, port_of(inbox)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
+            flooder.send(control.encode(hello()))
+            assert isinstance(await answer(flooder), control.Welcome)
+            flooder.send(control.encode(control.Ready()))
+            assert isinstance(await answer(flooder), control.Ready)
+            flooder.send_multipart([bytes(2**16)] * 2**8)  # 16 MiB, of which half comes
+            await until_rejected(inbox, 1)
+            await until_ended(flooder)
+        with pytest.raises(PeerLost, match=r"stranger .* was cut off: a message of more than 2097152 bytes"):
+            await inbox.receive()
+
+
+async def test_a_sender_that_is_cut_off_can_send_nothing_more() -> None:
+    async with serve(LOOPBACK, TrajectoryGroup) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
+            say(outbox, Descriptor(9, 1, 1, 0, 0, 4096), frames_of(record()))
+            with pytest.raises(PeerLost, match=r"the forger .* was cut off"):
+                await inbox.receive()
+            line: Any = outbox
+            with anyio.fail_after(30):
+                await line.severed()
+            assert isinstance(outbox.failure, PeerClosed)
+        await still_works(inbox)

@@ -1,0 +1,191 @@
+"""Over tcp one port carries everything, and a connection that cannot be made says what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.processes.children import child, line
+
+from penstock import TrajectoryGroup, connect, serve
+from penstock.errors import NobodyListens, PeerClosed, PeerLost
+from penstock.testing import group
+
+HELD_UP = """
+    import ctypes, anyio
+    from penstock import TrajectoryGroup, serve
+
+    async def main():
+        async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
+            print(inbox.url, flush=True)
+            ctypes.PyDLL(None).sleep(60)  # nobody else gets the interpreter meanwhile
+
+    anyio.run(main)
+"""
+
+SENDER = """
+    import sys, anyio
+    from penstock import TrajectoryGroup, connect
+    from penstock.testing import group
+
+    async def main(url):
+        async with connect(url, TrajectoryGroup, name="short-lived") as outbox:
+            for number in range(3):
+                await outbox.send(group(instance_id=str(number)))
+            await anyio.sleep(0)
+            print("sent", flush=True)
+            await anyio.sleep_forever()
+
+    anyio.run(main, sys.argv[1])
+"""
+
+
+def ports_of_this_process() -> set[int]:
+    """TCP ports at which this process listens."""
+    own = {os.fstat(int(fd.name)).st_ino for fd in Path("/proc/self/fd").iterdir() if "socket:" in str(_target(fd))}
+    lines = [each.split() for each in Path("/proc/self/net/tcp").read_text("ascii").splitlines()[1:]]
+    return {int(each[1].partition(":")[2], 16) for each in lines if each[3] == "0A" and int(each[9]) in own}
+
+
+def _target(link: Path) -> Path:
+    with suppress(FileNotFoundError):
+        return link.readlink()
+    return link
+
+
+@contextmanager
+def mute(backlog: int = 8) -> Iterator[int]:
+    """A port at which everybody may connect and nobody is answered."""
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listener:
+        yield int(listener.getsockname()[1])
+
+
+@contextmanager
+def another_service() -> Iterator[int]:
+    """A port at which something else answers, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(30)
+
+
+def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Have every host name resolve to these addresses, in this order."""
+    own = socket.getaddrinfo
+
+    def resolve(_host: str, port: int, **named: Any) -> list[Any]:
+        return [each for address in addresses for each in own(address, port, **named)]
+
+    monkeypatch.setattr("penstock.pipeline.channels.tcp_address.socket.getaddrinfo", resolve)
+
+
+async def arrives(url: str, inbox: Any) -> None:
+    async with connect(url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="there"))
+        assert (await inbox.receive()).instance_id == "there"
+
+
+async def receive_into(came: list[str], inbox: Any) -> None:
+    """Receive until that fails."""
+    while True:
+        came.append((await inbox.receive()).instance_id)
+
+
+async def test_a_receiver_listens_at_the_port_of_its_url_alone() -> None:
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+        await outbox.send(group())
+        await inbox.receive()
+        assert ports_of_this_process() == {int(inbox.url.rpartition(":")[2])}
+
+
+async def test_a_host_that_has_several_addresses_is_reached_at_the_one_where_the_receiver_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serve("tcp://127.0.0.3:0", TrajectoryGroup) as inbox:
+        port = inbox.url.rpartition(":")[2]
+        resolves_to(monkeypatch, "127.0.0.2", "127.0.0.3")
+        await arrives(f"tcp://trainer.test:{port}", inbox)
+
+
+async def test_a_receiver_listens_at_one_port_of_all_addresses_that_its_host_has_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolves_to(monkeypatch, "127.0.0.2", "127.0.0.3")
+    async with serve("tcp://trainer.test:0", TrajectoryGroup) as inbox:
+        port = inbox.url.rpartition(":")[2]
+        monkeypatch.undo()
+        for address in ("127.0.0.2", "127.0.0.3"):
+            await arrives(f"tcp://{address}:{port}", inbox)
+
+
+async def test_ipv6_is_an_address_like_any_other() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"expected this machine to have ::1, got {error}")
+    async with serve("tcp://[::1]:0", TrajectoryGroup) as inbox:
+        await arrives(inbox.url, inbox)
+
+
+async def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
+        with pytest.raises(OSError, match=r"expected to listen at 127\.0\.0\.1 port \d+, got Address already in use"):
+            async with serve(inbox.url, TrajectoryGroup):
+                pass
+
+
+async def test_where_nobody_listens_the_reason_is_that_the_connection_was_refused() -> None:
+    with mute() as port:
+        pass
+    with pytest.raises(NobodyListens, match=rf"at tcp://127.0.0.1:{port}, got .*[Cc]onnect.*: is its process running"):
+        async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup):
+            pass
+
+
+async def test_what_accepts_and_says_nothing_is_silent_in_the_handshake() -> None:
+    with mute() as port, pytest.raises(NobodyListens, match=r"got silence for 0\.2 s: .* or is it no penstock"):
+        async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup, silence_s=0.2):
+            pass
+
+
+async def test_what_answers_otherwise_and_hangs_up_has_ended_the_connection() -> None:
+    with another_service() as port, pytest.raises(PeerClosed, match="ended the connection in the handshake"):
+        async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup):
+            pass
+
+
+async def test_a_receiver_whose_event_loop_is_held_up_is_told_from_one_that_is_stopped() -> None:
+    with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is held up"):
+        async with connect(await line(receiver), TrajectoryGroup, silence_s=1):
+            pass
+
+
+async def test_when_connecting_returns_the_receiver_knows_the_sender() -> None:
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup):
+        assert inbox.statistics().senders == 1
+
+
+async def test_what_a_killed_sender_had_sent_is_received_before_its_loss_is_told() -> None:
+    for _ in range(5):
+        async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
+            with child(SENDER, inbox.url) as sender:
+                assert await line(sender) == "sent"
+                came = [(await inbox.receive()).instance_id]
+                sender.kill()
+                with anyio.fail_after(30), pytest.raises(PeerLost, match=r"short-lived .* closed its connection"):
+                    await receive_into(came, inbox)
+                assert came == [str(number) for number in range(len(came))]
