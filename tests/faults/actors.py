@@ -170,19 +170,19 @@ class Striker:
                 _patch(SenderLine, "tell", self._tell)
                 _patch(Door, "say", self._say)
 
-    def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _write(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         segment, span, contents, records, layout = arguments
         if self.armed:
             records = [self._struck_halfway(list(columns)) for columns in records]
-        write(segment, span, contents, records, layout)
+        write(segment, span, contents, records, layout, **options)
 
     def _struck_halfway(self, columns: list[Any]) -> Iterator[Any]:
         yield from columns[: len(columns) // 2]
         self.strike()
         yield from columns[len(columns) // 2 :]
 
-    def _publish(self, publish: Callable[..., None], *arguments: Any) -> None:
-        publish(*arguments)
+    def _publish(self, publish: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        publish(*arguments, **options)
         if self.armed:
             self.strike()
 
@@ -222,7 +222,7 @@ def note_salvage(log: Log) -> None:
 def _patch(owner: type, name: str, around: Callable[..., Any]) -> None:
     """Have `around` called with a method and its arguments instead of the method."""
     method = getattr(owner, name)
-    setattr(owner, name, lambda *arguments: around(method, *arguments))
+    setattr(owner, name, lambda *arguments, **options: around(method, *arguments, **options))
 
 
 @dataclass

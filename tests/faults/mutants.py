@@ -36,8 +36,8 @@ def _all_is_salvaged_again() -> None:
 
 def _a_bit_flips_on_the_way() -> None:
     def made(write: Callable[..., None]) -> Callable[..., None]:
-        def flipped(segment: Any, span: Any, contents: bytes, records: Any, layout: Any) -> None:
-            write(segment, span, contents, records, layout)
+        def flipped(segment: Any, span: Any, contents: bytes, records: Any, layout: Any, **options: Any) -> None:
+            write(segment, span, contents, records, layout, **options)
             _, (index, first, _), *_ = layout.places  # of the tokens
             items = segment._typed[index]
             items[(segment._payload + span.start * segment.slot_bytes) // items.itemsize + first] ^= 1
