@@ -198,6 +198,7 @@ async def test_nonsense_changes_nothing(said: bytes) -> None:
 
 async def test_strangers_that_come_and_go_do_not_end_anybody_else() -> None:
     """Their descriptors are those that senders had, and will have."""
+    came: list[str] = []
     async with serve(LOOPBACK, TrajectoryGroup, senders=30) as inbox, anyio.create_task_group() as tasks:
 
         async def come_and_go() -> None:
@@ -221,7 +222,7 @@ async def test_strangers_that_come_and_go_do_not_end_anybody_else() -> None:
         for _ in range(3):
             tasks.start_soon(come_and_go)
         tasks.start_soon(send_in_turns)
-        came = [record.env async for record in inbox]
+        came += [record.env async for record in inbox]
         tasks.cancel_scope.cancel()
 
     assert sorted(came) == sorted(str(number) for number in range(30) for _ in range(3))
