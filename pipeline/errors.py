@@ -10,6 +10,7 @@ from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, Protoc
 
 __all__ = [
     "ChannelFull",
+    "DiskFull",
     "EngineFailed",
     "EngineRefused",
     "EngineTimedOut",
@@ -28,6 +29,7 @@ __all__ = [
     "MissingExtra",
     "NoDevice",
     "NobodyListens",
+    "NotWritable",
     "NothingTrained",
     "OutOfFileDescriptors",
     "OutOfSharedMemory",
@@ -87,6 +89,14 @@ class OutOfSharedMemory(PenstockError, MemoryError):
 
 class OutOfFileDescriptors(PenstockError, OSError):
     """This process, or the machine, has not as many file descriptors left as what is to be started needs."""
+
+
+class DiskFull(PenstockError, OSError):
+    """A disk, a quota or the limit on the size of a file has no room; what was written there before stays whole."""
+
+
+class NotWritable(PenstockError, OSError):
+    """A folder cannot be written: its file system is read-only, or this user may not; the message names it."""
 
 
 class MemberAbsent(PenstockError):

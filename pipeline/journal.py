@@ -7,19 +7,20 @@ one thread at a time. Knows no ledger: who calls it knows what has ended.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ..schemas import ProtocolMismatch, TrajectoryGroup
+from .appending import append_whole
 from .errors import JournalFull, JournalInUse
 from .journal_entry import Damage, encode_entry, read_entries
+from .os_errors import explaining_os_errors
 
 __all__ = ["JournalFiles", "Reading", "Volume", "open_journal"]
 
@@ -34,8 +35,7 @@ VERSION = 1
 
 NAME = re.compile(r"(\d{8})\.volume-(\d+)")
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What writing fails with where a disk, a quota or a limit of this process is exhausted."""
+OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; what was written before will be offered again"
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class JournalFiles:
 
         Raises:
             JournalFull: they would bring the journal beyond its capacity, or the disk has no room.
-            OSError: they could not be written for another reason.
+            NotWritable, OutOfFileDescriptors: they could not be written for another reason.
         """
         entries = [encode_entry(record) for record in records]
         nbytes = sum(map(len, entries))
@@ -104,7 +104,7 @@ class JournalFiles:
                 f"got {nbytes} on top of {self.nbytes}, whose trajectories no checkpoint holds yet: let SinkTrainer "
                 f"write checkpoints more often (checkpoint_every), or raise capacity_bytes"
             )
-        with _taking_room(nbytes, self._folder):
+        with _writing(f"{nbytes} bytes", self._folder):
             return self._write(entries, nbytes)
 
     def delete(self, volumes: Iterable[Volume]) -> None:
@@ -124,12 +124,7 @@ class JournalFiles:
             self._close_volume()
         fd = self._begin_volume() if self._fd is None else self._fd
         volume = self.volumes[-1]
-        try:
-            for entry in entries:
-                _write_all(fd, entry)
-        except OSError:
-            os.ftruncate(fd, volume.nbytes)  # nothing of what was not passed on stays behind
-            raise
+        append_whole(fd, entries)  # nothing of what was not passed on stays behind
         volume.nbytes += nbytes
         if self._fsync:
             os.fsync(fd)
@@ -157,13 +152,15 @@ def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[
     Raises:
         JournalInUse: another process has it, or this one a second time.
         ProtocolMismatch: another version of penstock wrote it.
-        OSError: the folder cannot be had.
+        JournalFull: the disk has no room.
+        NotWritable, OutOfFileDescriptors: the folder cannot be used.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        stack.callback(os.close, lock)  # which unlocks it, as the death of this process would
-        _take(lock, folder)
+        with _writing("the lock of a journal", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)  # which unlocks it, as the death of this process would
+            _take(lock, folder)
         files = JournalFiles(folder, capacity_bytes=capacity_bytes, fsync=fsync)
         stack.callback(files.close)
         yield files
@@ -179,23 +176,12 @@ def _take(lock: int, folder: Path) -> None:
             f"run a folder of its own"
         ) from None
     owner = str(os.getpid())
-    with _taking_room(len(owner), folder):
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, owner.encode(), 0)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, owner.encode(), 0)
 
 
-@contextmanager
-def _taking_room(nbytes: int, folder: Path) -> Iterator[None]:
-    """Something is written within the body."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise JournalFull(
-            f"expected room for {nbytes} bytes in {folder}, got none ({error.strerror}): make room there, or lower "
-            f"capacity_bytes and checkpoint_every; what was written before will be offered again"
-        ) from error
+def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
+    return explaining_os_errors(what, folder, disk_full=JournalFull, or_else=OFFERED_AGAIN)
 
 
 def _volumes(folder: Path) -> list[Volume]:
@@ -210,13 +196,6 @@ def _volumes(folder: Path) -> list[Volume]:
             )
         found.append(Volume(int(name[1]), path, path.stat().st_size))
     return sorted(found, key=lambda volume: volume.number)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    """Also where the disk takes it piece by piece, as one does that is about to be full."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def _sync_folder(folder: Path) -> None:

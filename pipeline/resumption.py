@@ -22,6 +22,7 @@ from ..schemas import GroupId
 from .context import Context
 from .errors import InvalidPipeline, RunInUse
 from .link import Link
+from .os_errors import explaining_os_errors
 from .telemetry import JsonlSink, get_logger
 
 __all__ = ["Past", "Snapshot", "Stateful", "kept_in"]
@@ -81,19 +82,19 @@ def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[t
     Raises:
         InvalidPipeline: the sink keeps no checkpoints.
         RunInUse: another process runs in `folder`.
+        DiskFull, NotWritable, OutOfFileDescriptors: the folder cannot be made, or its file of metrics not be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with explaining_os_errors("the files of a run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         going_on, past = _resumed(folder, links)
         if past.step:
             context.ledger.restore(past.committed, past.step)
-        sink = JsonlSink(folder / "metrics.jsonl", after_step=past.step)
-        context.metrics.sinks.append(sink)
+        context.metrics.file = JsonlSink(folder / "metrics.jsonl", after_step=past.step)
         try:
             yield going_on
         finally:
-            if sink in context.metrics.sinks:  # one that failed has been left out
-                context.metrics.sinks.remove(sink)
+            context.metrics.file = None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, TypeAlias
 
@@ -21,6 +21,8 @@ import structlog
 from numpy.typing import ArrayLike
 
 from ..schemas.numbers import whole_number
+from .appending import append_whole
+from .os_errors import explaining_os_errors
 
 __all__ = [
     "Absorbing",
@@ -85,11 +87,13 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
 class Metrics:
     """Gathers observations; `emit` hands them to the sinks. One event loop uses it."""
 
-    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "observers", "sinks")
+    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "file", "observers", "sinks")
 
     def __init__(self, *sinks: MetricSink) -> None:
         self.sinks: list[MetricSink] = list(sinks)
-        """Where each step's metrics go."""
+        """Where each step's metrics go; one that raises is left out from then on."""
+        self.file: MetricSink | None = None
+        """Where a run that is kept in a folder writes each step; if it raises, so does `emit`."""
         self.observers: list[Callable[[], None]] = []
         """Called before observations are taken, for what is cheaper to look up now and then than to note at once."""
         self._means: dict[str, list[float]] = {}
@@ -152,7 +156,11 @@ class Metrics:
         return bool(self._means or self._totals or self._maxima or self._minima)
 
     def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
-        """Hand everything observed since the last step, and `extra`, to the sinks; returns it too."""
+        """Hand everything observed since the last step, and `extra`, to the sinks; returns it too.
+
+        Raises:
+            DiskFull, NotWritable, OutOfFileDescriptors: the run's own file of metrics cannot be written.
+        """
         now = time.monotonic()
         observed = self.take()
         metrics = {name: weighted / weight for name, (weighted, weight) in observed.means.items() if weight}
@@ -160,6 +168,8 @@ class Metrics:
         metrics["perf/time_per_step"] = now - self._since
         metrics |= {name: float(value) for name, value in (extra or {}).items()}
         self._since = now
+        if self.file is not None:
+            self.file(dict(metrics), step)
         for sink in list(self.sinks):
             self._deliver(sink, metrics, step)
         return metrics
@@ -243,14 +253,18 @@ class JsonlSink:
         path: of the file; what is there already stays.
         after_step: the step that this run goes on from: lines of later steps, which a run before wrote and no
             checkpoint holds, are cut off, and one that it did not finish. None leaves all.
+
+    Raises:
+        DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; nothing of it stays.
     """
 
     def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         if after_step is not None:
             after_step = whole_number("after_step", after_step, least=0)
-            if self._path.exists():
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if after_step is not None and self._path.exists():
                 os.truncate(self._path, _bytes_until(self._path, after_step))
 
     def __repr__(self) -> str:
@@ -261,8 +275,11 @@ class JsonlSink:
         self._write_line(msgspec.json.encode({"step": step} | metrics) + b"\n")
 
     def _write_line(self, line: bytes) -> None:
-        with self._path.open("ab") as file:
-            file.write(line)
+        with self._writing(), self._path.open("ab") as file:
+            append_whole(file.fileno(), [line])
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return explaining_os_errors("a line of metrics", self._path, or_else="then run again")
 
 
 class _Line(msgspec.Struct):

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..os_errors import explaining_os_errors
+
 __all__ = ["socket_directory", "sweep", "sweep_after"]
 
 PREFIX = "penstock-"
@@ -29,9 +31,15 @@ LONGEST_PATH = 80
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread."""
+    """A directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread.
+
+    Raises:
+        NotWritable, DiskFull, OutOfFileDescriptors: it cannot be made.
+    """
     sweep()
-    path, lock = _make(_root())
+    root, other = _root(), "set XDG_RUNTIME_DIR to one where it may"
+    with explaining_os_errors("sockets", root, elsewhere=other, or_else="or set XDG_RUNTIME_DIR to another folder"):
+        path, lock = _make(root)
     try:
         yield path
     finally:
@@ -79,32 +87,52 @@ def _remove(path: Path) -> None:
 
 def _root() -> Path:
     """Where the directories lie."""
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or _temporary())
     if not root.is_dir() or len(str(root)) > LONGEST_PATH:
         return Path("/tmp")  # noqa: S108 (the directories made in it are private)
     return root
 
 
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # none that can be written: the error in making a directory there says why
+        return "/tmp"  # noqa: S108 (as above)
+
+
 def _make(root: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        lock = _take_lock(path, os.O_CREAT)
-        if lock is not None:
+        try:
+            opened = _open_lock(path, os.O_CREAT)
+        except OSError:
+            path.rmdir()
+            raise
+        if (lock := _locked(path, opened)) is not None:
             return path, lock
 
 
-def _take_lock(path: Path, flags: int = 0) -> int | None:
+def _take_lock(path: Path) -> int | None:
     """The lock of a directory as an open descriptor, or None where its owner lives or it has none."""
     try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        opened = _open_lock(path)
     except OSError:
         return None
+    return _locked(path, opened)
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    return os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+
+
+def _locked(path: Path, lock: int) -> int | None:
+    """Return `lock` when it was free; close it, and return None, where it was not, or a sweeper was faster."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         return None
-    if not (path / LOCK).exists():  # a sweeper was faster
+    if not (path / LOCK).exists():
         os.close(lock)
         return None
     return lock

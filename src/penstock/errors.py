@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .pipeline.errors import (
     ChannelFull,
+    DiskFull,
     EngineFailed,
     EngineRefused,
     EngineTimedOut,
@@ -23,6 +24,7 @@ from .pipeline.errors import (
     NobodyListens,
     NoDevice,
     NothingTrained,
+    NotWritable,
     OutOfFileDescriptors,
     OutOfSharedMemory,
     PeerClosed,
@@ -52,6 +54,7 @@ from .pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "DiskFull",
     "EngineFailed",
     "EngineRefused",
     "EngineTimedOut",
@@ -70,6 +73,7 @@ __all__ = [
     "MissingExtra",
     "NoDevice",
     "NobodyListens",
+    "NotWritable",
     "NothingTrained",
     "OutOfFileDescriptors",
     "OutOfSharedMemory",

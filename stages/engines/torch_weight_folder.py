@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ...pipeline.errors import WeightsInUse
+from ...pipeline.os_errors import explaining_os_errors
 from ...pipeline.policy.engine_sync import Syncable, synced
 from ...pipeline.policy.weight_specs import (
     Fused,
@@ -137,7 +138,7 @@ class WeightFolder:
         Raises:
             WeightsInUse: another publisher has it.
             ValueError: it holds something else than published weights.
-            OSError: it cannot be had.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be used.
         """
         await anyio.to_thread.run_sync(self._take)
         return self
@@ -166,7 +167,7 @@ class WeightFolder:
             WeightsMismatch: the tensors are others than at construction; lists them all.
             ValueError: `version` is not newer than the last.
             anyio.ClosedResourceError: the folder was not taken.
-            OSError: the disk is full, say; the versions before stay.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
         """
         async with self._publishing:
             if self._lock < 0:
@@ -193,6 +194,10 @@ class WeightFolder:
         )
 
     def _take(self) -> None:
+        with explaining_os_errors("weights to publish", self.folder):
+            self._lock = self._locked()
+
+    def _locked(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         strange = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
         if strange:
@@ -209,7 +214,7 @@ class WeightFolder:
         except BaseException:
             os.close(lock)
             raise
-        self._lock = lock
+        return lock
 
     def _say(self, owner: Owner) -> None:
         unfinished = self.folder / f".{OWNER}"

@@ -262,6 +262,7 @@ class TorchTrainer:
 
         Raises:
             ValueError: something that is kept holds a number that is not finite.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the checkpoints before it are whole.
         """
         weights, optimizer = self.tensors()
         return write_checkpoint(
@@ -277,10 +278,8 @@ class TorchTrainer:
     ) -> None:
         save_file(_unshared(weights), folder / WEIGHTS)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        torch.save(
-            {"optimizer": optimizer, "torch": torch.get_rng_state(), "cuda": cuda},
-            folder / OPTIMIZER,
-        )
+        with (folder / OPTIMIZER).open("wb") as file:  # given a path, torch hides why it could not be written
+            torch.save({"optimizer": optimizer, "torch": torch.get_rng_state(), "cuda": cuda}, file)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,

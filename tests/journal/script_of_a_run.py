@@ -32,7 +32,7 @@ from penstock import (
     processes,
     source,
 )
-from penstock.pipeline.journal import JournalFiles
+from penstock.pipeline.appending import append_whole
 from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
 from penstock.testing import group
 
@@ -137,9 +137,9 @@ def tear_writes(fate: Fate) -> None:
         unlink(path, missing_ok=missing_ok)
         fate.at("deleted" if of_journal else "")
 
-    in_journal = sys.modules[JournalFiles.__module__]
-    os_of_journal = type("os", (), {**vars(os), "write": staticmethod(torn)})
-    in_journal.os = os_of_journal  # type: ignore[attr-defined]
+    appends = sys.modules[append_whole.__module__]
+    os_of_appends = type("os", (), {**vars(os), "write": staticmethod(torn)})
+    appends.os = os_of_appends  # type: ignore[attr-defined]
     Path.unlink = unlinked  # type: ignore[method-assign,assignment]
 
 

@@ -1,0 +1,166 @@
+"""What a run, its weights and its journal do when their disk is full, and when it has room again.
+
+    python -m tests.limits.script_on_a_small_disk FOLDER
+
+FOLDER is a disk of its own. Prints lines `key: text`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import anyio
+import msgspec
+import torch
+from tests.tiny_model import TinyModel
+
+from penstock import (
+    AdvantageWeighted,
+    Batcher,
+    Pipeline,
+    SendChannel,
+    SinkTrainer,
+    TorchTrainer,
+    TrajectoryGroup,
+    WeightFolder,
+    source,
+)
+from penstock.errors import DiskFull, JournalFull, StageFailed
+from penstock.pipeline.journal import open_journal
+from penstock.stages.engines.torch_folder_subscriber import FolderSubscriber
+from penstock.testing import group
+
+model = partial(TinyModel, vocabulary=1000, width=64)
+"""Its weights take 750 KB, and Adam's state twice that."""
+
+
+class Groups:
+    """Sends groups for ever."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number in count():
+            sent = group(instance_id=str(number), seed=number)
+            await outbox.send(sent.with_advantages(sent.rewards.repeat(sent.lengths())))
+
+
+def pipeline_until(step: int, checkpoint_every: int | None) -> tuple[Pipeline, TorchTrainer]:
+    trainer = TorchTrainer(model(), optimizer=partial(torch.optim.Adam, lr=0.01), loss=AdvantageWeighted())
+    batches = source(Groups()).then(Batcher(max_tokens=1024, sequences=4))
+    return batches.sink(SinkTrainer(trainer, max_steps=step, checkpoint_every=checkpoint_every)), trainer
+
+
+def train(folder: Path, step: int, checkpoint_every: int | None = 1) -> TorchTrainer:
+    pipeline, trainer = pipeline_until(step, checkpoint_every)
+    anyio.run(partial(pipeline.run, folder=folder))
+    return trainer
+
+
+@contextmanager
+def full_but_for(disk: Path, room: int) -> Iterator[None]:
+    """Leave `room` bytes of the disk within the body."""
+    ballast = disk / "ballast"
+    space = os.statvfs(disk)
+    ballast.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - room)))
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def names(folder: Path) -> str:
+    return " ".join(sorted(path.name for path in folder.iterdir()))
+
+
+def say(key: str, text: object) -> None:
+    sys.stdout.write(f"{key}: {text}\n")
+
+
+def fails(key: str, train: partial[TorchTrainer]) -> None:
+    try:
+        train()
+    except StageFailed as failed:
+        say(key, failed)
+    else:
+        say(key, "nothing was raised")
+
+
+def steps_of(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\n") for line in lines)
+    return [msgspec.json.decode(line)["step"] for line in lines]
+
+
+def checkpoints(disk: Path) -> None:
+    folder = disk / "run"
+    train(folder, 1)
+    for room in (2**20, 2**16, 0):  # torch meets the full disk in the optimizer's file, then safetensors in the weights
+        with full_but_for(disk, room):
+            fails(f"checkpoint {room}", partial(train, folder, 2))
+            say(f"left {room}", names(folder / "checkpoints"))
+    say("resumed", train(folder, 2).steps)
+    say("steps", steps_of(folder))
+
+
+def metrics(disk: Path) -> None:
+    folder = disk / "metered"
+    train(folder, 1, None)
+    with full_but_for(disk, 0):
+        fails("metrics", partial(train, folder, 200, None))
+        say("whole lines", steps_of(folder) == list(range(1, len(steps_of(folder)) + 1)))
+    train(folder, 20, None)
+    say("each step once", steps_of(folder) == list(range(1, 21)))
+
+
+async def weights(disk: Path) -> None:
+    folder, trained = disk / "weights", model()
+    async with WeightFolder(folder, trained) as publisher:
+        await publisher.publish(trained.state_dict(), 0)
+        for room in (2**16, 0):
+            with full_but_for(disk, room):
+                try:
+                    await publisher.publish(trained.state_dict(), 1)
+                except DiskFull as error:
+                    say(f"weights {room}", error)
+                say(f"versions {room}", names(folder))
+        await publisher.publish(trained.state_dict(), 1)
+        async with FolderSubscriber(publisher.url) as subscriber:
+            subscriber.attach(dict(model().state_dict()))
+            say("published", subscriber.refresh())
+
+
+def journal(disk: Path) -> None:
+    folder = disk / "journal"
+    with open_journal(folder, capacity_bytes=2**30, fsync=True) as files:
+        files.append([group(instance_id="0")])
+        with full_but_for(disk, 2**14):
+            kept = appended_until_full(files.append)
+        files.append([group(instance_id="after")])
+        reading = files.read(files.volumes[0])
+    say("journal whole", not reading.damage and not reading.torn and len(reading.records) == kept + 2)
+
+
+def appended_until_full(append: Callable[[list[TrajectoryGroup]], object]) -> int:
+    for number in count():
+        try:
+            append([group(instance_id=str(number))])
+        except JournalFull as error:
+            say("journal", error)
+            break
+    return number
+
+
+def main(disk: Path) -> None:
+    checkpoints(disk)
+    metrics(disk)
+    anyio.run(weights, disk)
+    journal(disk)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""A full disk, or one that is read-only, is an error that names the path; what was written before stays whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.limits.mounts import read_only, said_by, small_disk
+
+FULL = "got none (No space left on device): make room there"
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def said(disk: Path) -> dict[str, str]:
+    """All that the script says; torch takes seconds to import, so it does everything in one process."""
+    return said_by(small_disk(disk, "16m"), "-m", "tests.limits.script_on_a_small_disk", str(disk))
+
+
+@pytest.mark.parametrize("room", ["1048576", "65536", "0"], ids=["in the optimizer", "in the weights", "at once"])
+def test_a_checkpoint_for_which_the_disk_has_no_room_ends_the_run_and_leaves_the_one_before(
+    disk: Path, said: dict[str, str], room: str
+) -> None:
+    assert (
+        f"DiskFull: expected room for the files of step 2 in {disk}/run/checkpoints, {FULL}"
+        in said[f"checkpoint {room}"]
+    )
+    assert said[f"left {room}"] == "step-00000001"
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_when_its_disk_has_room_again(said: dict[str, str]) -> None:
+    assert said["resumed"] == "2"
+    assert said["steps"] == "[1, 2]"
+
+
+def test_metrics_for_which_the_disk_has_no_room_end_the_run_so_that_no_step_is_absent(
+    disk: Path, said: dict[str, str]
+) -> None:
+    assert f"DiskFull: expected room for a line of metrics in {disk}/metered/metrics.jsonl, {FULL}" in said["metrics"]
+    assert said["whole lines"] == "True"
+    assert said["each step once"] == "True"
+
+
+@pytest.mark.parametrize("room", ["65536", "0"])
+def test_weights_for_which_the_disk_has_no_room_leave_the_version_before_and_are_published_when_it_has(
+    disk: Path, said: dict[str, str], room: str
+) -> None:
+    assert said[f"weights {room}"].startswith(f"expected room for the files of step 1 in {disk}/weights, {FULL}")
+    assert said[f"versions {room}"] == "lock publisher.json step-00000000"
+    assert said["published"] == "1"
+
+
+def test_a_journal_for_which_the_disk_has_no_room_stays_whole_and_goes_on_when_it_has(
+    disk: Path, said: dict[str, str]
+) -> None:
+    assert said["journal"].startswith("expected room for ")
+    assert f" bytes in {disk}/journal, {FULL}, or lower capacity_bytes" in said["journal"]
+    assert said["journal whole"] == "True"
+
+
+READ_ONLY = """
+import sys
+from functools import partial
+from pathlib import Path
+import anyio
+import numpy as np
+from penstock import JsonlSink, TrajectoryGroup, WeightFolder, WeightPublisher, serve
+from penstock.errors import NotWritable
+from penstock.pipeline.journal import open_journal
+from penstock.stages.training.checkpoint import write_checkpoint
+
+folder = Path(sys.argv[1])
+model = {"weight": np.zeros(2, np.float32)}
+
+async def enter(context):
+    async with context():
+        pass
+
+def journal():
+    with open_journal(folder, capacity_bytes=2**20, fsync=False):
+        pass
+
+attempts = {
+    "checkpoint": partial(write_checkpoint, folder, 1, lambda into: None),
+    "metrics": lambda: JsonlSink(folder / "metrics.jsonl")({}, 1),
+    "journal": journal,
+    "weights": partial(anyio.run, enter, partial(WeightFolder, folder, model)),
+    "sockets": partial(anyio.run, enter, partial(serve, "shm://", TrajectoryGroup)),
+    "publisher": partial(anyio.run, enter, partial(WeightPublisher, model)),
+}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except NotWritable as error:
+        print(f"{name}: {error}")
+"""
+
+
+SETTINGS = {
+    "XDG_RUNTIME_DIR": "import os, sys; os.environ['XDG_RUNTIME_DIR'] = sys.argv[1]",
+    "tempdir": "import sys, tempfile; tempfile.tempdir = sys.argv[1]",
+}
+
+
+@pytest.mark.parametrize("chosen_by", SETTINGS)
+def test_a_read_only_folder_is_an_error_that_names_it_and_says_how_to_choose_another(
+    tmp_path: Path, chosen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+    said = said_by(read_only(tmp_path), "-c", f"{SETTINGS[chosen_by]}\n{READ_ONLY}", str(tmp_path))
+
+    permitted = "got no permission (Read-only file system): let this user write there, or"
+    other = f"{permitted} choose another folder"
+    assert said == {
+        "checkpoint": f"expected to write the files of step 1 in {tmp_path}, {other}",
+        "metrics": f"expected to write a line of metrics in {tmp_path}/metrics.jsonl, {other}",
+        "journal": f"expected to write the lock of a journal in {tmp_path}, {other}",
+        "weights": f"expected to write weights to publish in {tmp_path}, {other}",
+        "sockets": f"expected to write sockets in {tmp_path}, {permitted} set XDG_RUNTIME_DIR to one where it may",
+        "publisher": f"expected to write sockets in {tmp_path}, {permitted} set XDG_RUNTIME_DIR to one where it may",
+    }
