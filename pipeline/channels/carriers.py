@@ -7,12 +7,14 @@ async with connect(url, TrajectoryGroup) as outbox:              # in another pr
 from __future__ import annotations
 
 import os
-from contextlib import AbstractAsyncContextManager
-from typing import Any, get_args
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar, get_args
 
 from ...schemas import identity_of
 from ...schemas.control import check_name
 from ...schemas.numbers import finite_number, whole_number
+from ..file_descriptors import available
 from .carrier import R
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .keys import Key
@@ -27,6 +29,11 @@ __all__ = ["DEFAULT_MAX_SENDERS", "connect", "serve"]
 
 DEFAULT_MAX_SENDERS = 64
 """Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
+
+DESCRIPTORS = {"shm": 12, "tcp": 17}
+"""File descriptors that opening an end takes: its sockets, what is open for a moment, and ZeroMQ's own, once."""
+
+E = TypeVar("E")
 
 
 def serve(
@@ -80,6 +87,8 @@ def serve(
         ValueError: a name that is too long or not printable, an unknown scheme, a key that is missing, or one that shm
             has no use for.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
+        OutOfFileDescriptors: this process has too few left.
+        DiskFull, NotWritable: the folder for the sockets cannot be written; the message names it.
     """
     absence_timeout_s = finite_number("absence_timeout_s", absence_timeout_s)
     if senders is not None:
@@ -99,8 +108,9 @@ def serve(
         tokenizer=None if tokenizer is None else identity_of(tokenizer),
         checksum=checksum,
     )
-    opened = serve_shm if _scheme(url, key) == "shm" else serve_tcp
-    return opened(url, record_type, terms)
+    scheme = _scheme(url, key)
+    opened = serve_shm if scheme == "shm" else serve_tcp
+    return _with_descriptors(DESCRIPTORS[scheme], "the receiving end of a channel", opened(url, record_type, terms))
 
 
 def connect(
@@ -135,6 +145,7 @@ def connect(
         PeerClosed: the receiver has another key.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfSharedMemory: the machine has no room for the segment.
+        OutOfFileDescriptors: this process, or the receiver, has too few left.
         MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
         InvalidConfig: seconds that are not finite.
         ValueError: an unknown scheme, a key that is missing, or one that shm has no use for, or a name that is too
@@ -143,9 +154,20 @@ def connect(
     silence_s = _silence_s(silence_s)
     name = check_name(name or "")
     identity = None if tokenizer is None else identity_of(tokenizer)
-    if _scheme(url, key) == "shm":
-        return connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)
-    return connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s, tokenizer=identity)
+    scheme = _scheme(url, key)
+    if scheme == "shm":
+        opened = connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)
+    else:
+        opened = connect_tcp(url, record_type, name=name, key=key, silence_s=silence_s, tokenizer=identity)
+    return _with_descriptors(DESCRIPTORS[scheme], "the sending end of a channel", opened)
+
+
+@asynccontextmanager
+async def _with_descriptors(count: int, purpose: str, opened: AbstractAsyncContextManager[E]) -> AsyncIterator[E]:
+    """Open an end of a channel where `count` file descriptors can be had; ZeroMQ would end the process without them."""
+    available(count, purpose)
+    async with opened as end:
+        yield end
 
 
 def _silence_s(silence_s: float | None) -> float | None:

@@ -19,7 +19,8 @@ from anyio.abc import Listener, SocketAttribute, SocketStream, UNIXSocketStream
 from anyio.lowlevel import checkpoint
 
 from ...schemas.control import Message, decode, encode
-from ..errors import ProtocolMismatch
+from ..errors import OutOfFileDescriptors, ProtocolMismatch
+from ..os_errors import EXHAUSTED, RAISE_LIMIT
 from .ends import Closing
 
 __all__ = ["Door", "door_at", "serve_door"]
@@ -38,7 +39,7 @@ OUT_OF_DESCRIPTORS_S = 0.1
 NO_ROOM_S = 0.01
 """How often is looked whether there is room at a door where many wait to be let in: the kernel does not tell."""
 
-_NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NO_MORE = EXHAUSTED | {errno.ENOBUFS, errno.ENOMEM}
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -137,10 +138,12 @@ class Door(Closing):
         await checkpoint()
         while True:
             try:
-                received, fds, _, _ = socket.recv_fds(self._raw, LARGEST_FRAME, 1, socket.MSG_CMSG_CLOEXEC)
+                received, fds, flags, _ = socket.recv_fds(self._raw, LARGEST_FRAME, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 await anyio.wait_readable(self._raw)
             else:
+                if flags & socket.MSG_CTRUNC and not fds:  # the kernel drops one for which this process has no number
+                    raise OutOfFileDescriptors(f"expected room for one more open file, got none: {RAISE_LIMIT}")
                 self._fds += fds
                 if len(self._fds) > MOST_FDS:
                     raise ProtocolMismatch(f"expected {MOST_FDS} file descriptors at most, got {len(self._fds)}")
@@ -188,7 +191,7 @@ async def serve_door(
                 _, others = failed.split(_out_of_descriptors)
                 if others is not None:
                     raise others from None
-            refused("no file descriptor is left for who comes: raise the limit of open files (ulimit -n)")
+            refused(f"no file descriptor is left for who comes: {RAISE_LIMIT}")
             await anyio.sleep(OUT_OF_DESCRIPTORS_S)
 
 

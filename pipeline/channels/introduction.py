@@ -15,6 +15,7 @@ from ..errors import (
     MemberNameInUse,
     MemberNameRequired,
     NobodyListens,
+    OutOfFileDescriptors,
     OutOfSharedMemory,
     PeerClosed,
     PenstockError,
@@ -31,6 +32,7 @@ REFUSALS: dict[str, type[PenstockError]] = {
     for error in (
         MemberNameInUse,
         MemberNameRequired,
+        OutOfFileDescriptors,
         OutOfSharedMemory,
         PeerClosed,
         ProtocolMismatch,
@@ -87,6 +89,7 @@ async def let_in(connection: Conversation, offer: Offer | Ready, fd: int | None 
 
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.
+        OutOfFileDescriptors: the receiver has none left for it.
         PeerClosed: it refused for another reason, or went away.
     """
     answer = await _answer(connection, offer, fd)

@@ -40,6 +40,7 @@ from ...schemas.control import (
 from ...schemas.numbers import finite_number
 from ..blocking import enter_in_thread
 from ..channels.door import Door, serve_door
+from ..file_descriptors import available
 from ..telemetry import get_logger
 from ..waiting import Waiters
 from .engine_sync import Syncable, synced
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightPublisher"]
 
 log = get_logger("penstock.weights")
+
+DESCRIPTORS = 8
+"""File descriptors that opening takes: the segment, the socket and its folder, and what is open for a moment."""
 
 INTRODUCTION_S = 10.0
 """Whoever knocks has this long to say who they are."""
@@ -154,7 +158,10 @@ class WeightPublisher:
             WeightsMismatch: `fused` does not fit the tensors.
             ValueError: `cast` names a dtype that does not travel.
             NoDevice: this process cannot use `device`.
+            OutOfFileDescriptors: this process has too few left.
+            DiskFull, NotWritable: the folder for the socket cannot be written; the message names it.
         """
+        available(DESCRIPTORS, "a publisher of weights")
         async with AsyncExitStack() as stack:
             self._writer = await anyio.to_thread.run_sync(self._make)
             stack.callback(self._close)

@@ -41,6 +41,7 @@ from ..channels.door import Door
 from ..channels.silence import DEFAULT_SILENCE_S
 from ..channels.socket_directory import sweep_after
 from ..errors import NobodyListens, PeerClosed, PeerLost
+from ..file_descriptors import available
 from ..waiting import Waiters
 from .weight_copies import Copies
 from .weight_door import directory_of, knock
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from .weight_views import MountedViews
 
 __all__ = ["WeightSubscriber"]
+
+DESCRIPTORS = 6
+"""File descriptors that subscribing takes: the socket, the segment, and what is open for a moment."""
 
 
 class WeightSubscriber:
@@ -96,7 +100,9 @@ class WeightSubscriber:
             NobodyListens: there is no publisher at `url`, or it is silent.
             ProtocolMismatch: it refused, with its reason.
             PeerLost: it died or closed meanwhile.
+            OutOfFileDescriptors: this process has too few left.
         """
+        available(DESCRIPTORS, "a subscriber to weights")
         self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             try:

@@ -19,11 +19,11 @@ from ..channels.remote_receiver import RemoteReceiver
 from ..channels.silence import DEFAULT_SILENCE_S
 from ..context import Context
 from ..errors import NobodyListens
+from ..file_descriptors import held
 from ..joint import Passage
 from ..link import Link, carried
 from ..statistics import WorkerStatistics
 from ..telemetry import WaitsHeard
-from .descriptors import held
 from .placement import Processes
 from .supervisor import Supervisor
 from .worker_books import RelayBooks, SourceBooks
@@ -82,7 +82,8 @@ class Workers:
             silence_s=SILENCE_S,
         ) as self._outlet:
             self._outlet.keep_open()  # workers die and are started anew, so how many will come and go is not known
-            with held(self._descriptors, f"the workers of {self._link.name} ({self._on.count})") as self._held:
+            purpose = f"the workers of {self._link.name} ({self._on.count})"
+            with held(self._descriptors, purpose, ", or run fewer workers") as self._held:
                 yield self._outlet
 
     @property

@@ -1,0 +1,130 @@
+"""What channels and weights do with so many file descriptors left as are told: they open, or say that these are few.
+
+    python -m tests.limits.script_of_descriptors WHAT LEFT…
+
+Each number is tried by a child of its own, for ZeroMQ opens its own descriptors once. Prints lines `number: text`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import numpy.random
+
+from penstock import TrajectoryGroup, WeightPublisher, WeightSubscriber, connect, serve
+from penstock.errors import OutOfFileDescriptors
+from penstock.testing import group
+
+TENSORS = {"weight": np.zeros(4, np.float32)}
+
+ENOUGH = 100
+
+HUNG_S = 30
+"""A child that takes longer is ended by SIGALRM, and that is what it is reported by."""
+
+
+def leave(count: int) -> None:
+    """From now on this process can open `count` files."""
+    taken = os.open(os.devnull, os.O_RDONLY)
+    os.close(taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+async def receiving(url: str, left: int) -> None:
+    leave(left)
+    async with serve(url, TrajectoryGroup) as inbox:
+        leave(ENOUGH)
+        async with connect(inbox.url, TrajectoryGroup) as outbox:
+            await outbox.send(group())
+            await inbox.receive()
+
+
+async def sending(url: str, left: int) -> None:
+    leave(left)
+    async with connect(url, TrajectoryGroup) as outbox:
+        await outbox.send(group())
+
+
+async def receiver(url: str, says: int) -> None:
+    async with serve(url, TrajectoryGroup) as inbox:
+        os.write(says, inbox.url.encode())
+        await inbox.receive()
+        await anyio.sleep_forever()
+
+
+@contextmanager
+def receiver_elsewhere(url: str) -> Iterator[str]:
+    """Give the URL of a receiver in another process, so that this one has nothing of ZeroMQ yet."""
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(HUNG_S)
+        anyio.run(receiver, url, says)
+    try:
+        yield os.read(hears, 1000).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+async def weights(left_to_publish: int, left_to_subscribe: int) -> None:
+    leave(left_to_publish)
+    async with WeightPublisher(TENSORS) as publisher:
+        await publisher.publish(TENSORS, 0)
+        leave(left_to_subscribe)
+        async with WeightSubscriber(publisher.url) as subscriber:
+            subscriber.attach({"weight": np.ones(4, np.float32)})
+            subscriber.refresh()
+
+
+def say(left: int, outcome: str) -> None:
+    os.write(sys.stdout.fileno(), f"{left}: {outcome}\n".encode())
+
+
+async def attempt(work: Callable[[int], Awaitable[None]], left: int) -> None:
+    await anyio.to_thread.run_sync(group)  # threads, and what a record needs, are there before the limit is
+    try:
+        await work(left)
+    except OutOfFileDescriptors as error:
+        say(left, str(error))
+    else:
+        say(left, "opened")
+
+
+def try_with(what: str, left: int) -> None:
+    action, _, carrier = what.partition(" ")
+    url = {"": "", "shm": "shm://", "tcp": "tcp://127.0.0.1:0"}[carrier]
+    if action == "connect":
+        with receiver_elsewhere(url) as served:
+            anyio.run(attempt, partial(sending, served), left)
+    elif action == "serve":
+        anyio.run(attempt, partial(receiving, url), left)
+    elif action == "publish":
+        anyio.run(attempt, lambda left: weights(left, ENOUGH), left)
+    else:
+        anyio.run(attempt, lambda left: weights(ENOUGH, left), left)
+
+
+def main(what: str, numbers: list[int]) -> None:
+    for left in numbers:
+        child = os.fork()
+        if not child:
+            signal.alarm(HUNG_S)
+            try_with(what, left)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            say(left, f"ended with {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [int(number) for number in sys.argv[2:]])

@@ -1,0 +1,51 @@
+"""Too few file descriptors are an error when something is opened: never a hang, and never the end of the process.
+
+ZeroMQ ends the process that it cannot open its own descriptors in, so every number from none to enough is tried.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.limits.mounts import said_by
+
+NUMBERS = range(21)
+
+
+@pytest.mark.parametrize(
+    ("what", "purpose"),
+    [
+        ("serve shm", "the receiving end of a channel"),
+        ("serve tcp", "the receiving end of a channel"),
+        ("connect shm", "the sending end of a channel"),
+        ("connect tcp", "the sending end of a channel"),
+        ("publish", "a publisher of weights"),
+        ("subscribe", "a subscriber to weights"),
+    ],
+)
+def test_whatever_number_of_descriptors_is_left_it_opens_or_says_that_they_are_too_few(what: str, purpose: str) -> None:
+    said = said_by([], "-m", "tests.limits.script_of_descriptors", what, *map(str, NUMBERS))
+
+    outcomes = [said[str(left)] for left in NUMBERS]
+    first = outcomes.index("opened")
+    assert set(outcomes[first:]) == {"opened"}
+    assert all(
+        f" more file descriptors for {purpose}, got " in outcome
+        and outcome.endswith("(Too many open files): raise the limit of open files (ulimit -n)")
+        for outcome in outcomes[:first]
+    )
+    assert first > 0
+
+
+def test_a_receiver_and_its_sender_have_room_in_a_process_of_40_descriptors() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); import anyio\n"
+        "from penstock import TrajectoryGroup, connect, serve\n"
+        "from penstock.testing import group\n"
+        "async def main():\n"
+        "    async with serve('shm://', TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:\n"
+        "        await outbox.send(group(instance_id='7'))\n"
+        "        print('received:', (await inbox.receive()).instance_id)\n"
+        "anyio.run(main)"
+    )
+
+    assert said_by([], "-c", script) == {"received": "7"}
