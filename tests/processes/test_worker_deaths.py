@@ -18,6 +18,7 @@ from tests.processes.worker_sinks import Attentive, Commit
 
 from penstock import Pipeline, processes, source
 from penstock.errors import WorkerFailed
+from penstock.pipeline.statistics import StageStatistics
 
 
 @asynccontextmanager
@@ -158,13 +159,15 @@ async def test_a_worker_of_a_middle_stage_that_hangs_while_it_starts_ends_the_ru
 async def test_statistics_tell_what_a_worker_does_that_has_not_started() -> None:
     pipeline = source(stages.HangWhenUnpickled(), on=processes(1)).sink(Commit())
 
+    taken: list[StageStatistics] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipeline.run)
         while not pipeline.statistics().stages or not starting_of(pipeline).startswith("unpickling"):
             await anyio.lowlevel.checkpoint()
-        stage = pipeline.statistics().stages[0]
+        taken.append(pipeline.statistics().stages[0])
         tasks.cancel_scope.cancel()
 
+    (stage,) = taken
     assert stage.waiting_for == "start of HangWhenUnpickled 1/1"
     assert stage.workers[0].starting == "unpickling HangWhenUnpickled and importing what it needs"
 
