@@ -28,7 +28,7 @@ from ...pipeline.policy.shielded import shielded
 from ...pipeline.telemetry import get_logger
 from ...schemas.config import check_url
 from ...schemas.numbers import normalize_counts, normalize_numbers
-from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
+from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .backoff import Backoff, jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import Gate, Reason
@@ -426,7 +426,7 @@ def _newest(folder: Path, version: int) -> tuple[Path, int]:
     newest = latest_checkpoint(folder)
     if newest is None:
         return folder, version
-    found = int(newest.name.rpartition("-")[2])
+    found = step_of(newest)
     if found < version:
         raise EngineRefused(f"expected version {version} or newer in {folder}, got version {found}")
     return newest, found

@@ -29,7 +29,7 @@ from ...pipeline.policy.weight_specs import Fused, Part, Tensor
 from ...pipeline.policy.weight_subscriber import WeightSubscriber
 from ...pipeline.policy.weight_views import Views
 from ...pipeline.policy.weights import NO_VERSION
-from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint
+from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .torch_weight_folder import CHUNK_BYTES, MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
 
 __all__ = ["FolderSubscriber", "Subscriber", "subscriber"]
@@ -51,6 +51,8 @@ class FolderSubscriber:
         self._target: _Copies | _Views | None = None
         self._version = NO_VERSION
         self._latest = NO_VERSION
+        self._newest = self._folder
+        """Where the newest version lies, once there is one."""
         self._looked = float("-inf")
         """When the folder was looked at."""
 
@@ -128,7 +130,7 @@ class FolderSubscriber:
             self._look()
         while self._latest > self._version:
             try:
-                content = _read(self._folder / f"step-{self._latest:08d}", self._opened())
+                content = _read(self._newest, self._opened())
             except WeightsDamaged:
                 damaged = self._latest
                 self._look()
@@ -153,7 +155,9 @@ class FolderSubscriber:
             raise StaleHandle(f"expected weights of {self._opened().name}, got those of {owner.name}: subscribe anew")
         self._owner = owner
         newest = latest_checkpoint(self._folder)
-        self._latest = NO_VERSION if newest is None else int(newest.name.removeprefix("step-"))
+        if newest is not None:
+            self._newest = newest
+        self._latest = NO_VERSION if newest is None else step_of(newest)
         if not (alive or owner.closed or self._latest > self._version):
             raise PeerLost(f"{owner.name} died: {self._folder} is locked by nobody")
 

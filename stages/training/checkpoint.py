@@ -1,8 +1,9 @@
 """Folders that are there whole or not at all: one a checkpoint, named after its optimizer step.
 
 A checkpoint is written under a temporary name, brought to the disk file by file, and renamed. A machine that loses its
-power on the way leaves the checkpoints before. One that is removed loses its name first, then its files. Knows nothing
-about what is in them.
+power on the way leaves the checkpoints before. One that is removed loses its name first, then its files. A second one
+of the same step is named `step-00000100.2`, so that the first can stay until it is there: no file system replaces a
+folder in one step but a few. Knows nothing about what is in them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ...pipeline.os_errors import explaining_os_errors
 
-__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "write_checkpoint"]
+__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "step_of", "write_checkpoint"]
 
 FOLDER_SCHEME = "file://"
 """How the URL of a folder begins."""
@@ -28,7 +29,7 @@ WHOLE = "then run again: what was written there before is whole"
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Make the checkpoint of `step` in `folder` and return its path. `write` fills the directory it is given. Blocks.
 
-    One that is there already, of a run that went on from an earlier step, is replaced.
+    One that is there already, of a run that went on from an earlier step or of a moment before, goes when it is there.
 
     Raises:
         DiskFull, NotWritable, OutOfFileDescriptors: the files cannot be written; those before are whole, and nothing of
@@ -48,12 +49,11 @@ def _write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) ->
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # what has no room now may have it then
         raise
-    finished = folder / f"{PREFIX}{step:08d}"
-    if finished.exists():
-        finished.rename(folder / f"{UNFINISHED}{step}-replaced")
+    same_step = [path for path in _checkpoints(folder) if step_of(path) == step]
+    finished = folder / _name(step, 1 + max(map(_edition, same_step), default=0))
     unfinished.rename(finished)
     _to_disk(folder)
-    shutil.rmtree(folder / f"{UNFINISHED}{step}-replaced", ignore_errors=True)
+    _remove(folder, same_step)
     return finished
 
 
@@ -65,8 +65,8 @@ def _fill(unfinished: Path, write: Callable[[Path], None]) -> None:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The checkpoint of the highest step in `folder`, or None where there is none."""
-    return max(Path(folder).glob(PREFIX + "*"), key=_step_of, default=None)
+    """Return the checkpoint of the highest step in `folder`, or None where there is none."""
+    return max(_checkpoints(Path(folder)), key=_order, default=None)
 
 
 def remove_old_checkpoints(folder: Path, newest: Path, keep: int) -> None:
@@ -76,20 +76,43 @@ def remove_old_checkpoints(folder: Path, newest: Path, keep: int) -> None:
         NotWritable, OutOfFileDescriptors: they cannot be removed.
     """
     with explaining_os_errors("which checkpoints are kept", folder, or_else=WHOLE):
-        oldest_first = sorted(folder.glob(PREFIX + "*"), key=_step_of)
-        removed = [_renamed(old) for old in oldest_first[:-keep] if old.name != newest.name]
-        _to_disk(folder)
-        for old in removed:
-            shutil.rmtree(old)
+        oldest_first = sorted(_checkpoints(folder), key=_order)
+        _remove(folder, [old for old in oldest_first[:-keep] if old.name != newest.name])
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step of a checkpoint."""
+    return _order(checkpoint)[0]
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return list(folder.glob(PREFIX + "*"))
+
+
+def _name(step: int, edition: int) -> str:
+    return f"{PREFIX}{step:08d}" + (f".{edition}" if edition > 1 else "")
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """Return the step of a checkpoint, and which one of this step it is, from 1."""
+    step, _, edition = checkpoint.name.removeprefix(PREFIX).partition(".")
+    return int(step), int(edition or 1)
+
+
+def _edition(checkpoint: Path) -> int:
+    return _order(checkpoint)[1]
+
+
+def _remove(folder: Path, checkpoints: list[Path]) -> None:
+    removed = [_renamed(old) for old in checkpoints]
+    _to_disk(folder)
+    for old in removed:
+        shutil.rmtree(old)
 
 
 def _renamed(old: Path) -> Path:
     """Take its name from a checkpoint; `write_checkpoint` sweeps what a kill leaves of it."""
-    return old.rename(old.with_name(f"{UNFINISHED}{_step_of(old)}-removed"))
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
+    return old.rename(old.with_name(f"{UNFINISHED}{old.name.removeprefix(PREFIX)}-removed"))
 
 
 def _to_disk(path: Path) -> None:

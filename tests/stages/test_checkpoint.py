@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,64 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
     assert (second / "file").read_text() == "second"
     assert list(tmp_path.iterdir()) == [second]
+
+
+KILLED_AT_EVERY_MOMENT = """
+import itertools, os, shutil, signal, sys
+from pathlib import Path
+from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
+
+def write(folder, text):
+    write_checkpoint(folder, 1, lambda into: (into / "file").write_text(text))
+
+def write_and_die(folder, moment):
+    changes = itertools.count()
+    def die(event, _):
+        if event in CHANGES and next(changes) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(die)
+    write(folder, "second")
+    os._exit(0)
+
+for moment in itertools.count():
+    folder = Path(sys.argv[1]) / str(moment)
+    write(folder, "first")
+    if not (pid := os.fork()):
+        write_and_die(folder, moment)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(ended, (latest_checkpoint(folder) / "file").read_text())
+    write(folder, "third")
+    assert [(path / "file").read_text() for path in folder.iterdir()] == ["third"]
+    if ended == 0:
+        break
+"""
+
+
+def test_a_kill_at_any_moment_of_replacing_a_checkpoint_leaves_one_of_both(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_AT_EVERY_MOMENT, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr
+    *killed, (last, left) = [line.split() for line in ran.stdout.splitlines()]
+    assert {status for status, _ in killed} == {str(-signal.SIGKILL)}
+    assert [text for _, text in killed] == sorted(
+        text for _, text in killed
+    )  # the first, and from a moment on the second
+    assert {text for _, text in killed} == {"first", "second"}
+    assert (last, left) == ("0", "second")
+
+
+def test_what_a_kill_leaves_of_the_one_before_is_not_the_latest(tmp_path: Path) -> None:
+    for number in range(1, 13):
+        path = tmp_path / ("step-00000001" if number == 1 else f"step-00000001.{number}")
+        path.mkdir()
+    last = tmp_path / "step-00000001.12"
+
+    assert latest_checkpoint(tmp_path) == last
+    remove_old_checkpoints(tmp_path, last, keep=1)
+    assert names_in(tmp_path) == [last.name]
 
 
 def names_in(folder: Path) -> list[str]:
