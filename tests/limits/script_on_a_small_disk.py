@@ -146,13 +146,14 @@ def journal(disk: Path) -> None:
 
 
 def appended_until_full(append: Callable[[list[TrajectoryGroup]], object]) -> int:
-    for number in count():
+    number = 0
+    while True:
         try:
             append([group(instance_id=str(number))])
         except JournalFull as error:
             say("journal", error)
-            break
-    return number
+            return number
+        number += 1
 
 
 def main(disk: Path) -> None:

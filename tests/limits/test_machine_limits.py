@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from tests.limits.mounts import small_disk
 
 from penstock.pipeline.channels import shared_memory
 
@@ -48,14 +49,6 @@ NO_ADDRESSES = (
 )
 
 
-IN_SMALL_SHM = [
-    *["unshare", "--map-root-user", "--mount", "sh", "-c"],
-    'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
-    "sh",
-]
-"""Runs a command in a mount namespace of its own, whose /dev/shm has room for 1 MiB."""
-
-
 def run(*, before: str = "", within: str = "", capacity_bytes: int = 2**22, prefix: Sequence[str] = ()) -> str:
     script = RUN.format(before=before, within=within or "pass", capacity_bytes=capacity_bytes)
     ran = subprocess.run(
@@ -90,13 +83,8 @@ def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: s
 
 @pytest.fixture(scope="module")
 def small_shm() -> Sequence[str]:
-    try:
-        tried = subprocess.run([*IN_SMALL_SHM, "true"], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        pytest.skip(f"expected the command unshare, got {error}")
-    if tried.returncode:
-        pytest.skip(f"expected to be allowed a mount namespace, got {tried.stderr.strip()}")
-    return IN_SMALL_SHM
+    """The beginning of a command for which /dev/shm has room for 1 MiB."""
+    return small_disk(shared_memory.FOLDER, "1m")
 
 
 def test_a_dev_shm_of_1_mib_is_an_error_for_who_needs_more_of_it_and_enough_for_who_needs_less(
@@ -135,8 +123,8 @@ from penstock import processes, source
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, SampleForever
 
-sources, judges = map(int, sys.argv[1:])
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sources, judges, limit = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 flow = source(SampleForever(), on=processes(sources)).then(Judge(), on=processes(judges))
 pipeline = flow.sink(Commit(enough=20))
 try:
@@ -149,17 +137,18 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
 
 
 @pytest.mark.parametrize(
-    ("sources", "judges", "says"),
+    ("sources", "judges", "limit", "says"),
     [
-        (1, 1, "Commit returned"),  # they are enough
-        (16, 1, "expected 69 more file descriptors for the workers of SampleForever (16), got "),
-        (2, 4, "expected 45 more file descriptors for the workers of Judge (4), got "),
+        (1, 1, 64, "Commit returned"),  # they are enough
+        (1, 1, 40, "expected 15 more file descriptors for the workers of Judge (1), got "),
+        (16, 1, 64, "expected 69 more file descriptors for the workers of SampleForever (16), got "),
+        (2, 4, 64, "expected 45 more file descriptors for the workers of Judge (4), got "),
     ],
 )
-def test_workers_for_whom_64_file_descriptors_are_too_few_are_an_error_before_one_is_started(
-    sources: int, judges: int, says: str
+def test_workers_for_whom_the_limit_of_open_files_is_too_low_are_an_error_before_one_is_started(
+    sources: int, judges: int, limit: int, says: str
 ) -> None:
-    command = [sys.executable, "-c", WORKERS, str(sources), str(judges)]
+    command = [sys.executable, "-c", WORKERS, str(sources), str(judges), str(limit)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
 
     said, started = ran.stdout.splitlines()
