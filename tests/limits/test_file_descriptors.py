@@ -10,6 +10,8 @@ from tests.limits.mounts import said_by
 
 NUMBERS = range(21)
 
+pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the machine may be busy
+
 
 @pytest.mark.parametrize(
     ("what", "purpose"),

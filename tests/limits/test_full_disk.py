@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.limits.mounts import read_only, said_by, small_disk
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all that the script does
+
 FULL = "got none (No space left on device): make room there"
 
 
