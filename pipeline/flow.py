@@ -170,7 +170,7 @@ class Pipeline:
             RunInUse: another process runs in `folder`.
             RolloutsFailed: 64 rollouts failed in a row, in all workers together, and none between them succeeded.
             RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped what it received.
-            NothingTrained: the run ended by itself, and trained nothing.
+            NothingTrained: the run ended by itself, and nothing had reached the sink.
             StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.

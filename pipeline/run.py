@@ -72,6 +72,12 @@ class _Part:
         """Whether it receives nothing any more."""
         return self.state not in {"not started", "running"}
 
+    @property
+    def stream_ended(self) -> bool:
+        """Whether it returned, or had closed its end and only waited for the sink when that returned."""
+        waited = self.state == "cancelled" and self.outbox is not None and self.outbox.all_closed
+        return self.state == "returned" or waited
+
     def statistics(self) -> StageStatistics:
         """What it does now."""
         for_records_s, for_credit_s = self.waited()
@@ -255,7 +261,7 @@ class Run:
         """Every stage has ended: note how things stand, and what workers still hold is lost."""
         channels = [joint.inbox.statistics() for joint in self._joints]
         empty = all(channel.sent == channel.received for channel in channels)
-        self._ran_dry = empty and all(part.state == "returned" for part in self._parts)
+        self._ran_dry = empty and all(part.stream_ended for part in self._parts)
         self.in_flight_at_end = self._context.ledger.balance().in_flight
         for part in self._parts:
             if part.workers is not None:

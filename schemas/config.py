@@ -200,6 +200,7 @@ def _plain_data(text: str, root: str) -> Any:
 # -- telling what is wrong -------------------------------------------------------------------------------------------
 
 _MESSAGE = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
+_CLASS = re.compile(r"^[A-Z][A-Za-z]*\.")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]|\[\.\.\.\]")
 
 
@@ -218,8 +219,8 @@ def _explain(message: str, schema: type[Config], values: Any, root: str) -> str:
         return f"{root}{path}.{missing[1]}: expected a value, got none"
     if invalid := re.fullmatch(r"Invalid enum value (.*)", problem):
         return f"{root}{path}: expected one of {', '.join(map(repr, choices))}, got {invalid[1]}"
-    if not problem.startswith("Expected"):  # from a __post_init__, which names the field itself
-        return f"{root}{path}.{problem}"
+    if not problem.startswith("Expected"):  # from a __post_init__, which names the field, or class and field
+        return f"{root}{path}.{_CLASS.sub('', problem)}"
     told = (
         problem.replace("`", "")
         .replace("Expected", "expected", 1)

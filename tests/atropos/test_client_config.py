@@ -35,10 +35,10 @@ def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more
     ("changed", "told"),
     [
         ({"batch_size": "2"}, r"atropos\.batch_size: expected int, got str"),
-        ({"batch_size": 0}, r"atropos\.batch_size: expected a number above 0, got 0"),
+        ({"batch_size": 0}, r"atropos\.batch_size: expected a whole number of at least 1, got 0"),
         ({"num_steps": 1, "starting_step": 2}, r"atropos\.num_steps: expected at least starting_step, 2, got 1"),
-        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a number of 0 or more, got -1"),
-        ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number, got nan"),
+        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a finite number of 0 or more, got -1"),
+        ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number above 0, got nan"),
         ({"api_url": "localhost:8000"}, r"atropos\.api_url: expected http://host:port without a path"),
         ({"retries": 3}, "expected only the fields batch_size, .* got 'retries'"),
     ],

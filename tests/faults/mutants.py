@@ -88,7 +88,7 @@ MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
     _all_is_salvaged_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
     _a_bit_flips_on_the_way: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
     _a_death_is_taken_for_a_goodbye: (Cell("producer", "_exit", "idle"), "in story.told"),
-    _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), 'report["reasons"]["lost"]'),
+    _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),
     _sockets_of_the_dead_stay: (Cell("middle", "zombie", "reading"), "expected no socket to be left"),
     _descriptors_stay_open: (Cell("middle", "stall", "idle"), "assert left == "),
     _deaths_are_noticed_late: (Cell("middle", "exception", "idle"), "expected within 1.0 s"),

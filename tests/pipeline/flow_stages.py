@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import anyio
 import msgspec
 
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, current, drop
@@ -104,6 +105,25 @@ class DropAll:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:  # noqa: ARG002 (the protocol's)
         async for record in inbox:
             drop(record, "filtered", "all")
+
+
+@dataclass(frozen=True)
+class DropEverything:
+    """A sink that looks at groups, and drops them."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            drop(record, "filtered", "looked at")
+
+
+@dataclass(frozen=True)
+class WaitAtEnd:
+    """Sends a group, closes its end, and waits to be cancelled."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await outbox.send(group(instance_id="0"))
+        await outbox.aclose()
+        await anyio.sleep_forever()
 
 
 @dataclass(frozen=True)

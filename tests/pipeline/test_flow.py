@@ -12,6 +12,7 @@ from tests.pipeline.flow_stages import (
     Count,
     Double,
     DropAll,
+    DropEverything,
     DropOdd,
     Forever,
     ForgetAwait,
@@ -20,6 +21,7 @@ from tests.pipeline.flow_stages import (
     PutList,
     SwallowOdd,
     Train,
+    WaitAtEnd,
 )
 
 from penstock import (
@@ -280,6 +282,19 @@ async def test_a_run_that_ends_by_itself_and_trains_nothing_raises_with_its_bala
 
     assert pipeline.report is not None
     assert pipeline.report.balance.ended["filtered"] == 6
+
+
+async def test_a_sink_that_drops_all_that_it_received_is_no_error() -> None:
+    report = await source(Groups(3)).sink(DropEverything()).run()
+
+    assert report.balance.reasons["filtered"] == {"looked at": 6}
+
+
+async def test_a_source_that_waits_for_the_sink_when_its_stream_has_ended_ends_the_stream() -> None:
+    report = await source(WaitAtEnd()).then(Pack()).sink(Train()).run()
+
+    assert report.ended_by == "end of stream"
+    assert report.balance.ended["trained"] == 2
 
 
 async def test_a_run_whose_source_sends_nothing_raises() -> None:
