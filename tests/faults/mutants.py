@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+from tests.faults import verdict
 from tests.faults.cells import Cell
 
 from penstock.pipeline.channels import shm
@@ -81,6 +82,7 @@ def _deaths_are_noticed_late() -> None:
         return later
 
     _replace(supervisor._Child, "exited", made)
+    verdict.KNOWN_WITHIN_S = 1.0
 
 
 MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {

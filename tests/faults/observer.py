@@ -11,7 +11,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,14 +21,11 @@ from tests.faults.actors import Log, Play, perform
 from tests.faults.cells import BOUND_S, Cell
 from tests.faults.channel_actors import consume, consume_and_be_struck, produce, produce_and_be_struck
 from tests.faults.pipeline_actors import run_pipeline
-from tests.faults.verdict import Late, Story, judge
+from tests.faults.verdict import Story, judge
 
 from penstock.pipeline.channels.socket_directory import socket_directory
 
 __all__ = ["play"]
-
-TRIES = 10
-"""How often a cell is played in which somebody learnt of it too late. A busy machine is late, but not every time."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -46,15 +42,8 @@ def play(cell: Cell) -> None:
     """Play `cell` in processes forked from this one, which has no threads and no event loop.
 
     Raises:
-        AssertionError: a promise was broken; for one of time, every time, for the machine may be busy with others.
+        AssertionError: a promise was broken.
     """
-    for _ in range(TRIES - 1):
-        with suppress(Late):
-            return _play(cell)
-    return _play(cell)
-
-
-def _play(cell: Cell) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder  # where sockets live

