@@ -17,7 +17,7 @@ from ..schemas import TrajectoryGroup, TrajectoryId
 from .ledger import EndState, Ledger
 from .telemetry import Metrics
 
-__all__ = ["Context", "Flush", "Worker", "current", "drop", "entered"]
+__all__ = ["Context", "Flush", "Worker", "current", "drop", "entered", "outliving_the_sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,19 @@ class Context:
     """Whether stages are to hold nothing back."""
     nothing_on_the_way: Callable[[], bool] = _nothing
     """Whether every trajectory in flight is in this stage or behind it."""
+    on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
+    """Called, where there are any, instead of cancelling this stage when the sink has returned."""
+
+
+@contextmanager
+def outliving_the_sink(call: Callable[[], None]) -> Iterator[None]:
+    """Within the body, have `call` called instead of this stage cancelled when the sink has returned."""
+    calls = current().on_sink_returned
+    calls.append(call)
+    try:
+        yield
+    finally:
+        calls.remove(call)
 
 
 _context: ContextVar[Context] = ContextVar("penstock")

@@ -252,9 +252,16 @@ class Run:
         return any(later.over for later in self._parts[position + 1 :])
 
     def _release_upstream(self, part: _Part) -> None:
-        """Nobody will receive what the stages before `part` send. One that has closed its end may stay for the sink."""
+        """Nobody will receive what the stages before `part` send. One that has closed its end may stay for the sink.
+
+        When that has returned, it may stay on if it has said so (`Context.on_sink_returned`).
+        """
         for earlier in self._parts[: self._parts.index(part)]:
-            if part is self._parts[-1] or earlier.outbox is None or not earlier.outbox.all_closed:
+            closed = earlier.outbox is not None and earlier.outbox.all_closed
+            if part is self._parts[-1] and closed and earlier.context.on_sink_returned:
+                for call in earlier.context.on_sink_returned:
+                    call()
+            elif part is self._parts[-1] or not closed:
                 earlier.scope.cancel()
 
     def _conclude(self) -> None:

@@ -8,7 +8,7 @@ new versions and are paused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ __all__ = [
     "Goodbye",
     "Hello",
     "Holding",
+    "Leaving",
     "Message",
     "NewVersion",
     "Observed",
@@ -169,10 +170,17 @@ class Observed(_Message, frozen=True):
     payload: bytes
 
 
+Leaving: TypeAlias = Literal["done", "staying", "failed"]
+"""How a sender leaves. done: nothing more comes from it · staying: likewise, and it stays connected until it has heard
+that all is saved, and then says `done` · failed: the body of its `async with` raised or was cancelled, so more may be
+to come."""
+
+
 class Goodbye(_Message, frozen=True):
-    """The sender is done; `sequence` is that of its last record."""
+    """Nothing more comes on this connection; `sequence` is that of the sender's last record."""
 
     sequence: int
+    how: Leaving = "done"
 
 
 # -- over ZeroMQ, receiver to sender -------------------------------------------------------------------------------

@@ -22,18 +22,16 @@ from ..pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from ..pipeline.channels.peer import Peer
 from ..pipeline.channels.remote_receiver import RemoteReceiver
 from ..pipeline.channels.silence import DEFAULT_SILENCE_S
-from ..pipeline.context import current
+from ..pipeline.context import current, outliving_the_sink
 from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
 from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.telemetry import get_logger
+from ..pipeline.waiting import Waiters
 from ..schemas import GroupId, TrajectoryGroup, identity_of
 from ..schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["SourceChannel"]
-
-LEAVING_S = 5.0
-"""How long senders that have nothing unsaved may take to leave: what was said to them dies with this process."""
 
 log = get_logger("penstock.source_channel")
 
@@ -51,7 +49,8 @@ class SourceChannel:
         senders: how many members send: the stream ends when so many, known by their names, said that they are done;
             see `serve`. None for any number, with or without names: the stream does not end by itself. When all that
             are connected are done, what stages have gathered is flushed: trained, and saved in a checkpoint.
-        absence_timeout_s: with `senders`, how long a member that is lost is awaited.
+        absence_timeout_s: with `senders`, how long a member that is lost is awaited: before the end of the stream, and
+            after the last checkpoint, for one that keeps records and has not heard that they are saved.
         on_absence: what follows then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
         max_senders: how many may be connected at a time.
         capacity: records that each sender may have in flight.
@@ -82,7 +81,7 @@ class SourceChannel:
         normalize_numbers(self, "absence_timeout_s", "silence_s")
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`. When the stream has ended it stays until everything is saved, and senders have heard so.
+        """See `Source`. When the stream has ended it stays until everything is saved, and members have heard so.
 
         Raises:
             MemberAbsent: a member was lost and did not come back.
@@ -121,12 +120,20 @@ class SourceChannel:
             unsaved.ended = True
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_hear_again, inbox)
-                try:
-                    await unsaved.none()
-                finally:
-                    with anyio.move_on_after(LEAVING_S if unsaved.empty else 0, shield=True):
-                        await inbox.deserted()
-                    tasks.cancel_scope.cancel()
+                scope = anyio.CancelScope()
+                with outliving_the_sink(scope.cancel):
+                    with scope:
+                        await unsaved.none()
+                    if unsaved.empty:  # else the sink wrote no last checkpoint: members keep the rest for another run
+                        await self._have_members_hear(unsaved)
+                tasks.cancel_scope.cancel()
+
+    async def _have_members_hear(self, unsaved: _Unsaved) -> None:
+        """Wait until every member that keeps records has heard that they are saved, also one that is cut off now."""
+        with anyio.move_on_after(self.absence_timeout_s) as bound:
+            await unsaved.all_heard()
+        if bound.cancelled_caught:
+            log.warning("members_absent", names=unsaved.unheard, waited_s=self.absence_timeout_s)
 
 
 def _all_done(inbox: RemoteReceiver[TrajectoryGroup]) -> bool:
@@ -151,7 +158,13 @@ class _Unsaved:
         """What the newest checkpoint holds."""
         self._kept: dict[Peer, dict[GroupId, int]] = {}
         """Repetitions of each group, as a bit mask, by who keeps them."""
-        self._all_saved = anyio.Event()
+        self._changed = Waiters()
+        self._hearing: set[Peer] = set()
+        """Connected members that leave when they have heard that all is saved."""
+        self._absent: set[str] = set()
+        """Members that keep records, and whose connection ended before they heard that these are saved."""
+        self._awaiting_next: set[Peer] = set()
+        """Those who keep a record for the next run."""
         self.on_received: Callable[[], None] = _nothing
         self.on_gone: Callable[[], None] = _nothing
         """Called when a sender is done or lost, and all that it sent was received and passed on."""
@@ -170,6 +183,8 @@ class _Unsaved:
             peer.ended(record.id, saved, "saved", self._ledger.step)
         self.on_received()
         if self.ended:
+            if mask & ~self._ledger.known(record.id):
+                self._awaiting_next.add(peer)
             mask &= self._ledger.known(record.id)
         kept = self._kept.setdefault(peer, {})
         noted(kept, record.id, kept.get(record.id, 0) | mask & ~saved)
@@ -185,14 +200,22 @@ class _Unsaved:
                     peer.ended(group, done, "saved", self._ledger.step)
                 noted(kept, group, left)
         self._kept = {peer: kept for peer, kept in self._kept.items() if kept or peer.open}
-        if self.empty:
-            self._all_saved.set()
+        self._changed.wake_all()
 
     async def none(self) -> None:
         """Wait for the checkpoint that holds everything."""
-        if not self.empty:
-            self._all_saved = anyio.Event()
-            await self._all_saved.wait()
+        while not self.empty:
+            await self._changed.wait()
+
+    @property
+    def unheard(self) -> list[str]:
+        """The members that have not heard yet that all is saved which they keep."""
+        return sorted(self._absent | {peer.member for peer in self._hearing})
+
+    async def all_heard(self) -> None:
+        """Wait until every member has heard that all is saved which it keeps."""
+        while self.unheard:
+            await self._changed.wait()
 
     def observed(self, peer: Peer, payload: bytes) -> None:
         """They observe nothing that is told here; see `PeerListener`."""
@@ -201,12 +224,27 @@ class _Unsaved:
         """One that comes again offers again what it keeps; see `PeerListener`."""
         log.warning("sender_lost", reason=str(error))
         self._kept.pop(peer, None)
+        if self.ended:  # one that came again, to hear what is saved
+            self._absent.add(peer.member)
         self.on_gone()
 
     def parted(self, peer: Peer) -> None:
         """One that said goodbye waits to hear what is saved; see `PeerListener`."""
-        del peer
+        self._absent.discard(peer.member)
+        if peer.stays and peer not in self._awaiting_next:
+            self._hearing.add(peer)
+        self._changed.wake_all()
         self.on_gone()
+
+    def departed(self, peer: Peer) -> None:
+        """One that said goodbye left, having heard that all is saved, or was cut off; see `PeerListener`."""
+        if peer in self._hearing and peer.stays:
+            self._absent.add(peer.member)
+        self._hearing.discard(peer)
+        self._awaiting_next.discard(peer)
+        if not self._kept.get(peer):
+            self._kept.pop(peer, None)  # with the peer, its segment is unmapped now
+        self._changed.wake_all()
 
 
 def _nothing() -> None:

@@ -77,6 +77,8 @@ class LastingSender:
         """The connection, while there is one and all that was kept has been offered on it."""
         self._failure: Exception | None = None
         """Why there will be none."""
+        self._finished = False
+        """Whether nothing more comes, and all of it is saved."""
         self._changed = Waiters()
         self._clock = WaitClock()
 
@@ -169,6 +171,7 @@ class LastingSender:
             with self._clock.waiting("checkpoint"):
                 while self._kept and self._line is line:
                     await self._changed.wait()
+        self._finished = True
 
     # -- looking for a receiver --------------------------------------------------------------------------------------
 
@@ -190,7 +193,11 @@ class LastingSender:
                 )
                 async with connected as line:
                     line.on_ended(self._heed)
-                    await self._use(line)
+                    try:
+                        await self._use(line)
+                    finally:
+                        if self._finished:
+                            line.say_goodbye("done")
                     log.warning("receiver_gone", reason=str(line.failure), unsaved=len(self._kept))
                 retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._patience_s
             except _NOT_THERE as error:

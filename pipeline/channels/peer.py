@@ -34,6 +34,8 @@ class Peer:
         """Its connection; set when it is let in."""
         self.open = True
         """Until it says goodbye, or is lost."""
+        self.stays = False
+        """Whether it has said goodbye, and has not said yet that it has heard that all is saved."""
         self.expelled = False
         """Whether it broke the protocol. Of what it sent nothing more is believed."""
         self.connected = False

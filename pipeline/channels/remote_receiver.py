@@ -11,7 +11,7 @@ import math
 from collections import deque
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -24,6 +24,7 @@ from ...schemas.control import (
     Farewell,
     Goodbye,
     Hello,
+    Leaving,
     Message,
     Observed,
     Publish,
@@ -83,9 +84,15 @@ class PeerListener(Protocol):
         """The sender said goodbye; all that it had sent was received before."""
         ...
 
+    def departed(self, peer: Peer) -> None:
+        """The connection has ended of a sender that had said goodbye."""
+        ...
 
-Arrival: TypeAlias = tuple[Peer, Parcel | PeerLost | None]
-"""A bundle, or the notice that no more will come from its sender: it died, or (None) said goodbye."""
+
+Notice: TypeAlias = PeerLost | Literal["parted", "departed"]
+"""No more will come from a sender: it died, or said goodbye; or it had, and now its connection has ended."""
+
+Arrival: TypeAlias = tuple[Peer, Parcel | Notice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +271,9 @@ class RemoteReceiver(Receiving[R]):
         if peer is None and self._acceptor is not None:
             self._acceptor.handle_unknown(identity, frames)
             return
+        if peer is not None and peer.stays:
+            self._heed_staying(peer, frames)
+            return
         if peer is None or not peer.open:
             self.refusals.note("a message from a stranger")
             return
@@ -277,10 +287,20 @@ class RemoteReceiver(Receiving[R]):
                 case Observed(payload):
                     if self._listener is not None:
                         self._listener.observed(peer, payload)
-                case Goodbye(sequence):
-                    self._part(peer, sequence)
+                case Goodbye(sequence, how):
+                    self._part(peer, sequence, how)
         except (ProtocolMismatch, StaleDescriptor) as error:
             self.expel(peer, error)
+
+    def _heed_staying(self, peer: Peer, frames: Frames) -> None:
+        """One that has said goodbye may only say once more that it is done: it has heard that all is saved."""
+        with suppress(ProtocolMismatch):
+            message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
+            if isinstance(message, Goodbye) and message.how == "done":
+                peer.stays = False
+                self._say(peer, Farewell())
+                return
+        self.refusals.note("a message after goodbye")
 
     def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
         peer.connected = True
@@ -317,14 +337,16 @@ class RemoteReceiver(Receiving[R]):
         self._waiting_here += descriptor.records
         self._arrivals.append((peer, parcel))
 
-    def _part(self, peer: Peer, sequence: int) -> None:
+    def _part(self, peer: Peer, sequence: int, how: Leaving) -> None:
         if sequence != peer.sequence:
             raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
-        peer.open = False
-        if self._members is not None:
+        peer.open, peer.stays = False, how == "staying"
+        if how == "failed":
+            self._miss(peer, f"{peer.name} (pid {peer.pid}) left with an error after record {peer.sequence}")
+        elif self._members is not None:
             self._members.done(peer.member)
         if self._listener is not None:
-            self._arrivals.append((peer, None))
+            self._arrivals.append((peer, "parted"))
         self._answers.give(peer)
         self._say(peer, Farewell())
 
@@ -369,14 +391,20 @@ class RemoteReceiver(Receiving[R]):
             self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
             peer.given_up = Refused("PeerLost", str(error)) if peer.silent_for else None
+        elif self._listener is not None and not peer.expelled:
+            self._arrivals.append((peer, "departed"))
         self.peers.pop(peer.identity, None)
         self._waiting.wake_all()
         return peer.given_up
 
     def _lose(self, peer: Peer, error: PeerLost) -> None:
         self._arrivals.append((peer, error))
+        self._miss(peer, str(error))
+
+    def _miss(self, peer: Peer, how: str) -> None:
+        """A member has gone, and has not said that it is done."""
         if self._members is not None:
-            self._members.lose(peer.member, str(error), self._loop.time())
+            self._members.lose(peer.member, how, self._loop.time())
             self._await_absent()
 
     def _await_absent(self) -> None:
@@ -390,7 +418,7 @@ class RemoteReceiver(Receiving[R]):
     def _give_up_absent(self, members: Members) -> None:
         for error in members.expire(self._loop.time()):
             log.warning("member_absent", reason=str(error))
-            if members.on_absence == "fail":
+            if members.on_absence == "fail" and not self._ended_for_all:
                 self._failure = self._failure or error
         self._await_absent()
         self._wake()
@@ -453,15 +481,16 @@ class RemoteReceiver(Receiving[R]):
             self._arrivals.popleft()
             self._tell(peer, arrival)
 
-    def _tell(self, peer: Peer, notice: PeerLost | None) -> None:
-        """A sender died, or said goodbye."""
-        if notice is None:
+    def _tell(self, peer: Peer, notice: Notice) -> None:
+        """A sender died, said goodbye, or is gone after it did."""
+        if isinstance(notice, PeerLost):
             if self._listener is not None:
-                self._listener.parted(peer)
+                self._listener.lost(peer, notice)
+            elif self._members is None:
+                raise notice
         elif self._listener is not None:
-            self._listener.lost(peer, notice)
-        elif self._members is None:
-            raise notice
+            tell = self._listener.parted if notice == "parted" else self._listener.departed
+            tell(peer)
 
     def _take(self, peer: Peer, parcel: Parcel) -> R | None:
         try:
@@ -562,11 +591,6 @@ class RemoteReceiver(Receiving[R]):
         """Let other tasks run, and let a cancellation in before anything was moved."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
-
-    async def deserted(self) -> None:
-        """Wait until every sender has closed its connection, having heard all that was said to it."""
-        while self.peers and not self._closed:
-            await self._waiting.wait()
 
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Generic
 
 import anyio
@@ -21,6 +22,7 @@ from ...schemas.control import (
     Ended,
     Farewell,
     Goodbye,
+    Leaving,
     Message,
     Observed,
     Publish,
@@ -82,8 +84,10 @@ class SenderLine:
         """Records that were taken in since the last message."""
         self._severed = False
         """Whether the socket has nobody to send to any more."""
-        self._goodbye = False
-        """Whether it was said."""
+        self._goodbye: Leaving | None = None
+        """What was said last."""
+        self.failed_body = False
+        """Whether an `async with` of this connection was left by an exception."""
         self._flush_scheduled = False
         self._parted = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
@@ -235,15 +239,18 @@ class SenderLine:
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self, how: Leaving) -> None:
         """Nothing more comes from here. Saying it twice is fine."""
-        if not self._goodbye:
-            self._goodbye = True
-            self.tell(Goodbye(self.sent))
+        if self._goodbye in {None, "staying"} and how != self._goodbye:
+            if self._connected:
+                self._parted = anyio.Event()
+            self._goodbye = how
+            self.tell(Goodbye(self.sent, how))
 
     async def part(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
-        self.say_goodbye()
+        if self._goodbye is None:
+            self.say_goodbye("failed" if self.failed_body else "done")
         try:
             with anyio.move_on_after(PARTING_S, shield=True) as bound:
                 await self._parted.wait()
@@ -336,9 +343,16 @@ class RemoteSender(Closing, Generic[R]):
         """Wait until the connection has ended, so that all was heard which the receiver had said."""
         await self._line.severed.wait()
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self, how: Leaving = "staying") -> None:
         """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
-        self._line.say_goodbye()
+        self._line.say_goodbye(how)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; where the body raised, the receiver is told that this sender did not come to its end."""
+        self._line.failed_body |= kind is not None
+        await self.aclose()
 
     def clone(self) -> RemoteSender[R]:
         """Another sending end of the same connection.

@@ -131,6 +131,9 @@ class SourceBooks:
             page.drained = True
             self._settle(peer.name, page)
 
+    def departed(self, peer: Peer) -> None:
+        """Its parent knows when a worker is gone; see `PeerListener`."""
+
     def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         """A worker is no more; see `Books.ended`."""
         page = self._pages[worker]
@@ -225,6 +228,9 @@ class RelayBooks:
         if hands := self._workers.get(peer.name):
             hands.drained = True
             self._settle(peer.name, hands)
+
+    def departed(self, peer: Peer) -> None:
+        """Its parent knows when a worker is gone; see `PeerListener`."""
 
     def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         """A worker is no more; see `Books.ended`."""

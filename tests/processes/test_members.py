@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.abc import Process
+from tests.failsafe import FAILSAFE_S
 
 from penstock import (
     Batcher,
@@ -282,3 +284,80 @@ async def test_a_run_whose_member_was_killed_and_stays_away_fails_and_says_which
         tasks.start_soon(lose_a_member)
         with pytest.raises(StageFailed, match="MemberAbsent: expected member 'the unlucky one'"):
             await pipeline.run()
+
+
+class SlowToSave(Trainer):
+    """Writes its checkpoint when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_save, self.saved = threading.Event(), threading.Event()
+
+    def save(self, folder: Path, committed: Mapping[GroupId, int]) -> Path:
+        self.may_save.wait(FAILSAFE_S)
+        path = super().save(folder, committed)
+        self.saved.set()
+        return path
+
+
+async def cut_off_after_goodbye(address: Path, records: list[TrajectoryGroup]) -> None:
+    """Send `records` as an `outlast` of the name "a" does whose connection ends before it hears that they are saved."""
+    while not await anyio.Path(address).exists():  # noqa: ASYNC110 (a file is no event)
+        await anyio.sleep(0.01)
+    async with connect(await anyio.Path(address).read_text(), TrajectoryGroup, name="a") as line:
+        for record in records:
+            await line.send(record)
+        line.say_goodbye()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_member_that_was_cut_off_when_the_last_checkpoint_was_written_still_hears_of_it(
+    url: str, tmp_path: Path
+) -> None:
+    trainer, address = SlowToSave(), tmp_path / "address"
+    records = [group(env="a", instance_id=str(number), completion_lengths=[2, 2]) for number in range(3)]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(training(tmp_path, trainer, SourceChannel(url, address=address, senders=1)).run)
+        await cut_off_after_goodbye(address, records)
+        trainer.may_save.set()
+        await anyio.to_thread.run_sync(trainer.saved.wait, FAILSAFE_S)
+        await anyio.wait_all_tasks_blocked()
+        async with outlast(address, name="a", patience_s=0) as again:
+            for record in records:
+                await again.send(record)
+
+    assert trainer.trained == Counter(record.id for record in records)
+
+
+async def test_a_member_that_stays_away_after_the_last_checkpoint_holds_the_run_for_its_time_only(
+    tmp_path: Path,
+) -> None:
+    trainer, address = SlowToSave(), tmp_path / "address"
+    channel = SourceChannel(address=address, senders=1, absence_timeout_s=0.2)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(training(tmp_path, trainer, channel).run)
+        await cut_off_after_goodbye(address, [group(env="a", completion_lengths=[2, 2])])
+        trainer.may_save.set()
+
+    assert trainer.saved.is_set()
+
+
+async def send_and_raise(url: str) -> None:
+    async with connect(url, TrajectoryGroup, name="a") as outbox:
+        await outbox.send(group(instance_id="before"))
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_member_whose_script_raises_is_not_done(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox:
+        with pytest.raises(ZeroDivisionError):
+            await send_and_raise(inbox.url)
+        assert (await inbox.receive()).instance_id == "before"
+        with pytest.raises(anyio.WouldBlock):
+            inbox.receive_nowait()
+        async with connect(inbox.url, TrajectoryGroup, name="a") as outbox:
+            await outbox.send(group(instance_id="after"))
+        assert [record.instance_id async for record in inbox] == ["after"]

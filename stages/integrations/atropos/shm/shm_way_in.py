@@ -90,6 +90,9 @@ class _Senders:
     def parted(self, peer: Peer) -> None:
         self._env_ids.pop(peer, None)
 
+    def departed(self, peer: Peer) -> None:
+        """It was told when the environment said goodbye; see `PeerListener`."""
+
 
 def _sender(group: TrajectoryGroup) -> int | None:
     env_id = group.meta.get(KEY_OF_ENV_ID)
