@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import get_args
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current
-from ..pipeline.flush import receive_unless_flushed
+from ..pipeline.flush import FlushableInbox
 from ..schemas import TrajectoryGroup
 from ..schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
@@ -111,19 +109,17 @@ class AdvantageNormalizer:
         self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup], batch_groups: int
     ) -> None:
         gathered: list[TrajectoryGroup] = []
-        with suppress(anyio.EndOfStream):
-            while True:
-                group = await receive_unless_flushed(inbox, lambda: bool(gathered))
-                flushed = group is None
-                if group is not None and group.advantages is None:
-                    gathered.append(group.owned())
-                elif group is not None:
-                    await send_each(outbox, self._filled([group]))
-                del group  # it may lie in a producer's slots, and the next one may be long in coming
-                if len(gathered) == batch_groups or flushed:
-                    filled = self._filled(gathered)
-                    gathered.clear()
-                    await send_each(outbox, filled)
+        async for group in FlushableInbox(inbox, lambda: bool(gathered)):
+            flushed = group is None
+            if group is not None and group.advantages is None:
+                gathered.append(group.owned())
+            elif group is not None:
+                await send_each(outbox, self._filled([group]))
+            del group  # it may lie in a producer's slots, and the next one may be long in coming
+            if len(gathered) == batch_groups or flushed:
+                filled = self._filled(gathered)
+                gathered.clear()
+                await send_each(outbox, filled)
         await send_each(outbox, self._filled(gathered))
 
     def state_dict(self) -> dict[str, float]:

@@ -15,10 +15,8 @@ and is still in flight takes one step first. So no group ages past the bound by 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 
-import anyio
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +24,7 @@ from numpy.typing import NDArray
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
 from ..pipeline.errors import RecordTooLarge
-from ..pipeline.flush import receive_unless_flushed
+from ..pipeline.flush import FlushableInbox
 from ..pipeline.ledger import Ledger
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
@@ -88,15 +86,13 @@ class Batcher:
             InvalidRecord: groups have different columns.
         """
         filling = _Filling(self, current().ledger)
-        with suppress(anyio.EndOfStream):
-            while True:
-                group = await receive_unless_flushed(inbox, filling.holds_any)
-                flushed, displaced = (True, None) if group is None else (False, filling.take(group))
-                del group  # copied or dropped: its slot must not wait until the next one comes
-                if displaced is not None:
-                    await outbox.send(displaced)
-                if (filling.full or flushed) and (batch := filling.ship()) is not None:
-                    await outbox.send(batch)
+        async for group in FlushableInbox(inbox, filling.holds_any):
+            flushed, displaced = (True, None) if group is None else (False, filling.take(group))
+            del group  # copied or dropped: its slot must not wait until the next one comes
+            if displaced is not None:
+                await outbox.send(displaced)
+            if (filling.full or flushed) and (batch := filling.ship()) is not None:
+                await outbox.send(batch)
         if (rest := filling.ship()) is not None:
             await outbox.send(rest)
 

@@ -24,7 +24,7 @@ from anyio.abc import TaskStatus
 from ..pipeline.channels.channel import ReceiveChannel
 from ..pipeline.committed_prompts import CommittedPrompts
 from ..pipeline.context import current
-from ..pipeline.flush import receive_unless_flushed
+from ..pipeline.flush import FlushableInbox
 from ..pipeline.ledger import Ledger
 from ..pipeline.resumption import Past, Snapshot, Stateful
 from ..pipeline.telemetry import get_logger
@@ -221,9 +221,10 @@ class SinkTrainer:
         def unsaved() -> bool:
             return self.checkpoints is not None and _ended(ledger) != saved
 
+        batches = FlushableInbox(inbox, unsaved)
         while ledger.step != self.max_steps:
             try:
-                batch = await receive_unless_flushed(inbox, unsaved)
+                batch = await batches.receive()
             except anyio.EndOfStream:
                 break
             if batch is None:
