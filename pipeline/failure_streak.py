@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .errors import RolloutsFailed
+from .processes.account import OTHER_REASONS, UNTOLD
 
 __all__ = ["FAILURE_LIMIT", "FailureStreak", "first_reasons"]
 
@@ -48,8 +49,13 @@ class FailureStreak:
 
 
 def first_reasons(reasons: Mapping[str, int]) -> str:
-    """Return the most frequent of `reasons`, each with its count."""
-    most = sorted(reasons.items(), key=lambda item: -item[1])
+    """Return the most frequent of `reasons`, each with its count; those that say nothing of the cause come last."""
+    most = sorted(reasons.items(), key=lambda item: (_says_nothing(item[0]), -item[1]))
     listed = [f"{count} × {reason}" if reason else str(count) for reason, count in most[:REASONS_SHOWN]]
     more = [f"{len(most) - REASONS_SHOWN} more reasons"] if len(most) > REASONS_SHOWN else []
     return ", ".join(listed + more)
+
+
+def _says_nothing(reason: str) -> bool:
+    """Return whether `reason` gathers others, or stands for one that its worker has not told yet."""
+    return reason == OTHER_REASONS or reason.startswith(UNTOLD)

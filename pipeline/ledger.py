@@ -27,7 +27,7 @@ from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.layout import check_sequences
 from .committed_prompts import CommittedPrompts
 from .errors import LedgerImbalance
-from .processes.account import END_STATES, Account, EndState
+from .processes.account import END_STATES, OTHER_REASONS, Account, EndState
 from .repetitions import bits, mask_in, mask_of, masks_in, noted
 from .waiting import Waiters
 
@@ -44,8 +44,6 @@ MAX_REASONS = 64
 
 MAX_REASON_LENGTH = 200
 """Characters of a reason that are kept."""
-
-OTHER_REASONS = "other reasons"
 
 PACE_WINDOW = 8
 """Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""

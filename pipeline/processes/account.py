@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
-__all__ = ["ACCOUNT_BYTES", "END_STATES", "Account", "EndState"]
+__all__ = ["ACCOUNT_BYTES", "END_STATES", "OTHER_REASONS", "UNTOLD", "Account", "EndState"]
 
 EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
 """How a trajectory can end.
@@ -17,6 +17,12 @@ time · lost: the process that held it died or was told to stop.
 """
 
 END_STATES: tuple[EndState, ...] = get_args(EndState)
+
+OTHER_REASONS = "other reasons"
+"""Those that are not told apart, for there are too many."""
+
+UNTOLD = "in "
+"""Begins the reason, with a worker's name, of what ended in it for a reason that it has not told yet."""
 
 ACCOUNT_BYTES = 8 * (2 + len(END_STATES))
 
@@ -70,7 +76,7 @@ class Account:
             for reason, count in told.items():
                 yield state, reason, count
             if untold:
-                yield state, f"in {self.name}", untold
+                yield state, f"{UNTOLD}{self.name}", untold
 
     def admit(self, count: int) -> None:
         """Count `count` admissions."""
