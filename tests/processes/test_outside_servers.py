@@ -22,6 +22,7 @@ from penstock import (
     ReceiveChannel,
     SendChannel,
     TrajectoryGroup,
+    drop,
     listens,
     processes,
     responds,
@@ -362,6 +363,7 @@ class Noting:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         async for each in inbox:
             self.names.append(each.instance_id)
+            drop(each, "filtered", "only noted")
 
 
 async def test_a_server_is_part_of_a_stage_wherever_that_runs(port: int, tmp_path: Path) -> None:
