@@ -232,8 +232,10 @@ class SenderLine:
                         self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
             case Closed():
                 self._fail(PeerClosed(f"{self.welcome.name}, the receiver, closed the channel"))
+                self._control.disconnected()  # the receiver waits until it is heard
             case Refused(_, reason):
                 self._fail(PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}"))
+                self._control.disconnected()
             case Farewell():
                 self._parted.set()
             case _:

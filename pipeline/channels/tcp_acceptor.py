@@ -39,8 +39,9 @@ MOST_NEWCOMERS = 64
 LARGEST_INTRODUCTION = 64 * 1024
 """Bytes: what is said in a handshake is short."""
 
-FLUSH_S, FLUSH_LOOK_S = 1.0, 0.001
-"""How long what was said last may take to go out and be heard, and how often is looked whether ZeroMQ has sent it."""
+HEAR_S, FLUSH_S, FLUSH_LOOK_S = 4.0, 5.0, 0.001
+"""How long senders may take to hear what was said last, which they answer by closing; how long it may take in all, and
+how often is looked whether ZeroMQ has sent it."""
 
 LOOK_S = 1.0
 """How often is looked, at the least, for senders that send without end."""
@@ -310,7 +311,7 @@ class TcpAcceptor:
                     await anyio.sleep(FLUSH_LOOK_S)
                 async with anyio.create_task_group() as tasks:
                     for tcp in held:
-                        tasks.start_soon(tcp.finish)
+                        tasks.start_soon(tcp.finish, HEAR_S)
         finally:
             for tcp in held:
                 tcp.close()

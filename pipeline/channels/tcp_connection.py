@@ -86,18 +86,26 @@ class TcpConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def finish(self) -> None:
-        """Say that nothing more comes, and discard what the other side still sends, until it has closed too.
+    async def finish(self, within_s: float) -> None:
+        """Discard what the other side still sends until it has closed; say after `within_s` that nothing more comes.
 
-        ZeroMQ must hold it no more. Closing at once would reset the connection, and lose what was said last with it.
+        ZeroMQ must hold it no more. Closing at once would reset the connection, and lose what was said last with it. To
+        say at once that nothing more comes would have ZeroMQ on the other side discard what was not read yet.
         """
         with suppress(OSError):
             self._socket.setblocking(False)
+            with anyio.move_on_after(within_s):
+                await self._discard()
+                return
             self._socket.shutdown(socket.SHUT_WR)
-            while True:
-                await anyio.wait_readable(self._socket)
-                if not self._socket.recv(2**16):
-                    return
+            await self._discard()
+
+    async def _discard(self) -> None:
+        """Read until the other side has closed."""
+        while True:
+            await anyio.wait_readable(self._socket)
+            if not self._socket.recv(2**16):
+                return
 
     def close(self) -> None:
         """Let go of it. Closing twice is fine."""

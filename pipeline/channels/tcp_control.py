@@ -73,7 +73,9 @@ class TcpControl:
     async def lost(self, receiver: str) -> PeerClosed | PeerLost:
         """See `SenderControl.lost`. The receiver, which may be closing, learns at once that it was heard."""
         try:
-            return await self._ended_or_silent(receiver)
+            lost = await self._ended_or_silent(receiver)
+            self._connection.cut()
+            return lost
         finally:
             self._connection.close()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, processes, source
 from penstock.testing import group
 
 
@@ -38,7 +38,8 @@ class Sample:
 class Tell:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         told = False
-        async for _ in inbox:
+        async for record in inbox:
+            current().ledger.end(record, "trained")
             pids = [worker.pid for worker in pipeline.statistics().stages[0].workers]
             if not told and all(pids):  # the second may still be on its way
                 told = True
