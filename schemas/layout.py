@@ -529,7 +529,8 @@ class Schema:
         """
         for column, dtype in zip(self._values(record), self._dtypes, strict=True):
             if column is not None and (type(column) is not np.ndarray or column.dtype is not dtype):
-                self.check(self.columns(record))
+                self.check(self.columns(record))  # it looks at all of them
+                return
         if record.reward_parts and {*map(type, record.reward_parts.values())} != _ARRAYS:
             self.check(self.columns(record))
 
