@@ -9,10 +9,10 @@ from typing import Annotated
 import anyio
 import typer
 
-from .stages.integrations.atropos.books.environments import DEFAULT_SILENCE_S
-from .stages.integrations.atropos.books.habits import Habits
-from .stages.integrations.atropos.books.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
-from .stages.integrations.atropos.books.state import Books
+from .stages.integrations.atropos.queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
+from .stages.integrations.atropos.queue.habits import Habits
+from .stages.integrations.atropos.queue.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
+from .stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from .stages.integrations.atropos.server.bodies import Limits
 from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
 from .stages.integrations.atropos.server.standalone import stand
@@ -55,12 +55,12 @@ def gateway(
     ] = None,
     capacity: Annotated[int, typer.Option(help="Groups that may wait.", min=1)] = DEFAULT_CAPACITY,
     capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.", min=1)] = DEFAULT_CAPACITY_BYTES,
-    silence_s: Annotated[
+    heartbeat_timeout_s: Annotated[
         float,
         typer.Option(
             help="An environment that is not heard of for so long holds nobody back.", callback=_above_nothing
         ),
-    ] = DEFAULT_SILENCE_S,
+    ] = DEFAULT_HEARTBEAT_TIMEOUT_S,
     request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
     inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
     shm_bytes: Annotated[
@@ -75,10 +75,10 @@ def gateway(
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
     door = Door(host=host, port=port, token=token, limits=limits, shm_bytes=shm_bytes, cors=cors)
-    books: Books[bytes] = Books(
-        _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, silence_s=silence_s
+    queue: TrajectoryQueue[bytes] = TrajectoryQueue(
+        _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
     )
-    anyio.run(stand, door, books, _tell)
+    anyio.run(stand, door, queue, _tell)
 
 
 def _habits(names: list[str]) -> Habits:

@@ -1,14 +1,15 @@
-"""Books with a trainer, environments and groups, in a word each."""
+"""TrajectoryQueue with a trainer, environments and groups, in a word each."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.stages.integrations.atropos.books.records import Batch, Submission
-from penstock.stages.integrations.atropos.books.state import Books, Habits
 from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
+from penstock.stages.integrations.atropos.queue.habits import Habits
+from penstock.stages.integrations.atropos.queue.records import Batch, Submission
+from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
-__all__ = ["admitted", "books", "env", "group", "payloads", "taken", "trainer"]
+__all__ = ["admitted", "env", "group", "payloads", "running_queue", "taken", "trainer"]
 
 
 def trainer(batch_size: int = 8, **other: Any) -> TrainerRegistration:
@@ -45,9 +46,11 @@ def group(payload: Any = None, size: int = 4, *, env_id: int | None = None, nbyt
     return Submission(payload, sequences=size, nbytes=nbytes, env_id=env_id)
 
 
-def books(*envs: EnvRegistration, batch_size: int = 8, habits: Habits | None = None, **other: Any) -> Books[Any]:
+def running_queue(
+    *envs: EnvRegistration, batch_size: int = 8, habits: Habits | None = None, **other: Any
+) -> TrajectoryQueue[Any]:
     """A trainer asked for its first batch at 0, and these environments registered."""
-    made: Books[Any] = Books(habits, **other)
+    made: TrajectoryQueue[Any] = TrajectoryQueue(habits, **other)
     made.register_trainer(trainer(batch_size))
     assert made.batch(0) is None
     for each in envs:
@@ -55,8 +58,8 @@ def books(*envs: EnvRegistration, batch_size: int = 8, habits: Habits | None = N
     return made
 
 
-def admitted(books: Books[Any], said: EnvRegistration, now: float = 0) -> int:
-    env = books.register_env(now, said)
+def admitted(queue: TrajectoryQueue[Any], said: EnvRegistration, now: float = 0) -> int:
+    env = queue.register_env(now, said)
     assert env is not None
     return env.env_id
 
@@ -65,5 +68,5 @@ def payloads(batch: Batch[Any] | None) -> list[Any] | None:
     return None if batch is None else [group.payload for group in batch.groups]
 
 
-def taken(made: Books[Any]) -> list[Any]:
+def taken(made: TrajectoryQueue[Any]) -> list[Any]:
     return list(iter(lambda: made.take(0), None))

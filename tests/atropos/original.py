@@ -1,6 +1,6 @@
 """The rules of the original server, slowly: plain lists, read from the front each time, one rule a function.
 
-What the gateway's books do with all habits of the original is held against this. It was itself held against the
+What the gateway's queue do with all habits of the original is held against this. It was itself held against the
 original, by the same random requests to both.
 """
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.atropos.builders import admitted, books, env, group, payloads
+from tests.atropos.builders import admitted, env, group, payloads, running_queue
 from tests.atropos.original import Env, Group, Original, newest_first, total
 
-from penstock.stages.integrations.atropos.books.exact_sums import first_summing_to
-from penstock.stages.integrations.atropos.books.state import Books, Habits
+from penstock.stages.integrations.atropos.queue.exact_sums import first_summing_to
+from penstock.stages.integrations.atropos.queue.habits import Habits
+from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
 MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])
@@ -35,8 +36,8 @@ def environments(draw: st.DrawFn) -> list[Env]:
     return draw(st.lists(each, min_size=1, max_size=4))
 
 
-def in_books(envs: list[Env], batch_size: int, habits: Habits) -> Books[Any]:
-    made = books(batch_size=batch_size, habits=habits)
+def in_queue(envs: list[Env], batch_size: int, habits: Habits) -> TrajectoryQueue[Any]:
+    made = running_queue(batch_size=batch_size, habits=habits)
     for each in envs:
         admitted(
             made,
@@ -66,7 +67,7 @@ def test_with_all_habits_of_the_original_everything_is_as_there(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
 ) -> None:
     slow = Original(batch_size, envs=envs)
-    made = in_books(envs, batch_size, Habits.original())
+    made = in_queue(envs, batch_size, Habits.original())
     for number, (step, pick, size) in enumerate(steps):
         env_id = pick if pick < len(envs) else None
         if step == "submit":
@@ -85,7 +86,7 @@ def test_with_all_habits_of_the_original_everything_is_as_there(
 
 
 def test_groups_that_divide_the_largest_are_packed_in_the_order_in_which_packs_are_complete() -> None:
-    made = books(batch_size=12, habits=WHOLE_PACKS)
+    made = running_queue(batch_size=12, habits=WHOLE_PACKS)
     made.submit(0, [group("a", 2), group("b", 4), group("c", 3), group("d", 2), group("e", 4)])
 
     assert payloads(made.batch(0)) == ["b", "a", "d", "e"]
@@ -93,17 +94,17 @@ def test_groups_that_divide_the_largest_are_packed_in_the_order_in_which_packs_a
 
 @pytest.mark.parametrize(("size", "batch_size"), [(3, 4), (4, 6)])
 def test_a_batch_size_that_the_largest_does_not_divide_stalls_the_original(size: int, batch_size: int) -> None:
-    made = books(batch_size=batch_size, habits=WHOLE_PACKS)
+    made = running_queue(batch_size=batch_size, habits=WHOLE_PACKS)
     made.submit(0, [group(number, size) for number in range(20)])
 
     assert made.batch(0) is None
-    assert made.stuck() == [
+    assert made.stalls() == [
         f"groups of {size} are in no batch of {batch_size}: with groups of [{size}] none sums to it"
     ]
 
 
 def test_once_the_largest_was_taken_those_that_did_not_divide_it_are_packed() -> None:
-    made = books(batch_size=6, habits=WHOLE_PACKS)
+    made = running_queue(batch_size=6, habits=WHOLE_PACKS)
     made.submit(0, [group("a", 4), group("b", 3), group("c", 3)])
     stalled = made.batch(0)
     made.take(0)
@@ -113,14 +114,14 @@ def test_once_the_largest_was_taken_those_that_did_not_divide_it_are_packed() ->
 
 
 def test_a_backlog_comes_out_newest_batch_first_where_that_is_asked_for() -> None:
-    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
     made.submit(0, [group(number) for number in range(3)])
 
     assert [payloads(made.batch(0)) for _ in range(4)] == [[2], [1], [0], None]
 
 
 def test_batches_that_are_formed_ahead_count_as_steps_when_they_are_formed() -> None:
-    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
     made.submit(0, [group(number) for number in range(3)])
     made.batch(0)
 
@@ -131,7 +132,7 @@ def test_batches_that_are_formed_ahead_count_as_steps_when_they_are_formed() -> 
 
 
 def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leaves() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group(number) for number in range(3)])
 
     left = [(payloads(made.batch(0)), made.status().current_step) for _ in range(4)]
@@ -144,7 +145,7 @@ def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leave
 def test_there_is_a_batch_whenever_groups_sum_to_it_and_the_oldest_is_in_it_wherever_it_can_be(
     sizes: list[int], batch_size: int
 ) -> None:
-    made = books(batch_size=batch_size)
+    made = running_queue(batch_size=batch_size)
     fits = [size for size in sizes if size <= batch_size]
     made.submit(0, [group(number, size) for number, size in enumerate(fits)])
     possible = [
@@ -170,7 +171,7 @@ def test_batches_are_those_of_the_slow_rules(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
 ) -> None:
     envs = [each for each in envs if each.group_size <= batch_size]
-    made = in_books(envs, batch_size, IN_ORDER)
+    made = in_queue(envs, batch_size, IN_ORDER)
     waiting: list[Group] = []
     for number, (step, pick, size) in enumerate(steps):
         env_id = pick if pick < len(envs) else None
@@ -228,23 +229,23 @@ def test_sizes_are_found_that_sum_to_a_number_if_there_are_any_and_the_first_tha
 
 
 def test_groups_that_do_not_divide_the_largest_are_not_left_behind() -> None:
-    made = books(batch_size=7)
+    made = running_queue(batch_size=7)
     made.submit(0, [group("a", 3), group("b", 4), group("c", 4), group("d", 3)])
 
     assert [payloads(made.batch(0)) for _ in range(3)] == [["a", "b"], ["c", "d"], None]
 
 
 def test_groups_without_an_environment_are_packed_beside_minima() -> None:
-    made = books(env(minimum=0.5))
+    made = running_queue(env(minimum=0.5))
     made.submit(0, [group("nobody's"), group("its own", env_id=0)])
 
     assert payloads(made.batch(0)) == ["its own", "nobody's"]
 
 
 def test_an_environment_with_a_minimum_is_waited_for() -> None:
-    made = books(env(minimum=0.5, name="slow"), env(name="fast"))
+    made = running_queue(env(minimum=0.5, name="slow"), env(name="fast"))
     made.submit(0, [group(number, env_id=1) for number in range(4)])
-    before = made.batch(0), made.stuck()
+    before = made.batch(0), made.stalls()
     made.submit(0, [group("slow", env_id=0)])
 
     assert before == (None, ["batches wait for slow_0, which is to have 4 of 8 and has none that waits"])
@@ -252,7 +253,7 @@ def test_an_environment_with_a_minimum_is_waited_for() -> None:
 
 
 def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
-    made = books(env(minimum=0.5), env(), silence_s=60)
+    made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
 
     assert payloads(made.batch(59)) is None
@@ -260,14 +261,14 @@ def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
 
 
 def test_one_that_died_is_waited_for_for_ever_where_that_is_asked_for() -> None:
-    made = books(env(minimum=0.5), env(), habits=Habits(waits_for_the_silent=True))
+    made = running_queue(env(minimum=0.5), env(), habits=Habits(waits_for_the_silent=True))
     made.submit(0, [group(number, env_id=1) for number in range(4)])
 
     assert made.batch(1e9) is None
 
 
 def test_one_that_is_heard_of_again_counts_again() -> None:
-    made = books(env(minimum=0.5), env(), silence_s=60)
+    made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
     made.expire(60)
     made.env_status(60, 0)
@@ -276,21 +277,21 @@ def test_one_that_is_heard_of_again_counts_again() -> None:
 
 
 def test_minima_that_leave_no_exact_sum_yield() -> None:
-    made = books(env(3, minimum=0.25), env(4))
+    made = running_queue(env(3, minimum=0.25), env(4))
     made.submit(0, [group("a", 3, env_id=0), group("b", env_id=1), group("c", env_id=1)])
 
     assert payloads(made.batch(0)) == ["b", "c"]
 
 
 def test_minima_that_are_scaled_to_nothing_are_a_group() -> None:
-    made = books(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4, habits=IN_ORDER)
+    made = running_queue(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4, habits=IN_ORDER)
     made.submit(0, [group(lane, 1, env_id=lane) for lane in (1, 2, 1, 2, 1, 2, 0)])
 
     assert payloads(made.batch(0)) == [0, 1, 2, 1]
 
 
 def test_minima_that_are_more_than_a_batch_are_scaled() -> None:
-    made = books(env(2, minimum=0.75), env(2, minimum=0.75))
+    made = running_queue(env(2, minimum=0.75), env(2, minimum=0.75))
     made.submit(0, [group(f"{lane}{n}", 2, env_id=lane) for lane in (0, 1) for n in range(4)])
 
     assert payloads(made.batch(0)) == ["00", "01", "10", "11"]

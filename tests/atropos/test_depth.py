@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.stages.integrations.atropos.books.depth import Depth
+from penstock.stages.integrations.atropos.queue.depth import Depth
 
 LANES = st.integers(0, 3)
 STEPS = st.lists(

@@ -14,8 +14,8 @@ import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
-from penstock.stages.integrations.atropos.books.records import Submission
-from penstock.stages.integrations.atropos.books.state import Books
+from penstock.stages.integrations.atropos.queue.records import Submission
+from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock.stages.integrations.atropos.server.access import Access
 from penstock.stages.integrations.atropos.server.answers import LARGE_BYTES
 from penstock.stages.integrations.atropos.server.app import application
@@ -44,12 +44,12 @@ class Gateway:
     """One that is asked without a socket."""
 
     now: float = 0.0
-    books: Books[bytes] = field(default_factory=Books)
+    queue: TrajectoryQueue[bytes] = field(default_factory=TrajectoryQueue)
     limits: Limits = field(default_factory=Limits)
     desk: Noting = field(default_factory=Noting)
 
     def __post_init__(self) -> None:
-        self.endpoints = Endpoints(self.books, self.desk, Bodies(self.limits), clock=lambda: self.now)
+        self.endpoints = Endpoints(self.queue, self.desk, Bodies(self.limits), clock=lambda: self.now)
         self.app = application(self.endpoints, Access())
 
     async def ask(
@@ -97,11 +97,11 @@ async def test_groups_whose_sender_was_gone_when_it_was_answered_are_accepted_on
     gateway = Gateway()
 
     assert await gateway.ask("POST", "/scored_data", scored(), leaves_after=1) == (None, None)
-    assert gateway.books.status().queue_size == 1
+    assert gateway.queue.status().queue_size == 1
     assert (await gateway.ask("POST", "/scored_data", scored()))[1] == {"status": "received"}
-    assert gateway.books.status().queue_size == 1
+    assert gateway.queue.status().queue_size == 1
     await gateway.ask("POST", "/scored_data", scored())  # one that was told means another group
-    assert gateway.books.status().queue_size == 2
+    assert gateway.queue.status().queue_size == 2
     assert gateway.desk.told == [1, 0, 1]
 
 
@@ -109,12 +109,12 @@ async def test_groups_that_were_accepted_before_a_reset_are_accepted_again_after
     gateway = Gateway()
 
     async def meanwhile() -> None:
-        gateway.books.reset()
+        gateway.queue.reset()
 
     await gateway.ask("POST", "/scored_data", scored(), leaves_after=4, meanwhile=meanwhile)
     await gateway.ask("POST", "/scored_data", scored())
 
-    assert gateway.books.status().queue_size == 1
+    assert gateway.queue.status().queue_size == 1
 
 
 async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> None:
@@ -123,7 +123,7 @@ async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> Non
     await gateway.ask("POST", "/scored_data", scored(8))
 
     assert await gateway.ask("GET", "/batch", leaves_after=0) == (None, None)
-    assert gateway.books.status().queue_size == 1
+    assert gateway.queue.status().queue_size == 1
 
 
 @pytest.mark.parametrize("path", ["/batch", "/batch?lease_s=3600"])
@@ -139,7 +139,7 @@ async def test_a_batch_whose_reader_left_before_its_end_goes_to_the_next_who_ask
 
     assert batch[0]["scores"][0] == 1.0
     assert (await gateway.ask("GET", "/batch"))[1] == {"batch": None}
-    assert gateway.books.status().current_step == 4
+    assert gateway.queue.status().current_step == 4
 
 
 async def test_a_batch_that_took_so_long_to_be_read_that_another_has_it_is_cut_off() -> None:
@@ -236,7 +236,7 @@ class WayIn(ShmWayIn):
 
 
 async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> None:
-    gateway = Gateway(books=Books(capacity=1))
+    gateway = Gateway(queue=TrajectoryQueue(capacity=1))
     groups = [group(instance_id=str(number)) for number in range(3)]
     way_in = WayIn(groups)
     intake: Intake[bytes] = Intake(way_in)
@@ -246,7 +246,7 @@ async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> 
         tasks.start_soon(intake.run, gateway.endpoints)
         await anyio.wait_all_tasks_blocked()
         waiting = [len(kept) for kept in intake._kept.values()]
-        while (submission := gateway.books.take(0.0)) is not None:
+        while (submission := gateway.queue.take(0.0)) is not None:
             taken.append(submission.payload)
             gateway.endpoints.room.wake_all()
             await anyio.wait_all_tasks_blocked()

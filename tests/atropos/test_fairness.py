@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.atropos.builders import books, env, group, payloads
+from tests.atropos.builders import env, group, payloads, running_queue
 
-from penstock.stages.integrations.atropos.books.errors import QueueFull
-from penstock.stages.integrations.atropos.books.state import Books, Habits
-from penstock.stages.integrations.atropos.books.turns import LEAST_PART, parts
 from penstock.stages.integrations.atropos.contract import EnvRegistration
+from penstock.stages.integrations.atropos.queue.habits import Habits
+from penstock.stages.integrations.atropos.queue.records import QueueFull
+from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock.stages.integrations.atropos.queue.turns import LEAST_PART, parts
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
 ENVIRONMENTS = st.lists(
@@ -28,9 +29,9 @@ ENVIRONMENTS = st.lists(
 )
 
 
-def filled(envs: list[EnvRegistration], groups: int, **other: Any) -> Books[int]:
+def filled(envs: list[EnvRegistration], groups: int, **other: Any) -> TrajectoryQueue[int]:
     """Every environment has so many groups waiting, which say whose they are."""
-    made = books(*envs, capacity=None, **other)
+    made = running_queue(*envs, capacity=None, **other)
     for env_id, each in enumerate(envs):
         made.submit(0, [group(env_id, each.group_size, env_id=env_id)] * groups)
     return made
@@ -111,7 +112,7 @@ def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_grou
 
 
 def test_a_pipeline_too_has_groups_in_order_of_arrival_where_that_is_asked_for() -> None:
-    made = books(env(), env(), habits=Habits(arrival_order=True))
+    made = running_queue(env(), env(), habits=Habits(arrival_order=True))
     for env_id in (0, 0, 1, 0, 1):
         made.submit(0, [group(env_id, env_id=env_id)])
 
@@ -123,7 +124,7 @@ def test_a_pipeline_too_has_groups_in_order_of_arrival_where_that_is_asked_for()
 def test_all_in_turn_is_what_taking_one_after_the_other_gives(
     envs: list[EnvRegistration], steps: list[tuple[int, int]]
 ) -> None:
-    made = books(*envs, capacity=None)
+    made = running_queue(*envs, capacity=None)
     for pick, taken in steps:
         env_id = pick % len(envs)
         made.submit(0, [group(env_id, envs[env_id].group_size, env_id=env_id)] * 3)
@@ -173,7 +174,7 @@ def test_the_weight_of_nothing_is_not_starved() -> None:
 
 
 def test_what_was_not_used_is_not_saved_up() -> None:
-    made = books(env(1), env(1), capacity=None)
+    made = running_queue(env(1), env(1), capacity=None)
     made.submit(0, [group(0, 1, env_id=0)] * 200)
     for _ in range(100):
         made.take(0)
@@ -183,7 +184,7 @@ def test_what_was_not_used_is_not_saved_up() -> None:
 
 
 def test_what_was_not_used_while_nobody_waited_is_not_saved_up() -> None:
-    made = books(env(1), env(1), capacity=None)
+    made = running_queue(env(1), env(1), capacity=None)
     for _ in range(100):
         made.submit(0, [group(0, 1, env_id=0)])
         made.take(0)
@@ -194,7 +195,7 @@ def test_what_was_not_used_while_nobody_waited_is_not_saved_up() -> None:
 
 
 def test_who_never_has_more_than_one_group_waiting_has_no_more_than_its_part() -> None:
-    made = books(env(1), env(1, weight=0.25), capacity=None)
+    made = running_queue(env(1), env(1, weight=0.25), capacity=None)
     made.submit(0, [group(0, 1, env_id=0)] * 300)
     taken = Counter[int]()
     for _ in range(200):
@@ -217,7 +218,7 @@ def test_who_left_or_fell_silent_still_has_its_groups_handed_out() -> None:
 # -- room to wait in ---------------------------------------------------------------------------------------------------
 
 
-def flood(made: Books[Any], env_id: int) -> int:
+def flood(made: TrajectoryQueue[Any], env_id: int) -> int:
     """Submit until there is no room; returns how many were accepted."""
     for accepted in range(10_000):
         try:
@@ -228,11 +229,11 @@ def flood(made: Books[Any], env_id: int) -> int:
 
 
 def test_who_submits_alone_has_all_the_room() -> None:
-    assert flood(books(env(), capacity=100), 0) == 100
+    assert flood(running_queue(env(), capacity=100), 0) == 100
 
 
 def test_who_submits_fast_leaves_room_for_the_others() -> None:
-    made = books(*[env()] * 10, capacity=100)
+    made = running_queue(*[env()] * 10, capacity=100)
 
     accepted = [flood(made, env_id) for env_id in range(5)]
 
@@ -240,7 +241,7 @@ def test_who_submits_fast_leaves_room_for_the_others() -> None:
 
 
 def test_room_that_is_made_is_for_those_who_hold_least() -> None:
-    made = books(env(), env(), capacity=100)
+    made = running_queue(env(), env(), capacity=100)
     flood(made, 0)
     flood(made, 1)
     for _ in range(10):
@@ -250,19 +251,19 @@ def test_room_that_is_made_is_for_those_who_hold_least() -> None:
 
 
 def test_room_for_a_first_batch_is_for_whoever_comes() -> None:
-    made = books(env(), env(), batch_size=40, capacity=10)
+    made = running_queue(env(), env(), batch_size=40, capacity=10)
 
     assert flood(made, 0) == 10
 
 
 def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
-    made = books(env(name="fast"), env(minimum=0.5, name="late"), capacity=2)
+    made = running_queue(env(name="fast"), env(minimum=0.5, name="late"), capacity=2)
     flood(made, 0)
-    waited = made.batch(0), made.stuck()
+    waited = made.batch(0), made.stalls()
     assert flood(made, 1) == 0
 
     assert waited == (None, ["batches wait for late_0, which is to have 4 of 8 and has none that waits"])
-    assert made.stuck() == []
+    assert made.stalls() == []
     assert payloads(made.batch(0)) == [0, 0]
     made.submit(0, [group(1, env_id=1)] * 2)
     made.batch(0)
@@ -271,7 +272,7 @@ def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
 
 
 def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
-    made = books(*[env()] * 10, capacity=110)
+    made = running_queue(*[env()] * 10, capacity=110)
     refused = set[int]()
     while len(refused) < 10:
         for env_id in {*range(10)} - refused:
@@ -290,7 +291,7 @@ def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
 @given(st.lists(WEIGHTS, min_size=2, max_size=4), st.data())
 def test_shares_hold_however_fast_each_submits_while_the_queue_is_full(weights: list[float], data: Any) -> None:
     envs = [env(1, weight=weight) for weight in weights]
-    made, due = books(*envs, capacity=100), expected(envs)
+    made, due = running_queue(*envs, capacity=100), expected(envs)
     speeds = [data.draw(st.integers(5, 50)) for _ in envs]
     taken = Counter[int]()
 

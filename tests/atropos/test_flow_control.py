@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.atropos.builders import books, env, group, taken
+from tests.atropos.builders import env, group, running_queue, taken
 
-from penstock.stages.integrations.atropos.books.records import (
+from penstock.stages.integrations.atropos.queue.records import (
     EnvStatus,
 )
 
 
 def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
-    made = books(env(2, minimum=0.25, max_token_length=100), env(4, weight=3, max_token_length=200), batch_size=16)
+    made = running_queue(
+        env(2, minimum=0.25, max_token_length=100), env(4, weight=3, max_token_length=200), batch_size=16
+    )
     made.submit(0, [group(size=2, env_id=0)] * 3 + [group(size=4, env_id=1)] * 2 + [group(size=1)])
 
     assert made.env_status(0, 0) == EnvStatus(
@@ -26,14 +28,14 @@ def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
 
 
 def test_groups_of_others_do_not_count_where_all_have_one_sequence() -> None:
-    made = books(env(1), env(1))
+    made = running_queue(env(1), env(1))
     made.submit(0, [group(size=1, env_id=1)] * 5)
 
     assert made.env_status(0, 0).queue_size == 0
 
 
 def test_what_is_in_no_batch_is_in_nobodys_way() -> None:
-    made = books(env(3, name="threes"), env(4, name="fours"), batch_size=4)
+    made = running_queue(env(3, name="threes"), env(4, name="fours"), batch_size=4)
     made.submit(0, [group(size=3, env_id=0)] * 4 + [group(size=4, env_id=1)])
 
     threes, fours = made.env_status(0, 0), made.env_status(0, 1)
@@ -46,7 +48,7 @@ def test_what_is_in_no_batch_is_in_nobodys_way() -> None:
 
 
 def test_groups_in_the_pipelines_channel_count_as_long_as_they_are_there() -> None:
-    made = books(env(), env())
+    made = running_queue(env(), env())
     made.submit(0, [group(env_id=0), group(env_id=1), group(env_id=0)])
     taken(made)
 
@@ -62,7 +64,7 @@ def test_groups_in_the_pipelines_channel_count_as_long_as_they_are_there() -> No
 
 
 def test_what_was_taken_is_not_remembered_for_ever_where_no_environment_asks() -> None:
-    made = books(env(1))
+    made = running_queue(env(1))
     for _ in range(4_200):
         made.submit(0, [group(size=1, env_id=0)])
         made.take(0)
@@ -71,13 +73,13 @@ def test_what_was_taken_is_not_remembered_for_ever_where_no_environment_asks() -
 
 
 def test_weights_of_nothing_are_no_division_by_nothing() -> None:
-    made = books(env(weight=0), env(weight=0))
+    made = running_queue(env(weight=0), env(weight=0))
 
     assert made.env_status(0, 0).env_weight == 0.01
 
 
 def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
-    made = books(env(minimum=0.25), env(minimum=0.25), env(minimum=0.5), silence_s=60)
+    made = running_queue(env(minimum=0.25), env(minimum=0.25), env(minimum=0.5), heartbeat_timeout_s=60)
     made.disconnect_env(0)
     left = made.env_status(30, 2).unallocated_fraction
 
@@ -86,7 +88,7 @@ def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
 
 
 def test_one_falls_silent_however_often_those_before_it_are_heard() -> None:
-    made = books(env(minimum=0.25), env(minimum=0.5), silence_s=60)
+    made = running_queue(env(minimum=0.25), env(minimum=0.5), heartbeat_timeout_s=60)
     made.env_status(50, 0)
 
     assert made.env_status(60, 0).unallocated_fraction == 0.75
@@ -96,7 +98,7 @@ def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    made = books(env(3), batch_size=4)
+    made = running_queue(env(3), batch_size=4)
     told: list[list[str]] = []
     for now in (0, 1, 5, 10, 15, 20):
         if now == 15:
@@ -104,20 +106,20 @@ def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more
         made.env_status(now, 0)
         told.append([record.getMessage().split()[0] for record in caplog.records])
 
-    assert told == [[], [], [], ["stuck"], ["stuck", "stuck_no_more"], ["stuck", "stuck_no_more"]]
+    assert told == [[], [], [], ["stalled"], ["stalled", "stall_resolved"], ["stalled", "stall_resolved"]]
     assert "groups of 3 are in no batch of 4" in caplog.text
 
 
 def test_a_pipeline_packs_nothing_and_so_has_nothing_that_cannot_be_packed() -> None:
-    made = books(env(3), env(4), batch_size=4, batches=False)
+    made = running_queue(env(3), env(4), batch_size=4, batches=False)
     made.submit(0, [group(size=3, env_id=0)] * 4)
 
-    assert made.stuck() == []
+    assert made.stalls() == []
     assert made.env_status(0, 1).queue_size == 12 // 4
 
 
 def test_statistics_say_what_became_of_what_was_submitted() -> None:
-    made = books(env(4, name="maze"), env(2))
+    made = running_queue(env(4, name="maze"), env(2))
     made.submit(5, [group(env_id=0), group(env_id=0), group(size=3, env_id=0)])
     made.take(5)
     made.disconnect_env(1)

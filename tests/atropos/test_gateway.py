@@ -99,7 +99,7 @@ async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused()
     async with running(source, context) as inbox, talking(source) as talk:
         env_id = (await talk.post("/register-env", environment()))["env_id"]
         depths = []
-        for mark in range(4):  # one in the channel, one that waits for credit, two in the books
+        for mark in range(4):  # one in the channel, one that waits for credit, two in the queue
             await talk.post("/scored_data", scored(4, env_id, mark=10.0 * mark))
             depths.append((await talk.get(f"/status-env?env_id={env_id}"))["self_queue_size"])
         status, refused = await talk.ask("POST", "/scored_data", scored(4, env_id))
@@ -159,10 +159,10 @@ def test_a_gateway_that_can_never_train_is_refused() -> None:
         AtroposGateway(batch_size=0, max_token_len=64)
 
 
-@pytest.mark.parametrize("silence_s", [0.0, -1.0, math.nan])
-def test_a_silence_is_a_time(silence_s: float) -> None:
-    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.silence_s: expected a finite number above 0"):
-        AtroposGateway(batch_size=8, max_token_len=64, silence_s=silence_s)
+@pytest.mark.parametrize("heartbeat_timeout_s", [0.0, -1.0, math.nan])
+def test_a_silence_is_a_time(heartbeat_timeout_s: float) -> None:
+    with pytest.raises(InvalidConfig, match=r"AtroposGateway\.heartbeat_timeout_s: expected a finite number above 0"):
+        AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=heartbeat_timeout_s)
 
 
 def test_habits_that_would_do_nothing_in_a_pipeline_are_refused_by_name() -> None:
@@ -173,7 +173,7 @@ def test_habits_that_would_do_nothing_in_a_pipeline_are_refused_by_name() -> Non
 
 
 async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
-    source = AtroposGateway(batch_size=8, max_token_len=64, silence_s=1e-6, door=ANYWHERE)
+    source = AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=1e-6, door=ANYWHERE)
 
     async with running(source, Context()), talking(source) as talk:
         for minimum in (0.5, 0.25):

@@ -1,18 +1,18 @@
-"""What the gateway's books hand out: batches, leases, and what comes back."""
+"""What the gateway's queue hand out: batches, leases, and what comes back."""
 
 from __future__ import annotations
 
 import pytest
-from tests.atropos.builders import books, group, payloads
+from tests.atropos.builders import group, payloads, running_queue
 
-from penstock.stages.integrations.atropos.books.errors import (
+from penstock.stages.integrations.atropos.queue.records import (
     UnknownLease,
 )
-from penstock.stages.integrations.atropos.books.state import Habits
+from penstock.stages.integrations.atropos.queue.trajectory_queue import Habits
 
 
 def test_a_batch_without_a_lease_is_gone() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a")])
     batch = made.batch(0)
 
@@ -22,7 +22,7 @@ def test_a_batch_without_a_lease_is_gone() -> None:
 
 
 def test_a_batch_that_is_not_acknowledged_in_time_is_handed_out_again_before_any_other() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b"), group("c")])
     leases = [made.batch(now, lease_s=10 - 2 * now) for now in (0, 1)]
 
@@ -32,7 +32,7 @@ def test_a_batch_that_is_not_acknowledged_in_time_is_handed_out_again_before_any
 
 
 def test_a_lease_ends_in_its_own_time_however_long_others_are() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b")])
     for lease_s in (10, 100):
         made.batch(0, lease_s=lease_s)
@@ -41,7 +41,7 @@ def test_a_lease_ends_in_its_own_time_however_long_others_are() -> None:
 
 
 def test_a_batch_that_is_acknowledged_is_not_handed_out_again() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a")])
     batch = made.batch(0, lease_s=10)
     assert batch is not None
@@ -54,7 +54,7 @@ def test_a_batch_that_is_acknowledged_is_not_handed_out_again() -> None:
 
 
 def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b")])
     late, later = made.batch(0, lease_s=10), made.batch(0, lease_s=10)
     assert late is not None
@@ -69,7 +69,7 @@ def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
 
 
 def test_what_was_formed_is_outstanding_until_it_is_somebodys_for_good() -> None:
-    made = books(batch_size=4, habits=Habits(newest_first=True))
+    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
     made.submit(0, [group("a"), group("b"), group("c")])
     first, second = made.batch(0, lease_s=10), made.batch(0, lease_s=100)
     assert first is not None
@@ -89,12 +89,12 @@ def test_what_was_formed_is_outstanding_until_it_is_somebodys_for_good() -> None
 
 
 def test_a_batch_that_is_given_back_is_handed_out_again_at_once() -> None:
-    made = books(batch_size=4)
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b")])
     lost = made.batch(0, lease_s=10)
     assert lost is not None
     assert lost.lease is not None
-    made.give_back(lost.lease)
-    made.give_back(lost.lease)
+    made.return_batch(lost.lease)
+    made.return_batch(lost.lease)
 
     assert [payloads(made.batch(0)) for _ in range(3)] == [["a"], ["b"], None]

@@ -17,7 +17,7 @@ from tests.atropos.gateways import Client, client, process
 
 BATCH_SIZE, ENVIRONMENTS, GROUPS = 64, 8, 6
 
-LEASE_S, SILENCE_S = 0.2, 0.3
+LEASE_S, HEARTBEAT_TIMEOUT_S = 0.2, 0.3
 
 
 def taken_by(dying: Client) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def taken_by(dying: Client) -> list[dict[str, Any]]:
 async def test_what_was_accepted_comes_though_a_trainer_dies_with_a_batch_in_its_hands(tmp_path: Path) -> None:
     found, ended = Found(), threading.Event()
     held: list[dict[str, Any]] = []
-    with process("--silence-s", str(SILENCE_S)) as (_, url):
+    with process("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S)) as (_, url):
         environments = [
             Numbered(config_of(index, url, 0.05), GROUPS, index=index, accepted=tmp_path / f"accepted-{index}")
             for index in range(ENVIRONMENTS)
@@ -46,7 +46,7 @@ async def test_what_was_accepted_comes_though_a_trainer_dies_with_a_batch_in_its
                     held += await anyio.to_thread.run_sync(taken_by, dying)
                 trainers.start_soon(anyio.to_thread.run_sync, survivor.run, lambda _: ended.is_set())
             ended.set()
-        await anyio.to_thread.run_sync(survivor.run, lambda quiet_s: quiet_s > LEASE_S + SILENCE_S)
+        await anyio.to_thread.run_sync(survivor.run, lambda quiet_s: quiet_s > LEASE_S + HEARTBEAT_TIMEOUT_S)
         survivor.connection.close()
         found.left = json.loads(asked(url, "/status"))["queue_size"]
     received_by(tmp_path / "notes", leased=False, found=found)

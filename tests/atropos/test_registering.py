@@ -1,4 +1,4 @@
-"""Who is in the gateway's books: trainers and environments, and what they are told."""
+"""Who is in the gateway's queue: trainers and environments, and what they are told."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import math
 from typing import Any
 
 import pytest
-from tests.atropos.builders import admitted, books, env, group, payloads, trainer
+from tests.atropos.builders import admitted, env, group, payloads, running_queue, trainer
 
-from penstock.stages.integrations.atropos.books.errors import (
-    ImplausibleRegistration,
-    NeverPacked,
-    NoTrainer,
-    UnknownEnvironment,
-    UnknownLease,
-)
-from penstock.stages.integrations.atropos.books.records import (
+from penstock.stages.integrations.atropos.queue.habits import Habits
+from penstock.stages.integrations.atropos.queue.records import (
     EnvAdmitted,
     Info,
+    InvalidRegistration,
+    NoTrainer,
     Status,
+    UnknownEnvironment,
+    UnknownLease,
+    UnpackableGroupSize,
     WandbInfo,
 )
-from penstock.stages.integrations.atropos.books.state import Books, Habits
+from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 
 def test_before_a_trainer_registered_nothing_is_known() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
 
     assert made.info() == Info(batch_size=-1, max_token_len=-1)
     assert made.wandb_info() == WandbInfo(group=None, project=None)
@@ -33,7 +32,7 @@ def test_before_a_trainer_registered_nothing_is_known() -> None:
 
 
 def test_before_a_trainer_registered_there_are_no_batches_and_no_status_of_environments() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
 
     for ask in (lambda: made.batch(0), lambda: made.env_status(0, 0)):
         with pytest.raises(NoTrainer, match="is to call /register first"):
@@ -41,7 +40,7 @@ def test_before_a_trainer_registered_there_are_no_batches_and_no_status_of_envir
 
 
 def test_a_trainer_says_what_environments_are_told() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
     made.register_trainer(trainer(batch_size=16, starting_step=7))
 
     assert made.info() == Info(batch_size=16, max_token_len=1_024)
@@ -50,7 +49,7 @@ def test_a_trainer_says_what_environments_are_told() -> None:
 
 
 def test_trainers_are_known_by_different_numbers_of_128_bits() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
     numbers = {made.register_trainer(trainer()) for _ in range(10)}
 
     assert len(numbers) == 10
@@ -59,26 +58,26 @@ def test_trainers_are_known_by_different_numbers_of_128_bits() -> None:
 
 @pytest.mark.parametrize("batch_size", [-1, 0, 10**400])
 def test_a_batch_size_that_nobody_has_is_refused(batch_size: int) -> None:
-    with pytest.raises(ImplausibleRegistration, match=f"batch_size from 1 to 1048576, got {batch_size}"):
-        Books[Any]().register_trainer(trainer(batch_size=batch_size))
+    with pytest.raises(InvalidRegistration, match=f"batch_size from 1 to 1048576, got {batch_size}"):
+        TrajectoryQueue[Any]().register_trainer(trainer(batch_size=batch_size))
 
 
 @pytest.mark.parametrize(
     "said", [{"max_token_length": 10**400}, {"weight": 1e300}, {"weight": math.nan}, {"minimum": 1e300}]
 )
 def test_numbers_that_no_environment_has_are_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(ImplausibleRegistration, match="from -1e\\+12 to 1e\\+12"):
-        books().register_env(0, env(**said))
+    with pytest.raises(InvalidRegistration, match="from -1e\\+12 to 1e\\+12"):
+        running_queue().register_env(0, env(**said))
 
 
 def test_a_minimum_below_nothing_is_none() -> None:
-    made = books(env(minimum=-1), env(minimum=0.25))
+    made = running_queue(env(minimum=-1), env(minimum=0.25))
 
     assert made.env_status(0, 0).unallocated_fraction == 0.75
 
 
 def test_environments_wait_until_a_trainer_asked_for_a_batch() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
     waiting = [made.register_env(0, env())]
     made.register_trainer(trainer(starting_step=3))
     waiting += [made.register_env(0, env())]
@@ -96,7 +95,7 @@ def test_environments_wait_until_a_trainer_asked_for_a_batch() -> None:
 
 
 def test_environments_wait_until_a_pipeline_asked_for_a_group() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
     made.register_trainer(trainer())
     made.take(0)
 
@@ -104,7 +103,7 @@ def test_environments_wait_until_a_pipeline_asked_for_a_group() -> None:
 
 
 def test_environments_of_one_name_are_numbered_and_those_that_register_later_are_told_the_step_that_is() -> None:
-    made = books()
+    made = running_queue()
     made.submit(0, [group(), group()])
     made.batch(0)
     told = [made.register_env(0, env(name=name)) for name in ("maze", "sums", "maze")]
@@ -117,7 +116,7 @@ def test_environments_of_one_name_are_numbered_and_those_that_register_later_are
 
 
 def test_a_trainer_that_comes_back_is_the_one_that_runs_and_finds_what_waited() -> None:
-    made = books(env())
+    made = running_queue(env())
     made.submit(0, [group("a", env_id=0)])
     made.register_trainer(trainer(batch_size=4, starting_step=40))
 
@@ -128,7 +127,7 @@ def test_a_trainer_that_comes_back_is_the_one_that_runs_and_finds_what_waited() 
 
 @pytest.mark.parametrize("habits", [Habits(), Habits(newest_first=True)])
 def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits: Habits) -> None:
-    made = books(env(), env(), habits=habits)
+    made = running_queue(env(), env(), habits=habits)
     made.submit(0, [group(number, env_id=number % 2) for number in range(6)])
     made.batch(0, lease_s=10)
     made.register_trainer(trainer(batch_size=4))
@@ -142,7 +141,7 @@ def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits:
 
 
 def test_groups_of_a_batch_that_is_none_any_more_keep_their_order() -> None:
-    made = books(env())
+    made = running_queue(env())
     made.submit(0, [group(number, env_id=0) for number in range(3)])
     made.batch(0, lease_s=10)
     made.register_trainer(trainer(batch_size=4))
@@ -151,7 +150,7 @@ def test_groups_of_a_batch_that_is_none_any_more_keep_their_order() -> None:
 
 
 def test_the_first_trainer_stays_where_that_is_asked_for() -> None:
-    made = books(habits=Habits(first_trainer_only=True))
+    made = running_queue(habits=Habits(first_trainer_only=True))
     made.register_trainer(trainer(batch_size=4, starting_step=40))
 
     assert (made.info().batch_size, made.status().current_step) == (8, 0)
@@ -159,7 +158,7 @@ def test_the_first_trainer_stays_where_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("env_id", [-1, 1, 10**30])
 def test_an_environment_that_never_registered_is_unknown(env_id: int) -> None:
-    made = books(env())
+    made = running_queue(env())
 
     for ask in (lambda: made.env_status(0, env_id), lambda: made.disconnect_env(env_id)):
         with pytest.raises(UnknownEnvironment, match=f"one of the 1 environments that registered, got {env_id}"):
@@ -168,21 +167,21 @@ def test_an_environment_that_never_registered_is_unknown(env_id: int) -> None:
 
 @pytest.mark.parametrize("size", [-1, 0, 9])
 def test_a_group_size_that_is_in_no_batch_is_refused_when_it_registers(size: int) -> None:
-    with pytest.raises(NeverPacked, match=f"from 1 to the trainer's batch_size of 8, got {size}"):
-        books().register_env(0, env(size))
+    with pytest.raises(UnpackableGroupSize, match=f"from 1 to the trainer's batch_size of 8, got {size}"):
+        running_queue().register_env(0, env(size))
 
 
 @pytest.mark.parametrize("size", [-1, 0, 9])
 def test_it_is_admitted_where_that_is_asked_for_and_nothing_breaks(size: int) -> None:
-    made = books(env(size), habits=Habits(keeps_the_unpackable=True))
+    made = running_queue(env(size), habits=Habits(keeps_the_unpackable=True))
 
     assert made.env_status(0, 0).queue_size == 0
 
 
 def test_what_was_submitted_before_a_trainer_registered_waits_for_it() -> None:
-    made: Books[Any] = Books()
+    made: TrajectoryQueue[Any] = TrajectoryQueue()
     made.submit(0, [group("a"), group("b", env_id=0)])
-    waited = made.stuck()
+    waited = made.stalls()
     made.register_trainer(trainer())
 
     assert waited == ["groups wait, and no trainer registered"]
@@ -190,7 +189,7 @@ def test_what_was_submitted_before_a_trainer_registered_waits_for_it() -> None:
 
 
 def test_after_a_reset_all_is_as_new() -> None:
-    made = books(env())
+    made = running_queue(env())
     made.submit(0, [group(env_id=0), group(env_id=0)])
     batch = made.batch(0, lease_s=1)
     assert batch is not None

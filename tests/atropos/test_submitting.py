@@ -1,23 +1,21 @@
-"""What is submitted to the gateway's books: what is queued, held back, or refused."""
+"""What is submitted to the gateway's queue: what is queued, held back, or refused."""
 
 from __future__ import annotations
 
 import pytest
-from tests.atropos.builders import books, env, group, payloads, taken
+from tests.atropos.builders import env, group, payloads, running_queue, taken
 
-from penstock.stages.integrations.atropos.books.errors import (
-    NeverPacked,
+from penstock.stages.integrations.atropos.queue.records import (
     QueueFull,
-    SubmissionTooLarge,
-)
-from penstock.stages.integrations.atropos.books.records import (
     Receipt,
+    SubmissionTooLarge,
+    UnpackableGroupSize,
 )
-from penstock.stages.integrations.atropos.books.state import Habits
+from penstock.stages.integrations.atropos.queue.trajectory_queue import Habits
 
 
 def test_groups_of_their_environments_size_are_queued_and_the_last_is_the_latest() -> None:
-    made = books(env())
+    made = running_queue(env())
 
     receipt = made.submit(0, [group("a", env_id=0), group("b", env_id=0)])
 
@@ -27,7 +25,7 @@ def test_groups_of_their_environments_size_are_queued_and_the_last_is_the_latest
 
 
 def test_smaller_groups_are_held_back_until_some_make_up_a_whole_one() -> None:
-    made = books(env(4))
+    made = running_queue(env(4))
     sizes = [made.submit(0, [group(size, size, env_id=0)]).buffer_size for size in (3, 2, 3, 1)]
 
     assert sizes == [3, 5, 8, 5]
@@ -35,7 +33,7 @@ def test_smaller_groups_are_held_back_until_some_make_up_a_whole_one() -> None:
 
 
 def test_where_those_that_fit_from_the_front_do_not_make_up_a_whole_group_the_newest_that_do_are_taken() -> None:
-    made = books(env(8))
+    made = running_queue(env(8))
     for name, size in (("a", 7), ("b", 3), ("c", 3), ("d", 5)):
         made.submit(0, [group(name, size, env_id=0)])
 
@@ -43,7 +41,7 @@ def test_where_those_that_fit_from_the_front_do_not_make_up_a_whole_group_the_ne
 
 
 def test_what_is_said_of_a_list_is_how_many_were_buffered_and_how_much_the_last_of_them_left() -> None:
-    made = books(env(4), env(4))
+    made = running_queue(env(4), env(4))
     sizes = [(4, 0), (3, 0), (1, 0), (2, 1), (4, 1)]
 
     assert made.submit(0, [group(size=size, env_id=env_id) for size, env_id in sizes]) == Receipt(5, 3, 2)
@@ -51,7 +49,7 @@ def test_what_is_said_of_a_list_is_how_many_were_buffered_and_how_much_the_last_
 
 
 def test_what_comes_of_nobody_known_is_queued_in_any_size() -> None:
-    made = books(env(4))
+    made = running_queue(env(4))
 
     made.submit(0, [group(env_id, 3, env_id=env_id) for env_id in (None, 1, -1)])
 
@@ -59,43 +57,43 @@ def test_what_comes_of_nobody_known_is_queued_in_any_size() -> None:
 
 
 def test_a_group_that_is_larger_than_its_environments_is_queued() -> None:
-    made = books(env(2))
+    made = running_queue(env(2))
 
     assert made.submit(0, [group(size=3, env_id=0)]) == Receipt(1, 0, None)
 
 
 def test_it_stays_in_the_buffer_where_that_is_asked_for() -> None:
-    made = books(env(2), habits=Habits(keeps_the_unpackable=True))
+    made = running_queue(env(2), habits=Habits(keeps_the_unpackable=True))
     made.submit(0, [group(size=3, env_id=0)])
 
-    assert made.stuck() == []
+    assert made.stalls() == []
     assert made.submit(0, [group(size=3, env_id=0)]) == Receipt(1, 1, 6)
-    assert made.stuck() == ["groups of [3] of env_0 do not make up its group_size of 2"]
+    assert made.stalls() == ["groups of [3] of env_0 do not make up its group_size of 2"]
 
 
 @pytest.mark.parametrize("size", [0, 9])
 def test_a_group_that_is_in_no_batch_is_refused_with_all_that_came_with_it(size: int) -> None:
-    made = books(env(2))
+    made = running_queue(env(2))
 
-    with pytest.raises(NeverPacked, match=f"groups of 1 to 8 sequences, got {size}"):
+    with pytest.raises(UnpackableGroupSize, match=f"groups of 1 to 8 sequences, got {size}"):
         made.submit(0, [group(size=2, env_id=0), group(size=size)])
     assert made.status().queue_size == 0
 
 
 def test_sizes_that_never_make_up_a_whole_group_are_refused_at_last_and_not_kept_for_ever() -> None:
-    made = books(env(4), capacity=None)
+    made = running_queue(env(4), capacity=None)
 
     for _ in range(21):
         made.submit(0, [group(size=3, env_id=0)])
 
-    with pytest.raises(NeverPacked, match=r"got 66 sequences in groups of \[3\] that do not"):
+    with pytest.raises(UnpackableGroupSize, match=r"got 66 sequences in groups of \[3\] that do not"):
         made.submit(0, [group(size=3, env_id=0)])
-    assert made.stuck() == ["groups of [3] of env_0 do not make up its group_size of 4"]
+    assert made.stalls() == ["groups of [3] of env_0 do not make up its group_size of 4"]
     assert made.submit(0, [group(size=1, env_id=0)]).buffer_size == 60
 
 
 def test_what_is_held_back_is_queued_when_its_environment_is_gone() -> None:
-    made = books(env(4), env(4), silence_s=60)
+    made = running_queue(env(4), env(4), heartbeat_timeout_s=60)
     made.submit(0, [group("left", 3, env_id=0), group("silent", 1, env_id=1)])
     made.disconnect_env(0)
     made.expire(60)
@@ -105,7 +103,7 @@ def test_what_is_held_back_is_queued_when_its_environment_is_gone() -> None:
 
 
 def test_it_stays_where_that_is_asked_for() -> None:
-    made = books(env(4), habits=Habits(keeps_the_unpackable=True))
+    made = running_queue(env(4), habits=Habits(keeps_the_unpackable=True))
     made.submit(0, [group(size=3, env_id=0)])
     made.disconnect_env(0)
 
@@ -113,20 +111,20 @@ def test_it_stays_where_that_is_asked_for() -> None:
 
 
 def test_a_submission_for_which_there_is_no_room_is_refused_whole() -> None:
-    made = books(env(), capacity=3)
+    made = running_queue(env(), capacity=3)
     made.submit(0, [group(1, env_id=0), group(2, env_id=0)])
 
     with pytest.raises(QueueFull, match="room for 2 groups, got 1 of 3 free") as caught:
         made.submit(0, [group(3, env_id=0), group(4, env_id=0)])
 
     assert caught.value.retry_after_s == 1
-    assert made.statistics(0)[0].refused == 1
+    assert made.statistics(0)[0].rejected == 1
     assert payloads(made.batch(0)) == [1, 2]
     assert made.submit(0, [group(3, env_id=0), group(4, env_id=0)]).groups == 2
 
 
 def test_room_is_counted_in_bytes_too() -> None:
-    made = books(env(), capacity_bytes=100)
+    made = running_queue(env(), capacity_bytes=100)
     made.submit(0, [group(nbytes=60)])
 
     with pytest.raises(QueueFull, match="room for 41 bytes, got 40 of 100 free"):
@@ -136,7 +134,7 @@ def test_room_is_counted_in_bytes_too() -> None:
 
 
 def test_what_is_buffered_or_out_on_a_lease_takes_room() -> None:
-    made = books(env(8), capacity=2)
+    made = running_queue(env(8), capacity=2)
     made.submit(0, [group(size=3, env_id=0), group(size=8)])
     batch = made.batch(0, lease_s=10)
     assert batch is not None
@@ -149,7 +147,7 @@ def test_what_is_buffered_or_out_on_a_lease_takes_room() -> None:
 
 
 def test_what_will_never_find_room_is_refused_for_good() -> None:
-    made = books(capacity=3, capacity_bytes=100)
+    made = running_queue(capacity=3, capacity_bytes=100)
 
     with pytest.raises(SubmissionTooLarge, match="at most 3 groups at once, got 4"):
         made.submit(0, [group()] * 4)
@@ -161,7 +159,7 @@ def test_what_will_never_find_room_is_refused_for_good() -> None:
 def test_who_finds_no_room_is_told_to_come_again_after_as_long_as_nothing_has_left(
     since: float, retry_after_s: float
 ) -> None:
-    made = books(capacity=1)
+    made = running_queue(capacity=1)
     made.submit(0, [group()])
     made.take(5)
     made.submit(5, [group()])
@@ -172,9 +170,9 @@ def test_who_finds_no_room_is_told_to_come_again_after_as_long_as_nothing_has_le
 
 
 def test_a_body_whose_answer_was_not_delivered_is_accepted_once() -> None:
-    made = books(env())
+    made = running_queue(env())
     sent = [group("a", env_id=0)]
-    made.undelivered(0, b"digest", made.submit(0, sent, digest=b"digest"))
+    made.remember_undelivered(0, b"digest", made.submit(0, sent, digest=b"digest"))
 
     assert made.submit(9, sent, digest=b"digest") == Receipt(1, 0, None)
     assert made.status().queue_size == 1
@@ -183,7 +181,7 @@ def test_a_body_whose_answer_was_not_delivered_is_accepted_once() -> None:
 
 
 def test_equal_bodies_that_were_answered_are_both_accepted() -> None:
-    made = books(env())
+    made = running_queue(env())
     for _ in range(2):
         made.submit(0, [group("a", env_id=0)], digest=b"digest")
 
@@ -191,9 +189,9 @@ def test_equal_bodies_that_were_answered_are_both_accepted() -> None:
 
 
 def test_the_repetition_of_an_undelivered_body_is_not_waited_for_for_ever() -> None:
-    made = books(env())
+    made = running_queue(env())
     sent = [group("a", env_id=0)]
-    made.undelivered(0, b"digest", made.submit(0, sent, digest=b"digest"))
+    made.remember_undelivered(0, b"digest", made.submit(0, sent, digest=b"digest"))
     made.submit(300, sent, digest=b"digest")
 
     assert made.status().queue_size == 2

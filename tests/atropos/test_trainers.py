@@ -18,7 +18,7 @@ from penstock import SendChannel, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposTrainers
-from penstock.stages.integrations.atropos.books.habits import Habits
+from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.testing import group
 
 

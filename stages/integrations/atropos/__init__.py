@@ -1,8 +1,8 @@
 """Atropos: its environments as sources, its trainers as sinks."""
 
 from .api_error import AtroposAPIError
-from .books.habits import Habits
 from .client import AtroposClient
+from .queue.habits import Habits
 from .server.bodies import Limits
 from .server.door import Door
 from .server.gateway import AtroposGateway

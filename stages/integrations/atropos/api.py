@@ -23,8 +23,8 @@ from ...engines.backoff import Backoff
 from ...engines.retrying import Failure, retried
 from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
 from .api_error import AtroposAPIError, Situation
-from .books.records import Info
 from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration, decode_request
+from .queue.records import Info
 
 __all__ = ["Api"]
 

@@ -247,7 +247,7 @@ class _Training:
             self._tasks.start_soon(self._acknowledge, answer.lease, sent, self._step == self._rules.num_steps)
 
     async def _send_new(self, answer: BatchAnswer, name: str, sent: list[TrajectoryId]) -> int:
-        """Send those groups that are in no books yet; `sent` is filled with all. Returns how many it were."""
+        """Send those groups that are in no queue yet; `sent` is filled with all. Returns how many it were."""
         new = 0
         for number, piece in enumerate(answer.batch or ()):
             try:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .....schemas import InvalidRecord
-from ..books.errors import NeverPacked, QueueFull, RefusedByGateway
+from ..queue.records import QueueFull, RequestRejected, UnpackableGroupSize
 from .bodies import GZIP, BodyRefused
 
 __all__ = ["END_BYTES", "LARGE_BYTES", "REFUSALS", "Delivery", "Handler", "answered", "endpoint", "refused"]
@@ -119,8 +119,8 @@ async def _of_body(_: Request, error: Exception) -> Response:
 
 
 async def _of_gateway(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedByGateway)  # noqa: S101 (by the table below)
-    if isinstance(error, NeverPacked):
+    assert isinstance(error, RequestRejected)  # noqa: S101 (by the table below)
+    if isinstance(error, UnpackableGroupSize):
         return invalid(str(error))
     later = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
     return refused(error.status, str(error), later)
@@ -134,7 +134,7 @@ REFUSALS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     HTTPException: _of_http,
     InvalidRecord: _of_record,
     BodyRefused: _of_body,
-    RefusedByGateway: _of_gateway,
+    RequestRejected: _of_gateway,
     ClientDisconnect: _to_nobody,
 }
 """How each error is answered."""

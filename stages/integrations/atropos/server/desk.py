@@ -1,4 +1,4 @@
-"""What a gateway is for: between HTTP and the books stands a desk, which says what a group is there.
+"""What a gateway is for: between HTTP and the queue stands a desk, which says what a group is there.
 
 Three of them: a server in the middle keeps JSON as it came and gives it to trainers (`Relay`); a source keeps groups
 for a pipeline, a sink those of a pipeline for trainers (in `gateway.py` and `trainers.py`).
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from .....schemas import TrajectoryGroup
-from ..books.records import Batch, Submission
 from ..contract import ScoredData
+from ..queue.records import Batch, Submission
 from ..translation import from_group
 
 __all__ = ["Desk", "Relay"]
@@ -20,7 +20,7 @@ G = TypeVar("G")
 
 
 class Desk(Protocol[G]):
-    """What a group is in the books, and what is done when one comes or goes."""
+    """What a group is in the queue, and what is done when one comes or goes."""
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -34,7 +34,7 @@ class Desk(Protocol[G]):
 
     @property
     def step(self) -> int | None:
-        """The trainer's step, where it is known here; None where the books count it."""
+        """The trainer's step, where it is known here; None where the queue count it."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class Relay:
         """Trainers ask by themselves."""
 
     def registered(self) -> None:
-        """The books know."""
+        """The queue know."""
 
     def asked(self, batch: Batch[bytes] | None) -> None:
         """They ask again."""

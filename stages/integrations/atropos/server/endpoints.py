@@ -1,7 +1,7 @@
-"""What the gateway answers everybody, and environments, from its books. Knows nothing of who may ask.
+"""What the gateway answers everybody, and environments, from its queue. Knows nothing of who may ask.
 
-Groups are read in a thread where they are large, and enter the books on the event loop, so the books have one user.
-Whoever went away before it could be told what became of its groups will send them again, and the books know.
+Groups are read in a thread where they are large, and enter the queue on the event loop, so the queue have one user.
+Whoever went away before it could be told what became of its groups will send them again, and the queue know.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord, TrajectoryGroup
-from ..books.errors import UnknownEnvironment
-from ..books.records import EnvStatus, Info, Receipt, Status, Submission, WandbInfo
-from ..books.state import Books
 from ..contract import (
     Buffered,
     Disconnected,
@@ -34,6 +31,8 @@ from ..contract import (
     decode_request,
     decode_scored,
 )
+from ..queue.records import EnvStatus, Info, Receipt, Status, Submission, UnknownEnvironment, WandbInfo
+from ..queue.trajectory_queue import TrajectoryQueue
 from ..shm.shm_way_in import WayInAnswer
 from .answers import Delivery, answered
 from .bodies import Bodies
@@ -73,28 +72,28 @@ class Endpoints(Generic[G]):
 
     def __init__(
         self,
-        books: Books[G],
+        queue: TrajectoryQueue[G],
         desk: Desk[G],
         bodies: Bodies,
         *,
         intake: Intake[G] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.books = books
+        self.queue = queue
         self.desk = desk
         self.intake = intake
         self._now = clock
         self.room = Waiters()
-        """Wakes whoever waits for room in the books."""
+        """Wakes whoever waits for room in the queue."""
         self._reading = Reading(bodies)
-        self.trainers = TrainerEndpoints(books, desk, self._reading, self.room, clock)
+        self.trainers = TrainerEndpoints(queue, desk, self._reading, self.room, clock)
         """Those for trainers."""
 
-    def _in_step(self) -> Books[G]:
-        """The books, with the step that is now."""
+    def _in_step(self) -> TrajectoryQueue[G]:
+        """The queue, with the step that is now."""
         if self.desk.step is not None:
-            self.books.step = self.desk.step
-        return self.books
+            self.queue.step = self.desk.step
+        return self.queue
 
     # -- for everybody -------------------------------------------------------------------------------------------------
 
@@ -108,15 +107,15 @@ class Endpoints(Generic[G]):
 
     async def info(self, _: Request) -> Info:
         """GET /info."""
-        return self.books.info()
+        return self.queue.info()
 
     async def wandb_info(self, _: Request) -> WandbInfo:
         """GET /wandb_info."""
-        return self.books.wandb_info()
+        return self.queue.wandb_info()
 
     async def latest_example(self, request: Request) -> Response | dict[str, list[Any]]:
         """GET /latest_example."""
-        latest = self.books.latest
+        latest = self.queue.latest
         if latest is None:
             return {name: [] for name in NO_EXAMPLE}
         return await self._reading.heavy(latest.nbytes, lambda: answered(request, self.desk.json(latest.payload)))
@@ -124,8 +123,8 @@ class Endpoints(Generic[G]):
     async def metrics(self, _: Request) -> Response:
         """GET /metrics."""
         now = self._now()
-        books = self._in_step()
-        return PlainTextResponse(exposition(books.status(), books.statistics(now), books.stuck()))
+        queue = self._in_step()
+        return PlainTextResponse(exposition(queue.status(), queue.statistics(now), queue.stalls()))
 
     async def shm(self, _: Request) -> WayInAnswer:
         """GET /shm."""
@@ -134,7 +133,7 @@ class Endpoints(Generic[G]):
 
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
-        self.books.reset()
+        self.queue.reset()
         self.room.wake_all()
         return PlainTextResponse("Reset successful")
 
@@ -152,7 +151,7 @@ class Endpoints(Generic[G]):
         """POST /disconnect-env."""
         env_id = (await self._reading.decoded(request, EnvReference)).env_id
         try:
-            self.books.disconnect_env(env_id)
+            self.queue.disconnect_env(env_id)
         except UnknownEnvironment as error:
             return Disconnected(status="failure", error=str(error))
         return Disconnected(status="success")
@@ -187,11 +186,11 @@ class Endpoints(Generic[G]):
 
     def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
         """The answer `told`; where nobody is there to read it, the same body will come again."""
-        accepted_by = self.books.incarnation
+        accepted_by = self.queue.incarnation
 
         def settle(there: bool) -> bool:  # noqa: FBT001
-            if not there and accepted_by == self.books.incarnation:
-                self.books.undelivered(self._now(), read.digest, receipt)
+            if not there and accepted_by == self.queue.incarnation:
+                self.queue.remember_undelivered(self._now(), read.digest, receipt)
             return there
 
         return Delivery(answered(request, msgspec.json.encode(told)), settle)
@@ -210,7 +209,7 @@ class Endpoints(Generic[G]):
         return _Read(submissions, hashlib.sha256(plain).digest())
 
     async def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
-        """A group that came decoded, as the books take it.
+        """A group that came decoded, as the queue take it.
 
         Raises:
             InvalidRecord: it cannot be trained on.
@@ -226,10 +225,10 @@ class Endpoints(Generic[G]):
 
     def _name(self, env_id: int | None) -> str:
         """The name of an environment in the ids of its groups; one for all that did not register."""
-        return self.books.name(env_id) or "atropos"
+        return self.queue.name(env_id) or "atropos"
 
     def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
-        """Enter groups into the books, all or none; see `Books.submit` for what it raises."""
-        receipt = self.books.submit(self._now(), submissions, digest=digest)
-        self.desk.arrived([] if receipt.again else submissions)
+        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for what it raises."""
+        receipt = self.queue.submit(self._now(), submissions, digest=digest)
+        self.desk.arrived([] if receipt.duplicate else submissions)
         return receipt

@@ -25,11 +25,11 @@ from .....pipeline.repetitions import mask_of
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
 from .....schemas.numbers import normalize_counts, normalize_numbers
-from ..books.environments import DEFAULT_SILENCE_S
-from ..books.habits import Habits
-from ..books.records import Batch, Submission
-from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
+from ..queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
+from ..queue.habits import Habits
+from ..queue.records import Batch, Submission
+from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import as_if_sent, from_group, to_group
 from .door import Door
 from .listening import Listening
@@ -98,7 +98,7 @@ class AtroposGateway:
     """Told to environments: steps between checkpoints of their own; −1 for none."""
     habits: Habits = field(default_factory=Habits)
     """Which habits of the original are kept; those of batches and trainers have no meaning where there are none."""
-    silence_s: float = DEFAULT_SILENCE_S
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     """An environment that is not heard of for so long holds nobody back."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await gateway.listening.url()` returns where, as soon as it does."""
@@ -107,7 +107,7 @@ class AtroposGateway:
         normalize_counts(self, "batch_size", "max_token_len", "capacity", "capacity_bytes", "candidates")
         normalize_counts(self, "num_steps", least=0)
         normalize_counts(self, "checkpoint_interval", least=NO_CHECKPOINTS)
-        normalize_numbers(self, "silence_s")
+        normalize_numbers(self, "heartbeat_timeout_s")
         if kept := [name for name in OF_BATCHES if getattr(self.habits, name)]:
             raise InvalidConfig(
                 f"AtroposGateway.habits: expected none of {', '.join(OF_BATCHES)}, got {', '.join(kept)}: a pipeline "
@@ -123,18 +123,18 @@ class AtroposGateway:
             OSError: the host is unknown, or the port is taken.
         """
         context = current()
-        books: Books[TrajectoryGroup] = Books(
+        queue: TrajectoryQueue[TrajectoryGroup] = TrajectoryQueue(
             self.habits,
             capacity=self.capacity,
             capacity_bytes=self.capacity_bytes,
-            silence_s=self.silence_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
             batches=False,
         )
-        books.register_trainer(self._registration(context.ledger.step))
-        desk = _Intake(context, books, outbox, self.candidates)
-        async with opened(self.door, books, desk, "AtroposGateway") as gateway:
+        queue.register_trainer(self._registration(context.ledger.step))
+        desk = _Intake(context, queue, outbox, self.candidates)
+        async with opened(self.door, queue, desk, "AtroposGateway") as gateway:
             with self.listening.at(gateway.url), desk.observed():
-                await self._feed(books, desk, gateway)
+                await self._feed(queue, desk, gateway)
 
     def _registration(self, step: int) -> TrainerRegistration:
         return TrainerRegistration(
@@ -148,11 +148,13 @@ class AtroposGateway:
             num_steps=ENDLESS if self.num_steps is None else self.num_steps,
         )
 
-    async def _feed(self, books: Books[TrajectoryGroup], desk: _Intake, gateway: Hosted[TrajectoryGroup]) -> None:
+    async def _feed(
+        self, queue: TrajectoryQueue[TrajectoryGroup], desk: _Intake, gateway: Hosted[TrajectoryGroup]
+    ) -> None:
         """Hand on what comes, until the last step is done."""
         ledger = desk.context.ledger
         while self.num_steps is None or ledger.step < self.num_steps:
-            taken = books.take(time.monotonic())
+            taken = queue.take(time.monotonic())
             if taken is None:
                 await desk.come(None if self.num_steps is None else STEP_S)
                 continue
@@ -170,12 +172,12 @@ class _Intake:
     def __init__(
         self,
         context: Context,
-        books: Books[TrajectoryGroup],
+        queue: TrajectoryQueue[TrajectoryGroup],
         outbox: SendChannel[TrajectoryGroup],
         candidates: int | None,
     ) -> None:
         self.context = context
-        self._books = books
+        self._queue = queue
         self._outbox = outbox
         self._candidates = candidates
         self._incarnation = secrets.token_hex(4)
@@ -187,7 +189,7 @@ class _Intake:
         self._told: dict[str, tuple[int, int]] = {}
         """What the metrics were told of each environment: sequences accepted, submissions refused."""
 
-    # -- from HTTP to the books ----------------------------------------------------------------------------------------
+    # -- from HTTP to the queue ----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -240,7 +242,7 @@ class _Intake:
     def delivered(self, batch: Batch[TrajectoryGroup]) -> None:
         """No trainer asks here; see `Desk`."""
 
-    # -- from the books to the pipeline --------------------------------------------------------------------------------
+    # -- from the queue to the pipeline --------------------------------------------------------------------------------
 
     async def come(self, within_s: float | None) -> None:
         """Wait for a group, `within_s` at most."""
@@ -270,9 +272,9 @@ class _Intake:
 
     def _observe(self) -> None:
         metrics = self.context.metrics
-        for env in self._books.statistics(time.monotonic()):
+        for env in self._queue.statistics(time.monotonic()):
             accepted, refused = self._told.get(env.name, (0, 0))
             metrics.total(f"atropos/{env.name}/sequences", env.submitted - accepted)
-            metrics.total(f"atropos/{env.name}/refused", env.refused - refused)
+            metrics.total(f"atropos/{env.name}/refused", env.rejected - refused)
             metrics.gauge(f"atropos/{env.name}/queued", env.queued + env.buffered)
-            self._told[env.name] = (env.submitted, env.refused)
+            self._told[env.name] = (env.submitted, env.rejected)

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..books.state import Books
+from ..queue.trajectory_queue import TrajectoryQueue
 from ..shm.shm_way_in import shm_way_in
 from .access import Access, listen
 from .app import application
@@ -36,8 +36,8 @@ class Hosted(Generic[G]):
 
 
 @asynccontextmanager
-async def hosted(door: Door, books: Books[G], desk: Desk[G]) -> AsyncGenerator[Hosted[G]]:
-    """Serve `books` at `door` within the body.
+async def hosted(door: Door, queue: TrajectoryQueue[G], desk: Desk[G]) -> AsyncGenerator[Hosted[G]]:
+    """Serve `queue` at `door` within the body.
 
     Raises:
         InvalidConfig: the host is beyond loopback, and there is no token.
@@ -51,7 +51,7 @@ async def hosted(door: Door, books: Books[G], desk: Desk[G]) -> AsyncGenerator[H
         intake: Intake[G] | None = None
         if desk.takes_groups:
             intake = Intake(await stack.enter_async_context(shm_way_in(capacity_bytes=door.shm_bytes)))
-        endpoints = Endpoints(books, desk, Bodies(door.limits), intake=intake)
+        endpoints = Endpoints(queue, desk, Bodies(door.limits), intake=intake)
         await stack.enter_async_context(serving(application(endpoints, access), listener))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)

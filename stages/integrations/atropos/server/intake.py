@@ -1,6 +1,6 @@
-"""Groups that come through shared memory enter the same books as those that come over HTTP.
+"""Groups that come through shared memory enter the same queue as those that come over HTTP.
 
-While the books have no room for an environment its groups are kept where they lie, so that it gets no credit; those of
+While the queue have no room for an environment its groups are kept where they lie, so that it gets no credit; those of
 others pass it by.
 """
 
@@ -13,8 +13,7 @@ import anyio
 
 from .....pipeline.telemetry import get_logger
 from .....schemas import InvalidRecord, TrajectoryGroup
-from ..books.errors import QueueFull, RefusedByGateway
-from ..books.records import Submission
+from ..queue.records import QueueFull, RequestRejected, Submission
 from ..shm.shm_way_in import ShmWayIn
 
 if TYPE_CHECKING:
@@ -44,11 +43,11 @@ class Intake(Generic[G]):
         return self._way_in.url
 
     def waiting(self, env_id: int) -> int:
-        """Groups of an environment that have come and are not in the books."""
+        """Groups of an environment that have come and are not in the queue."""
         return self._way_in.waiting(env_id) + len(self._kept.get(env_id, ()))
 
     async def run(self, endpoints: Endpoints[G]) -> None:
-        """Enter everything that comes into the books of `endpoints`."""
+        """Enter everything that comes into the queue of `endpoints`."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._try_again, endpoints)
             async for env_id, group in self._way_in:
@@ -79,7 +78,7 @@ def _entered(submission: Submission[G], endpoints: Endpoints[G]) -> bool:
         endpoints.accept([submission])
     except QueueFull:
         return False
-    except RefusedByGateway as error:
+    except RequestRejected as error:
         _tell(submission.env_id, error)
     return True
 

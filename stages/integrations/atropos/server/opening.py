@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio.to_thread
 
 from .....pipeline.errors import MissingExtra
-from ..books.state import Books
+from ..queue.trajectory_queue import TrajectoryQueue
 from .desk import Desk
 from .door import Door
 
@@ -23,7 +23,7 @@ G = TypeVar("G")
 
 
 @asynccontextmanager
-async def opened(door: Door, books: Books[G], desk: Desk[G], name: str) -> AsyncGenerator[Hosted[G]]:
+async def opened(door: Door, queue: TrajectoryQueue[G], desk: Desk[G], name: str) -> AsyncGenerator[Hosted[G]]:
     """The gateway `name` within the body.
 
     Raises:
@@ -32,7 +32,7 @@ async def opened(door: Door, books: Books[G], desk: Desk[G], name: str) -> Async
     await anyio.to_thread.run_sync(_import_server, name)
     from .hosting import hosted  # noqa: PLC0415 (only who serves needs a server)
 
-    async with hosted(door, books, desk) as gateway:
+    async with hosted(door, queue, desk) as gateway:
         yield gateway
 
 

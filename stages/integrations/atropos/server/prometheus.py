@@ -1,17 +1,17 @@
-"""The gateway's books as Prometheus reads them. Sans-I/O."""
+"""The gateway's queue as Prometheus reads them. Sans-I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..books.records import EnvStatistics, Status
+from ..queue.records import EnvStatistics, Status
 
 __all__ = ["exposition"]
 
 OF_ENVIRONMENTS = (
     ("submitted_sequences_total", "counter", "Sequences that were accepted.", "submitted"),
     ("taken_sequences_total", "counter", "Sequences that were handed out.", "taken"),
-    ("refused_submissions_total", "counter", "Submissions for which there was no room.", "refused"),
+    ("rejected_submissions_total", "counter", "Submissions for which there was no room.", "rejected"),
     ("queued_sequences", "gauge", "Sequences that wait.", "queued"),
     ("buffered_sequences", "gauge", "Sequences that wait for others to make up whole groups.", "buffered"),
     ("silent_seconds", "gauge", "How long nothing was heard of it.", "silent_s"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 
-from ..books.state import Books
+from ..queue.trajectory_queue import TrajectoryQueue
 from .desk import Relay
 from .door import Door
 from .opening import opened
@@ -15,7 +15,7 @@ from .opening import opened
 __all__ = ["stand"]
 
 
-async def stand(door: Door, books: Books[bytes], told: Callable[[str], None]) -> None:
+async def stand(door: Door, queue: TrajectoryQueue[bytes], told: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `told` is called with where, as soon as it listens.
 
     Raises:
@@ -24,7 +24,7 @@ async def stand(door: Door, books: Books[bytes], told: Callable[[str], None]) ->
         OSError: the host is unknown, or the port is taken.
     """
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with opened(door, books, Relay(), "penstock gateway") as gateway:
+        async with opened(door, queue, Relay(), "penstock gateway") as gateway:
             told(gateway.url)
             async for _ in signals:
                 return

@@ -16,10 +16,9 @@ from starlette.responses import Response
 
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord
-from ..books.errors import NoTrainer, UnknownLease
-from ..books.records import Batch
-from ..books.state import Books
 from ..contract import BatchAnswer, Registered, TrainerRegistration
+from ..queue.records import Batch, NoTrainer, UnknownLease
+from ..queue.trajectory_queue import TrajectoryQueue
 from .answers import END_BYTES, Delivery, answered
 from .desk import Desk
 from .reading import Reading
@@ -46,9 +45,9 @@ class TrainerEndpoints(Generic[G]):
     """One method an endpoint."""
 
     def __init__(
-        self, books: Books[G], desk: Desk[G], reading: Reading, room: Waiters, clock: Callable[[], float]
+        self, queue: TrajectoryQueue[G], desk: Desk[G], reading: Reading, room: Waiters, clock: Callable[[], float]
     ) -> None:
-        self._books = books
+        self._queue = queue
         self._desk = desk
         self._reading = reading
         self._room = room
@@ -57,7 +56,7 @@ class TrainerEndpoints(Generic[G]):
     async def register(self, request: Request) -> Registered:
         """POST /register."""
         registration = await self._reading.decoded(request, TrainerRegistration)
-        uuid = self._books.register_trainer(registration)
+        uuid = self._queue.register_trainer(registration)
         self._desk.registered()
         self._room.wake_all()
         return Registered(uuid=uuid)
@@ -68,7 +67,7 @@ class TrainerEndpoints(Generic[G]):
         if await request.is_disconnected():
             raise ClientDisconnect
         try:
-            batch = self._books.batch(self._now(), lease_s=lease_s or SENDING_S)
+            batch = self._queue.batch(self._now(), lease_s=lease_s or SENDING_S)
         except NoTrainer:
             told = "Trainer not registered. Call /register first."
             return BatchAnswer(status="error", message=told, batch=[])
@@ -92,7 +91,7 @@ class TrainerEndpoints(Generic[G]):
         """Whether a client is to have the end of its batch, which is its own then if it will acknowledge nothing."""
         assert batch.lease is not None  # noqa: S101 (every batch is leased here)
         if not there:
-            self._books.give_back(batch.lease)
+            self._queue.return_batch(batch.lease)
             return False
         if leased:
             return True
@@ -108,7 +107,7 @@ class TrainerEndpoints(Generic[G]):
         return {"status": "success"}
 
     def _acknowledge(self, lease: int) -> None:
-        batch = self._books.acknowledge(self._now(), lease)
+        batch = self._queue.acknowledge(self._now(), lease)
         self._room.wake_all()
         self._desk.delivered(batch)
 

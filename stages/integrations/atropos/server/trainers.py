@@ -22,11 +22,10 @@ from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import TrainBatch, TrajectoryGroup
 from ....sink_trainer import batch_metrics
-from ..books.errors import NeverPacked
-from ..books.habits import Habits
-from ..books.records import Batch, Submission
-from ..books.state import Books
 from ..contract import ScoredData, TrainerRegistration
+from ..queue.habits import Habits
+from ..queue.records import Batch, Submission, UnpackableGroupSize
+from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group
 from .door import Door
 from .listening import Listening
@@ -82,21 +81,21 @@ class AtroposTrainers:
             MissingExtra: the packages for an HTTP server are not installed.
             OSError: the host is unknown, or the port is taken.
         """
-        books: Books[_Offered] = Books(self.habits, capacity=None, capacity_bytes=None)
+        queue: TrajectoryQueue[_Offered] = TrajectoryQueue(self.habits, capacity=None, capacity_bytes=None)
         desk = _Outlet()
-        async with opened(self.door, books, desk, "AtroposTrainers") as gateway:
+        async with opened(self.door, queue, desk, "AtroposTrainers") as gateway:
             with self.listening.at(gateway.url):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_offer_all, inbox, gateway, desk)
                     await _commit_all(gateway, desk)
                     tasks.cancel_scope.cancel()
-        while (left := books.take(time.monotonic())) is not None:
+        while (left := queue.take(time.monotonic())) is not None:
             drop(left.payload.group, "lost", "no trainer took it")
 
 
 @dataclass(slots=True, eq=False)
 class _Offered:
-    """A group in the books."""
+    """A group in the queue."""
 
     group: TrajectoryGroup
     """What is needed to commit it."""
@@ -146,13 +145,13 @@ class _Outlet:
         """Whether so much was passed over that it will not be in a batch any more."""
         return trainer is not None and self._left_over > LEFT_OVER * trainer.batch_size
 
-    def done(self, books: Books[_Offered]) -> bool:
+    def done(self, queue: TrajectoryQueue[_Offered]) -> bool:
         """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
-        if books.outstanding:
+        if queue.outstanding:
             return False
-        if books.trainer is not None and books.step >= books.trainer.num_steps:
+        if queue.trainer is not None and queue.step >= queue.trainer.num_steps:
             return True
-        return self.ended and (self._starved or not books.status().queue_size)
+        return self.ended and (self._starved or not queue.status().queue_size)
 
     def of_scored(self, scored: ScoredData, env: str) -> _Offered:
         """No environment sends here; see `Desk`."""
@@ -220,15 +219,15 @@ async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Of
 
 
 async def _offer(offered: _Offered, gateway: Endpoints[_Offered], desk: _Outlet) -> None:
-    while desk.enough(gateway.books.trainer):
+    while desk.enough(gateway.queue.trainer):
         await gateway.room.wait()
-    while desk.too_much_left(gateway.books.trainer) and (left := gateway.books.take(time.monotonic())) is not None:
+    while desk.too_much_left(gateway.queue.trainer) and (left := gateway.queue.take(time.monotonic())) is not None:
         desk.gone(left)
         log.warning("group_rejected", reason="no batch could be made with it", sequences=left.sequences)
         drop(left.payload.group, "rejected", "never packed")
     try:
         gateway.accept([Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))])
-    except NeverPacked as error:
+    except UnpackableGroupSize as error:
         log.warning("group_rejected", reason=str(error))
         drop(offered.group, "rejected", "never packed")
 
@@ -242,7 +241,7 @@ async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
             step = context.ledger.step + 1
             context.ledger.commit(batch, step)
             context.metrics.emit(step, batch_metrics(batch, step - 1))
-        if desk.done(gateway.endpoints.books):
+        if desk.done(gateway.endpoints.queue):
             return
         await desk.changed.wait()
         gateway.endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come

@@ -10,9 +10,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .errors import UnknownLease
 from .group_queue import Queued
-from .records import Batch
+from .records import Batch, UnknownLease
 
 __all__ = ["Formed", "Outgoing"]
 
@@ -104,7 +103,7 @@ class Outgoing(Generic[G]):
             f"and the batch went out again"
         )
 
-    def give_back(self, lease: int) -> None:
+    def return_batch(self, lease: int) -> None:
         """The batch comes back at once, if it is still out."""
         if lease in self._out:
             self._back[lease] = self._out.pop(lease)

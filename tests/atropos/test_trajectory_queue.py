@@ -1,4 +1,4 @@
-"""The gateway's books, whatever happens to them: nothing is lost, nothing comes twice, memory is bounded."""
+"""The gateway's queue, whatever happens to them: nothing is lost, nothing comes twice, memory is bounded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.atropos.builders import admitted, books, env, group
+from tests.atropos.builders import admitted, env, group, running_queue
 
-from penstock.stages.integrations.atropos.books.errors import (
-    RefusedByGateway,
+from penstock.stages.integrations.atropos.queue.records import (
+    RequestRejected,
+    Submission,
     UnknownLease,
 )
-from penstock.stages.integrations.atropos.books.records import (
-    Submission,
-)
 
-CAPACITY, CAPACITY_BYTES, LEASE_S, SILENCE_S = 12, 40, 10, 25
+CAPACITY, CAPACITY_BYTES, LEASE_S, HEARTBEAT_TIMEOUT_S = 12, 40, 10, 25
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,19 @@ class Out:
     due: float
 
 
-class BooksMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Whatever was accepted is in one place: it waits, is out on a lease, or was handed out for good."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.sizes = {0: 4, 1: 2}
-        self.made = books(
-            env(4), env(2, minimum=0.3), capacity=CAPACITY, capacity_bytes=CAPACITY_BYTES, silence_s=SILENCE_S
+        self.made = running_queue(
+            env(4),
+            env(2, minimum=0.3),
+            capacity=CAPACITY,
+            capacity_bytes=CAPACITY_BYTES,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
         self.submitted = 0
         self.inside: dict[int, Accepted] = {}
@@ -94,11 +96,11 @@ class BooksMachine(RuleBasedStateMachine):
         before = self.everything()
         try:
             receipt = self.made.submit(self.now, sent, digest=digest)
-        except RefusedByGateway:
+        except RequestRejected:
             assert self.everything() == before
             return
         if lost:
-            self.made.undelivered(self.now, digest, receipt)
+            self.made.remember_undelivered(self.now, digest, receipt)
             assert self.made.submit(self.now, sent, digest=digest) == receipt
         self.submitted += len(sent)
         self.inside |= {
@@ -180,5 +182,5 @@ class BooksMachine(RuleBasedStateMachine):
         assert all(each.held_back for each in self.inside.values())
 
 
-TestBooks = BooksMachine.TestCase
-TestBooks.settings = settings(max_examples=40, stateful_step_count=40)
+TestTrajectoryQueue = QueueMachine.TestCase
+TestTrajectoryQueue.settings = settings(max_examples=40, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""What goes into the gateway's books and comes out: submissions, batches, and what is said of the queue.
+"""What goes into the gateway's queue and comes out: submissions, batches, and what is said of the queue.
 
 Names of fields are those of the Atropos contract wherever it has them, so that these values are its JSON.
 """
@@ -6,7 +6,10 @@ Names of fields are those of the Atropos contract wherever it has them, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from http import HTTPStatus
+from typing import ClassVar, Generic, TypeVar
+
+from .....pipeline.errors import PenstockError
 
 __all__ = [
     "Batch",
@@ -14,9 +17,17 @@ __all__ = [
     "EnvStatistics",
     "EnvStatus",
     "Info",
+    "InvalidRegistration",
+    "NoTrainer",
+    "QueueFull",
     "Receipt",
+    "RequestRejected",
     "Status",
     "Submission",
+    "SubmissionTooLarge",
+    "UnknownEnvironment",
+    "UnknownLease",
+    "UnpackableGroupSize",
     "WandbInfo",
 ]
 
@@ -28,7 +39,7 @@ class Submission(Generic[G]):
     """One group as an environment submits it."""
 
     payload: G
-    """The group; the books never look inside."""
+    """The group; the queue never look inside."""
     sequences: int
     """How many completions it holds."""
     nbytes: int
@@ -47,7 +58,7 @@ class Receipt:
     """How many of those are of another size than their environment's, and were held back to make up whole groups."""
     buffer_size: int | None
     """Sequences that the environment of the last buffered group has in its buffer now; None if none was buffered."""
-    again: bool = field(default=False, compare=False)
+    duplicate: bool = field(default=False, compare=False)
     """Whether they were accepted before, when nobody could be told so."""
 
 
@@ -149,5 +160,59 @@ class EnvStatistics:
     """Sequences that were accepted so far."""
     taken: int
     """Sequences that were handed out so far."""
-    refused: int
+    rejected: int
     """Submissions for which there was no room."""
+
+
+class RequestRejected(PenstockError):
+    """The gateway does not do what it was asked to do; nothing changed."""
+
+    status: ClassVar[HTTPStatus] = HTTPStatus.BAD_REQUEST
+    """How HTTP says so. A client of Atropos tries again at 500 and above, and gives up below."""
+
+
+class NoTrainer(RequestRejected):
+    """No trainer registered, and what was asked for depends on what it says."""
+
+    status = HTTPStatus.CONFLICT
+
+
+class UnknownEnvironment(RequestRejected):
+    """No environment has this id: it did not register since the gateway was started, or reset."""
+
+    status = HTTPStatus.NOT_FOUND
+
+
+class UnknownLease(RequestRejected):
+    """A batch is acknowledged that is not out: its lease expired, or it was acknowledged before."""
+
+    status = HTTPStatus.NOT_FOUND
+
+
+class InvalidRegistration(RequestRejected):
+    """A trainer or an environment says a number of itself that none has, and that would be in everybody's way."""
+
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
+
+
+class UnpackableGroupSize(RequestRejected):
+    """Groups of this size can never be part of a batch, or never add up to what their environment said."""
+
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
+
+
+class SubmissionTooLarge(RequestRejected):
+    """More groups or bytes at once than the queue may ever hold."""
+
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+class QueueFull(RequestRejected):
+    """The queue has no room now. Nothing of the submission was accepted: all of it may be sent again."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """When there may be room."""

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import QueueFull, SubmissionTooLarge
-from .records import Submission
+from .records import QueueFull, Submission, SubmissionTooLarge
 
 __all__ = ["DEFAULT_CAPACITY", "DEFAULT_CAPACITY_BYTES", "Room"]
 

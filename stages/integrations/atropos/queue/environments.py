@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ..contract import EnvRegistration
-from .errors import ImplausibleRegistration, NeverPacked, UnknownEnvironment
 from .exact_sums import first_summing_to, fitting
-from .records import EnvStatistics, Receipt, Submission
+from .records import EnvStatistics, InvalidRegistration, Receipt, Submission, UnknownEnvironment, UnpackableGroupSize
 
-__all__ = ["DEFAULT_SILENCE_S", "Buffer", "Environment", "Environments"]
+__all__ = ["DEFAULT_HEARTBEAT_TIMEOUT_S", "Buffer", "Environment", "Environments"]
 
 G = TypeVar("G")
 
@@ -21,7 +20,7 @@ MOST_BUFFERED = 16
 sizes of less than a group each, is of sizes that do not."""
 
 
-DEFAULT_SILENCE_S = 60.0
+DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 """An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
 
 MOST_SAID = 1e12
@@ -67,11 +66,11 @@ class Buffer(Generic[G]):
         """Whether what waits is still likely to be completed.
 
         Raises:
-            NeverPacked: it is too much for that.
+            UnpackableGroupSize: it is too much for that.
         """
         if self.sequences > MOST_BUFFERED * self.group_size:
             sizes = sorted({group.sequences for group in self.groups})
-            raise NeverPacked(
+            raise UnpackableGroupSize(
                 f"expected groups that add up to the group_size of {self.group_size}, got {self.sequences} sequences "
                 f"in groups of {sizes} that do not: register with the group_size that is submitted"
             )
@@ -103,7 +102,7 @@ class Environment(Generic[G]):
     """Sequences that were accepted."""
     taken: int = 0
     """Sequences that were handed out."""
-    refused: int = 0
+    rejected: int = 0
     """Submissions for which there was no room."""
     crowded_out: bool = False
     """There was no room for its last one."""
@@ -119,15 +118,15 @@ class Environment(Generic[G]):
             buffered=self.buffer.sequences,
             submitted=self.submitted,
             taken=self.taken,
-            refused=self.refused,
+            rejected=self.rejected,
         )
 
 
 class Environments(Generic[G]):
     """All that registered. Ids are never used again: one that comes back is another one."""
 
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._all: list[Environment[G]] = []
         self._named: Counter[str] = Counter()
         self._by_silence: OrderedDict[int, None] = OrderedDict()
@@ -166,11 +165,11 @@ class Environments(Generic[G]):
         """A new one.
 
         Raises:
-            ImplausibleRegistration: it says numbers of itself that cannot be reckoned with.
+            InvalidRegistration: it says numbers of itself that cannot be reckoned with.
         """
         numbers = said.max_token_length, said.weight, said.min_batch_allocation or 0.0
         if not all(-MOST_SAID <= number <= MOST_SAID for number in numbers):
-            raise ImplausibleRegistration(
+            raise InvalidRegistration(
                 f"expected max_token_length, weight and min_batch_allocation from {-MOST_SAID:g} to {MOST_SAID:g}, "
                 f"got {numbers}"
             )
@@ -212,7 +211,7 @@ class Environments(Generic[G]):
         left: they would wait in vain.
 
         Raises:
-            NeverPacked: a buffer would hold too much; not raised unless `any_size`.
+            UnpackableGroupSize: a buffer would hold too much; not raised unless `any_size`.
         """
         buffers: dict[int, Buffer[G]] = {}
         queued: list[Submission[G]] = []
@@ -235,7 +234,7 @@ class Environments(Generic[G]):
         fallen = []
         while self._by_silence:
             env = self._all[next(iter(self._by_silence))]
-            if now - env.heard < self._silence_s:
+            if now - env.heard < self._heartbeat_timeout_s:
                 break
             env.silent = True
             del self._by_silence[env.env_id]

@@ -19,7 +19,7 @@ __all__ = ["Stuck", "Watch", "unpackable"]
 LOOK_S = 5.0
 """How often it is looked whether anything is stuck."""
 
-log = get_logger("penstock.atropos.books")
+log = get_logger("penstock.atropos.queue")
 
 
 @lru_cache(maxsize=16)
@@ -35,7 +35,7 @@ def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Finds it in books of one kind."""
+    """Finds it in queue of one kind."""
 
     habits: Habits
     capacity: int | None
@@ -112,9 +112,9 @@ class Watch:
         self._due = now + LOOK_S
         before, self._seen = self._seen, {*reasons()}
         for reason in sorted(self._seen & before - self._told):
-            log.warning("stuck", reason=reason)
+            log.warning("stalled", reason=reason)
         for reason in sorted(self._told - self._seen):
-            log.info("stuck_no_more", reason=reason)
+            log.info("stall_resolved", reason=reason)
         self._told = self._seen & (before | self._told)
 
 

@@ -1,4 +1,4 @@
-"""Books: what the gateway knows. Trainers, environments, groups that wait, batches that are out.
+"""TrajectoryQueue: what the gateway knows. Trainers, environments, groups that wait, batches that are out.
 
 It decides and counts; it knows nothing about HTTP, clocks or event loops, nor about what is in a group. Whatever is
 accepted is handed out exactly once, unless a lease on it expires: then it is handed out again.
@@ -15,27 +15,40 @@ from typing import Generic, TypeVar
 from .....pipeline.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
 from .demands import Demands
-from .environments import DEFAULT_SILENCE_S, Environment, Environments
-from .errors import ImplausibleRegistration, NeverPacked, NoTrainer, QueueFull
+from .environments import DEFAULT_HEARTBEAT_TIMEOUT_S, Environment, Environments
 from .exact_sums import MOST_SEQUENCES
 from .group_queue import NOBODY
 from .habits import Habits
 from .outgoing import Formed, Outgoing
-from .records import Batch, EnvAdmitted, EnvStatistics, EnvStatus, Info, Receipt, Status, Submission, WandbInfo
+from .records import (
+    Batch,
+    EnvAdmitted,
+    EnvStatistics,
+    EnvStatus,
+    Info,
+    InvalidRegistration,
+    NoTrainer,
+    QueueFull,
+    Receipt,
+    Status,
+    Submission,
+    UnpackableGroupSize,
+    WandbInfo,
+)
 from .room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, Room
 from .stuck import Stuck, Watch
 from .undelivered import Undelivered
 from .waiting import Waiting
 
-__all__ = ["Books", "Habits"]
+__all__ = ["Habits", "TrajectoryQueue"]
 
 G = TypeVar("G")
 
-log = get_logger("penstock.atropos.books")
+log = get_logger("penstock.atropos.queue")
 
 
-class Books(Generic[G]):
-    """The gateway's books.
+class TrajectoryQueue(Generic[G]):
+    """The gateway's queue.
 
     `now` is a clock's reading in seconds that never goes back: the caller's `time.monotonic()`.
 
@@ -43,7 +56,7 @@ class Books(Generic[G]):
         habits: which habits of the original are kept.
         capacity: groups that may wait, be formed into batches, or be out on a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
-        silence_s: an environment that is not heard of for so long does not count until it is.
+        heartbeat_timeout_s: an environment that is not heard of for so long does not count until it is.
         batches: whether trainers ask for batches; not where a pipeline takes groups one by one.
     """
 
@@ -53,20 +66,20 @@ class Books(Generic[G]):
         *,
         capacity: int | None = DEFAULT_CAPACITY,
         capacity_bytes: int | None = DEFAULT_CAPACITY_BYTES,
-        silence_s: float = DEFAULT_SILENCE_S,
+        heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
         batches: bool = True,
     ) -> None:
         self.habits = habits or Habits()
         self._stuck = Stuck(self.habits, capacity, batches)
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._silence_s = math.inf if self.habits.waits_for_the_silent else silence_s
+        self._heartbeat_timeout_s = math.inf if self.habits.waits_for_the_silent else heartbeat_timeout_s
         self.reset()
 
     def reset(self) -> None:
         """Be as new: no trainer, no environments, no groups."""
         self.incarnation = secrets.token_hex(8)
-        """Of these books, since they were made or reset: no others, of this process or another, have the same."""
+        """Of these queue, since they were made or reset: no others, of this process or another, have the same."""
         self.step = 0
         """The trainer's step: `batch` counts it; whoever takes groups for a pipeline sets it."""
         self.latest: Submission[G] | None = None
@@ -75,7 +88,7 @@ class Books(Generic[G]):
         """Who counts as the trainer."""
         self._started = False
         """A trainer asked for a batch, or a pipeline for a group."""
-        self._envs: Environments[G] = Environments(self._silence_s)
+        self._envs: Environments[G] = Environments(self._heartbeat_timeout_s)
         self._room = Room(self._capacity, self._capacity_bytes)
         self._waiting: Waiting[G] = Waiting(self.habits)
         self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
@@ -89,10 +102,10 @@ class Books(Generic[G]):
         """A trainer is there; returns the number it is known by. It is the one that runs, whoever registered before.
 
         Raises:
-            ImplausibleRegistration: its batches hold nothing, or more than any does.
+            InvalidRegistration: its batches hold nothing, or more than any does.
         """
         if not 1 <= registration.batch_size <= MOST_SEQUENCES:
-            raise ImplausibleRegistration(
+            raise InvalidRegistration(
                 f"expected a batch_size from 1 to {MOST_SEQUENCES}, got {registration.batch_size}"
             )
         if self.trainer is None or not self.habits.first_trainer_only:
@@ -105,15 +118,15 @@ class Books(Generic[G]):
         """An environment is there; None while no trainer asked for a batch yet: it is to ask again.
 
         Raises:
-            NeverPacked: groups of its size can never be in a batch.
-            ImplausibleRegistration: it says numbers of itself that cannot be reckoned with.
+            UnpackableGroupSize: groups of its size can never be in a batch.
+            InvalidRegistration: it says numbers of itself that cannot be reckoned with.
         """
         self.expire(now)
         trainer = self.trainer
         if trainer is None or not self._started:
             return None
         if not self.habits.keeps_the_unpackable and not 1 <= registration.group_size <= trainer.batch_size:
-            raise NeverPacked(
+            raise UnpackableGroupSize(
                 f"expected a group_size from 1 to the trainer's batch_size of {trainer.batch_size}, got "
                 f"{registration.group_size}: such groups can never be in a batch"
             )
@@ -157,7 +170,7 @@ class Books(Generic[G]):
                 log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
                 self._release(env)
             self._recount()
-        self._watch.look(now, self.stuck)
+        self._watch.look(now, self.stalls)
 
     def _release(self, env: Environment[G]) -> None:
         """What is held back of an environment that is gone waits for nothing: it is queued as it is."""
@@ -231,14 +244,14 @@ class Books(Generic[G]):
         Raises:
             QueueFull: there is no room now; the original client tries again.
             SubmissionTooLarge: there will never be room for all of them at once.
-            NeverPacked: one of them can never be part of a batch.
+            UnpackableGroupSize: one of them can never be part of a batch.
         """
         self.expire(now)
         senders = {env.env_id: env for each in submissions if (env := self._envs.find(each.env_id)) is not None}
         for env in senders.values():
             self._hear(now, env)
         if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
-            return replace(receipt, again=True)
+            return replace(receipt, duplicate=True)
         self._check_sizes(submissions)
         buffers, queued, receipt = self._envs.planned(submissions, any_size=not self.habits.keeps_the_unpackable)
         self._check_room(now, submissions, list(senders.values()))
@@ -261,7 +274,7 @@ class Books(Generic[G]):
         most = math.inf if self.habits.keeps_the_unpackable else self._batch_size or math.inf
         for submission in submissions:
             if not 1 <= submission.sequences <= most:
-                raise NeverPacked(
+                raise UnpackableGroupSize(
                     f"expected groups of 1 to {most} sequences, got {submission.sequences}: such a group can never be "
                     f"in a batch"
                 )
@@ -274,7 +287,7 @@ class Books(Generic[G]):
         except QueueFull:
             self._waiting.reconsider()
             for env in senders:
-                env.refused += 1
+                env.rejected += 1
                 env.crowded_out = True
             raise
         for env in senders:
@@ -284,7 +297,7 @@ class Books(Generic[G]):
         env = self._envs.find(submission.env_id)
         return NOBODY if env is None else env.env_id
 
-    def undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
+    def remember_undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
         """Who submitted the body of `digest` went away before it could be told: the same body gets `receipt`, once."""
         self._undelivered.note(now, digest, receipt)
 
@@ -326,9 +339,9 @@ class Books(Generic[G]):
         """Batches that were formed and are nobody's for good: ready, out, or come back."""
         return len(self._outgoing)
 
-    def give_back(self, lease: int) -> None:
+    def return_batch(self, lease: int) -> None:
         """The batch of this lease never arrived: it goes to the next who asks."""
-        self._outgoing.give_back(lease)
+        self._outgoing.return_batch(lease)
 
     def _put_back(self, formed: Formed[G]) -> None:
         """Groups of a batch that is none any more are the first of the queue again."""
@@ -387,7 +400,7 @@ class Books(Generic[G]):
 
     # -- what is to be known -------------------------------------------------------------------------------------------
 
-    def stuck(self) -> list[str]:
+    def stalls(self) -> list[str]:
         """What will not move by itself: one sentence for each reason."""
         demands = replace(self._demands, least=self._least_now())
         return [*self._stuck.reasons(self._waiting.queue, self._envs.counted(), self._batch_size, demands)]
