@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import fields
 from typing import Annotated
 
 import anyio
 import typer
 
 from .stages.integrations.atropos.queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
-from .stages.integrations.atropos.queue.habits import Habits
 from .stages.integrations.atropos.queue.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
 from .stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from .stages.integrations.atropos.server.bodies import Limits
@@ -19,9 +17,6 @@ from .stages.integrations.atropos.server.standalone import stand
 from .stages.integrations.atropos.shm.shm_way_in import CAPACITY_BYTES
 
 __all__ = ["commands"]
-
-HABITS = [field.name for field in fields(Habits)]
-"""What `--habit` takes, besides `all`."""
 
 LIMITS = Limits()
 
@@ -66,25 +61,15 @@ def gateway(
     shm_bytes: Annotated[
         int, typer.Option(help="Of shared memory for each environment on this host that sends through it.", min=1)
     ] = CAPACITY_BYTES,
-    habit: Annotated[
-        list[str] | None,
-        typer.Option(help=f"A habit of the original server to keep: {', '.join(HABITS)}, or all."),
-    ] = None,
     cors: Annotated[bool, typer.Option(help="Let any web page read and write, as the original does.")] = False,
 ) -> None:
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
     door = Door(host=host, port=port, token=token, limits=limits, shm_bytes=shm_bytes, cors=cors)
     queue: TrajectoryQueue[bytes] = TrajectoryQueue(
-        _habits(habit or []), capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
+        capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
     )
     anyio.run(stand, door, queue, _tell)
-
-
-def _habits(names: list[str]) -> Habits:
-    if unknown := set(names) - {*HABITS, "all"}:
-        raise typer.BadParameter(f"expected {', '.join(HABITS)} or all, got {', '.join(sorted(unknown))}")
-    return Habits.original() if "all" in names else Habits(**dict.fromkeys(names, True))
 
 
 def _tell(url: str) -> None:

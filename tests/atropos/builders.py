@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
-from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.stages.integrations.atropos.queue.records import Batch, Submission
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
@@ -46,11 +45,9 @@ def group(payload: Any = None, size: int = 4, *, env_id: int | None = None, nbyt
     return Submission(payload, sequences=size, nbytes=nbytes, env_id=env_id)
 
 
-def running_queue(
-    *envs: EnvRegistration, batch_size: int = 8, habits: Habits | None = None, **other: Any
-) -> TrajectoryQueue[Any]:
+def running_queue(*envs: EnvRegistration, batch_size: int = 8, **other: Any) -> TrajectoryQueue[Any]:
     """A trainer asked for its first batch at 0, and these environments registered."""
-    made: TrajectoryQueue[Any] = TrajectoryQueue(habits, **other)
+    made: TrajectoryQueue[Any] = TrajectoryQueue(**other)
     made.register_trainer(trainer(batch_size))
     assert made.batch(0) is None
     for each in envs:

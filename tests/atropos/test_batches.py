@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.atropos.builders import admitted, env, group, payloads, running_queue
-from tests.atropos.original import Env, Group, Original, newest_first, total
 
 from penstock.stages.integrations.atropos.queue.exact_sums import first_summing_to
-from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
 MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])
 
-WHOLE_PACKS = Habits(arrival_order=True, whole_packs=True)
-IN_ORDER = Habits(arrival_order=True)
+
+@dataclass(frozen=True)
+class Group:
+    """A group: its number, how many sequences it has, and whose it is."""
+
+    number: int
+    size: int
+    env_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Env:
+    group_size: int
+    weight: float
+    minimum: float | None
 
 
 @st.composite
@@ -28,7 +40,6 @@ def environments(draw: st.DrawFn) -> list[Env]:
     minima = st.none() | MINIMA | MINIMA if draw(st.integers(0, 3)) else st.none()
     each = st.builds(
         Env,
-        max_token_length=st.sampled_from([10, 20]),
         weight=st.sampled_from([0.5, 1.0, 2.0]),
         group_size=st.sampled_from([1, 2, 3, 4, 8]),
         minimum=minima,
@@ -36,22 +47,19 @@ def environments(draw: st.DrawFn) -> list[Env]:
     return draw(st.lists(each, min_size=1, max_size=4))
 
 
-def in_queue(envs: list[Env], batch_size: int, habits: Habits) -> TrajectoryQueue[Any]:
-    made = running_queue(batch_size=batch_size, habits=habits)
+def in_queue(envs: list[Env], batch_size: int) -> TrajectoryQueue[Any]:
+    made = running_queue(batch_size=batch_size)
     for each in envs:
         admitted(
             made,
-            env(each.group_size, weight=each.weight, minimum=each.minimum, max_token_length=each.max_token_length),
+            env(each.group_size, weight=each.weight, minimum=each.minimum),
         )
     return made
 
 
-# -- the original's rules ----------------------------------------------------------------------------------------------
-
-
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["submit"] * 12 + ["batch"] * 4 + ["status", "status", "disconnect"]),
+        st.sampled_from(["submit"] * 3 + ["batch"]),
         st.integers(0, 4),
         SIZES | st.none(),
     ),
@@ -59,76 +67,6 @@ STEPS = st.lists(
     max_size=60,
 )
 """What is done, by which environment (or which it is), and in which size, if not the environment's."""
-
-
-@settings(max_examples=50)
-@given(environments(), st.sampled_from([4, 6, 8, 12]), STEPS)
-def test_with_all_habits_of_the_original_everything_is_as_there(
-    envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
-) -> None:
-    slow = Original(batch_size, envs=envs)
-    made = in_queue(envs, batch_size, Habits.original())
-    for number, (step, pick, size) in enumerate(steps):
-        env_id = pick if pick < len(envs) else None
-        if step == "submit":
-            sent = Group(number, size or (4 if env_id is None else envs[env_id].group_size), env_id)
-            receipt = made.submit(number, [group(sent, sent.size, env_id=env_id)])
-            assert receipt.buffer_size == slow.submit(sent)
-        elif step == "batch":
-            assert payloads(made.batch(number)) == slow.batch()
-        elif step == "status" and env_id is not None:
-            status = made.env_status(number, env_id)
-            assert {name: getattr(status, name) for name in slow.env_status(env_id)} == slow.env_status(env_id)
-        elif step == "disconnect" and env_id is not None and sum(each.connected for each in envs) > 1:
-            made.disconnect_env(env_id)
-            envs[env_id].connected = False
-        assert (made.status().current_step, made.status().queue_size) == (slow.step, len(slow.queue))
-
-
-def test_groups_that_divide_the_largest_are_packed_in_the_order_in_which_packs_are_complete() -> None:
-    made = running_queue(batch_size=12, habits=WHOLE_PACKS)
-    made.submit(0, [group("a", 2), group("b", 4), group("c", 3), group("d", 2), group("e", 4)])
-
-    assert payloads(made.batch(0)) == ["b", "a", "d", "e"]
-
-
-@pytest.mark.parametrize(("size", "batch_size"), [(3, 4), (4, 6)])
-def test_a_batch_size_that_the_largest_does_not_divide_stalls_the_original(size: int, batch_size: int) -> None:
-    made = running_queue(batch_size=batch_size, habits=WHOLE_PACKS)
-    made.submit(0, [group(number, size) for number in range(20)])
-
-    assert made.batch(0) is None
-    assert made.stalls() == [
-        f"groups of {size} are in no batch of {batch_size}: with groups of [{size}] none sums to it"
-    ]
-
-
-def test_once_the_largest_was_taken_those_that_did_not_divide_it_are_packed() -> None:
-    made = running_queue(batch_size=6, habits=WHOLE_PACKS)
-    made.submit(0, [group("a", 4), group("b", 3), group("c", 3)])
-    stalled = made.batch(0)
-    made.take(0)
-
-    assert stalled is None
-    assert payloads(made.batch(0)) == ["b", "c"]
-
-
-def test_a_backlog_comes_out_newest_batch_first_where_that_is_asked_for() -> None:
-    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
-    made.submit(0, [group(number) for number in range(3)])
-
-    assert [payloads(made.batch(0)) for _ in range(4)] == [[2], [1], [0], None]
-
-
-def test_batches_that_are_formed_ahead_count_as_steps_when_they_are_formed() -> None:
-    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
-    made.submit(0, [group(number) for number in range(3)])
-    made.batch(0)
-
-    assert (made.status().current_step, made.status().queue_size) == (3, 0)
-
-
-# -- the gateway's own -------------------------------------------------------------------------------------------------
 
 
 def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leaves() -> None:
@@ -171,7 +109,7 @@ def test_batches_are_those_of_the_slow_rules(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
 ) -> None:
     envs = [each for each in envs if each.group_size <= batch_size]
-    made = in_queue(envs, batch_size, IN_ORDER)
+    made = in_queue(envs, batch_size)
     waiting: list[Group] = []
     for number, (step, pick, size) in enumerate(steps):
         env_id = pick if pick < len(envs) else None
@@ -180,7 +118,8 @@ def test_batches_are_those_of_the_slow_rules(
             waiting.append(Group(number, own, env_id))
             made.submit(0, [group(waiting[-1], own, env_id=env_id)])
         else:
-            expected = slow_batch(waiting, envs, batch_size)
+            in_turn = made._waiting.turns.in_turn(made._waiting.queue)
+            expected = slow_batch([each.submission.payload for each in in_turn], envs, batch_size)
             assert payloads(made.batch(0)) == expected
             waiting = [each for each in waiting if each not in (expected or [])]
 
@@ -214,6 +153,27 @@ def slow_rest(first: list[Group], waiting: list[Group], batch_size: int) -> list
 
 def oldest_first(groups: list[Group], wanted: int) -> list[Group]:
     return newest_first(groups[::-1], wanted)[::-1]
+
+
+def newest_first(groups: list[Group], wanted: int) -> list[Group]:
+    """Of all that sum to `wanted`, those with the newest group, of these those with the newest next to that, …"""
+
+    @cache
+    def found(among: int, wanted: int) -> list[Group] | None:
+        """Of the first so many."""
+        if wanted == 0:
+            return []
+        for index in reversed(range(among)):
+            group = groups[index]
+            if group.size <= wanted and (rest := found(index, wanted - group.size)) is not None:
+                return [*rest, group]
+        return None
+
+    return found(len(groups), wanted) or []
+
+
+def total(groups: list[Group]) -> int:
+    return sum(group.size for group in groups)
 
 
 @settings(max_examples=50)
@@ -260,13 +220,6 @@ def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
     assert payloads(made.batch(60)) == [0, 1]
 
 
-def test_one_that_died_is_waited_for_for_ever_where_that_is_asked_for() -> None:
-    made = running_queue(env(minimum=0.5), env(), habits=Habits(waits_for_the_silent=True))
-    made.submit(0, [group(number, env_id=1) for number in range(4)])
-
-    assert made.batch(1e9) is None
-
-
 def test_one_that_is_heard_of_again_counts_again() -> None:
     made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
@@ -284,7 +237,7 @@ def test_minima_that_leave_no_exact_sum_yield() -> None:
 
 
 def test_minima_that_are_scaled_to_nothing_are_a_group() -> None:
-    made = running_queue(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4, habits=IN_ORDER)
+    made = running_queue(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4)
     made.submit(0, [group(lane, 1, env_id=lane) for lane in (1, 2, 1, 2, 1, 2, 0)])
 
     assert payloads(made.batch(0)) == [0, 1, 2, 1]

@@ -90,13 +90,6 @@ def test_numbers_that_make_no_sense_are_refused_by_name(
     assert f"--{option}" in capsys.readouterr().err
 
 
-def test_a_habit_that_nobody_has_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told(monkeypatch, "gateway", "--habit", "biting_nails") == 2
-    assert "newest_first" in capsys.readouterr().err
-
-
 def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in an interpreter that finds no package of an extra."""
     hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r})); from penstock.cli import main; main()"

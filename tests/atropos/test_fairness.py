@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.atropos.builders import env, group, payloads, running_queue
 
 from penstock.stages.integrations.atropos.contract import EnvRegistration
-from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.stages.integrations.atropos.queue.records import QueueFull
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock.stages.integrations.atropos.queue.turns import LEAST_PART, parts
@@ -111,14 +110,6 @@ def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_grou
             assert given_[env_id] >= part * given_.total() - allowed
 
 
-def test_a_pipeline_too_has_groups_in_order_of_arrival_where_that_is_asked_for() -> None:
-    made = running_queue(env(), env(), habits=Habits(arrival_order=True))
-    for env_id in (0, 0, 1, 0, 1):
-        made.submit(0, [group(env_id, env_id=env_id)])
-
-    assert [one.payload for one in iter(lambda: made.take(0), None)] == [0, 0, 1, 0, 1]
-
-
 @settings(max_examples=25)
 @given(ENVIRONMENTS, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
 def test_all_in_turn_is_what_taking_one_after_the_other_gives(
@@ -141,12 +132,6 @@ def test_batches_are_filled_by_weight() -> None:
     batches = [payloads(made.batch(0)) or [] for _ in range(10)]
 
     assert [Counter(batch) for batch in batches] == [Counter({0: 12, 1: 4})] * 10
-
-
-def test_batches_are_filled_in_order_of_arrival_where_that_is_asked_for() -> None:
-    made = filled([env(1, weight=3), env(1, weight=1)], 20, batch_size=16, habits=Habits(arrival_order=True))
-
-    assert payloads(made.batch(0)) == [0] * 16
 
 
 def test_a_minimum_holds_in_every_batch() -> None:

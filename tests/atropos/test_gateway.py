@@ -18,7 +18,7 @@ from penstock import Ledger, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
 from penstock.pipeline.context import Context, entered
-from penstock.stages.integrations.atropos import AtroposGateway, Habits, ShmTransport
+from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
 from penstock.stages.integrations.atropos.server import gateway, opening
 from penstock.stages.integrations.atropos.server.door import Door
 from penstock.testing import drive_source
@@ -163,13 +163,6 @@ def test_a_gateway_that_can_never_train_is_refused() -> None:
 def test_a_silence_is_a_time(heartbeat_timeout_s: float) -> None:
     with pytest.raises(InvalidConfig, match=r"AtroposGateway\.heartbeat_timeout_s: expected a finite number above 0"):
         AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=heartbeat_timeout_s)
-
-
-def test_habits_that_would_do_nothing_in_a_pipeline_are_refused_by_name() -> None:
-    with pytest.raises(
-        InvalidConfig, match="got newest_first, whole_packs, first_trainer_only: a pipeline takes groups"
-    ):
-        AtroposGateway(batch_size=8, max_token_len=64, habits=Habits.original())
 
 
 async def test_an_environment_is_silent_as_soon_as_was_said() -> None:

@@ -8,7 +8,6 @@ from tests.atropos.builders import group, payloads, running_queue
 from penstock.stages.integrations.atropos.queue.records import (
     UnknownLease,
 )
-from penstock.stages.integrations.atropos.queue.trajectory_queue import Habits
 
 
 def test_a_batch_without_a_lease_is_gone() -> None:
@@ -68,23 +67,21 @@ def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
         made.acknowledge(13, later.lease)
 
 
-def test_what_was_formed_is_outstanding_until_it_is_somebodys_for_good() -> None:
-    made = running_queue(batch_size=4, habits=Habits(newest_first=True))
+def test_a_batch_is_outstanding_until_it_is_acknowledged() -> None:
+    made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b"), group("c")])
     first, second = made.batch(0, lease_s=10), made.batch(0, lease_s=100)
     assert first is not None
     assert first.lease is not None
     assert second is not None
     assert second.lease is not None
-    outstanding = [made.outstanding]  # two are out, one is ready
-    made.batch(0)
-    outstanding.append(made.outstanding)
+    outstanding = [made.outstanding]
     made.expire(10)
     outstanding.append(made.outstanding)  # one came back
     acknowledged = [payloads(made.acknowledge(10, lease)) for lease in (first.lease, second.lease)]
 
-    assert outstanding == [3, 2, 2]
-    assert acknowledged == [["c"], ["b"]]
+    assert outstanding == [2, 2]
+    assert acknowledged == [["a"], ["b"]]
     assert made.outstanding == 0
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.atropos.builders import admitted, env, group, payloads, running_queue, trainer
 
-from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.stages.integrations.atropos.queue.records import (
     EnvAdmitted,
     Info,
@@ -125,9 +124,8 @@ def test_a_trainer_that_comes_back_is_the_one_that_runs_and_finds_what_waited() 
     assert made.status().current_step == 41
 
 
-@pytest.mark.parametrize("habits", [Habits(), Habits(newest_first=True)])
-def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits: Habits) -> None:
-    made = running_queue(env(), env(), habits=habits)
+def test_batches_that_were_formed_for_another_batch_size_are_formed_anew() -> None:
+    made = running_queue(env(), env())
     made.submit(0, [group(number, env_id=number % 2) for number in range(6)])
     made.batch(0, lease_s=10)
     made.register_trainer(trainer(batch_size=4))
@@ -136,8 +134,8 @@ def test_batches_that_were_formed_for_another_batch_size_are_formed_anew(habits:
 
     assert sorted(each for batch in left if batch for each in batch) == [0, 1, 2, 3, 4, 5]
     assert [len(batch) for batch in left if batch] == [1] * 6
-    assert left[0 if not habits.newest_first else -2] == [0]
-    assert (depth.queue_size, made.env_status(10, 0).queue_size) == (0 if habits.newest_first else 4, 0)
+    assert left[0] == [0]
+    assert (depth.queue_size, made.env_status(10, 0).queue_size) == (4, 0)
 
 
 def test_groups_of_a_batch_that_is_none_any_more_keep_their_order() -> None:
@@ -147,13 +145,6 @@ def test_groups_of_a_batch_that_is_none_any_more_keep_their_order() -> None:
     made.register_trainer(trainer(batch_size=4))
 
     assert [payloads(made.batch(10)) for _ in range(3)] == [[0], [1], [2]]
-
-
-def test_the_first_trainer_stays_where_that_is_asked_for() -> None:
-    made = running_queue(habits=Habits(first_trainer_only=True))
-    made.register_trainer(trainer(batch_size=4, starting_step=40))
-
-    assert (made.info().batch_size, made.status().current_step) == (8, 0)
 
 
 @pytest.mark.parametrize("env_id", [-1, 1, 10**30])
@@ -169,13 +160,6 @@ def test_an_environment_that_never_registered_is_unknown(env_id: int) -> None:
 def test_a_group_size_that_is_in_no_batch_is_refused_when_it_registers(size: int) -> None:
     with pytest.raises(UnpackableGroupSize, match=f"from 1 to the trainer's batch_size of 8, got {size}"):
         running_queue().register_env(0, env(size))
-
-
-@pytest.mark.parametrize("size", [-1, 0, 9])
-def test_it_is_admitted_where_that_is_asked_for_and_nothing_breaks(size: int) -> None:
-    made = running_queue(env(size), habits=Habits(keeps_the_unpackable=True))
-
-    assert made.env_status(0, 0).queue_size == 0
 
 
 def test_what_was_submitted_before_a_trainer_registered_waits_for_it() -> None:

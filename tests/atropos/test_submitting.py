@@ -11,7 +11,6 @@ from penstock.stages.integrations.atropos.queue.records import (
     SubmissionTooLarge,
     UnpackableGroupSize,
 )
-from penstock.stages.integrations.atropos.queue.trajectory_queue import Habits
 
 
 def test_groups_of_their_environments_size_are_queued_and_the_last_is_the_latest() -> None:
@@ -62,15 +61,6 @@ def test_a_group_that_is_larger_than_its_environments_is_queued() -> None:
     assert made.submit(0, [group(size=3, env_id=0)]) == Receipt(1, 0, None)
 
 
-def test_it_stays_in_the_buffer_where_that_is_asked_for() -> None:
-    made = running_queue(env(2), habits=Habits(keeps_the_unpackable=True))
-    made.submit(0, [group(size=3, env_id=0)])
-
-    assert made.stalls() == []
-    assert made.submit(0, [group(size=3, env_id=0)]) == Receipt(1, 1, 6)
-    assert made.stalls() == ["groups of [3] of env_0 do not make up its group_size of 2"]
-
-
 @pytest.mark.parametrize("size", [0, 9])
 def test_a_group_that_is_in_no_batch_is_refused_with_all_that_came_with_it(size: int) -> None:
     made = running_queue(env(2))
@@ -100,14 +90,6 @@ def test_what_is_held_back_is_queued_when_its_environment_is_gone() -> None:
     made.submit(60, [group("late", 3, env_id=0)])
 
     assert [each.payload for each in taken(made)] == ["left", "silent", "late"]
-
-
-def test_it_stays_where_that_is_asked_for() -> None:
-    made = running_queue(env(4), habits=Habits(keeps_the_unpackable=True))
-    made.submit(0, [group(size=3, env_id=0)])
-    made.disconnect_env(0)
-
-    assert taken(made) == []
 
 
 def test_a_submission_for_which_there_is_no_room_is_refused_whole() -> None:

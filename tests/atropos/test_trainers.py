@@ -15,10 +15,8 @@ from tests.atropos.gateways import TRAINER, scored
 from tests.atropos.talking import ANYWHERE, Talk, talking
 
 from penstock import SendChannel, TrajectoryGroup, memory_channel
-from penstock.errors import InvalidConfig
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposTrainers
-from penstock.stages.integrations.atropos.queue.habits import Habits
 from penstock.testing import group
 
 
@@ -193,11 +191,6 @@ async def test_what_makes_no_batch_of_one_size_is_kept_for_a_trainer_who_wants_a
                 await _next_batch(talk)
 
     assert context.ledger.balance().ended["trained"] == 100
-
-
-def test_forming_batches_that_nobody_asked_for_is_refused_in_a_sink() -> None:
-    with pytest.raises(InvalidConfig, match="expected none of newest_first, got it: batches that are formed before"):
-        AtroposTrainers(habits=Habits(newest_first=True))
 
 
 async def test_the_oldest_of_what_is_passed_over_for_long_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from .api_error import AtroposAPIError
 from .client import AtroposClient
-from .queue.habits import Habits
 from .server.bodies import Limits
 from .server.door import Door
 from .server.gateway import AtroposGateway
@@ -19,7 +18,6 @@ __all__ = [
     "AtroposGateway",
     "AtroposTrainers",
     "Door",
-    "Habits",
     "Limits",
     "ShmTransport",
     "register_with_gem",

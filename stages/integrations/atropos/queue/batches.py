@@ -1,7 +1,6 @@
 """Which groups make a batch: exactly `batch_size` sequences, with the minimum of every environment that has one.
 
-Pure functions of the groups that wait and of the order in which they are to leave. `exactly` is what the gateway does
-by itself. `in_packs` and `in_packs_beside_minima` are the original's rules: groups that do not divide the largest stay.
+Pure functions of the groups that wait and of the order in which they are to leave.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from .exact_sums import can_sum_to, first_summing_to, fitting
-from .group_queue import NOBODY, GroupQueue, Queued
+from .group_queue import GroupQueue, Queued
 
-__all__ = ["exactly", "in_packs", "in_packs_beside_minima"]
+__all__ = ["exactly"]
 
 G = TypeVar("G")
 
@@ -55,73 +54,6 @@ def _filled(first: list[Queued[G]], order: Iterable[Queued[G]], batch_size: int)
             return None
         chosen = found
     return first + [others[index] for index in chosen]
-
-
-def in_packs(queue: GroupQueue[G], order: Iterable[Queued[G]], batch_size: int) -> list[Queued[G]] | None:
-    """Packs of groups of one size that sum to the largest size, in the order in which they are complete."""
-    if queue.sequences < batch_size:
-        return None
-    unfinished: dict[int, list[Queued[G]]] = {}
-    taken: list[Queued[G]] = []
-    missing, largest = batch_size, queue.largest
-    for queued in order:
-        pack = unfinished.setdefault(queued.size, [])
-        pack.append(queued)
-        if len(pack) * queued.size == largest:
-            for member in unfinished.pop(queued.size):
-                taken.append(member)
-                missing -= member.size
-                if missing <= 0:
-                    return None if missing else taken
-    return None
-
-
-def in_packs_beside_minima(
-    queue: GroupQueue[G], order: Iterable[Queued[G]], batch_size: int, least: Mapping[int, int]
-) -> list[Queued[G]] | None:
-    """First what each lane has to have `least`, then what still fits, all of whole packs of one lane and size."""
-    packable = _Packable(queue)
-    promised = {lane: wanted for lane, wanted in least.items() if wanted > 0}
-    if not promised.keys() <= packable.counts.keys():
-        return None
-    wanted = _scaled(least, {lane: min(packable.counts[lane]) for lane in promised}, batch_size)
-    taken = _minima({lane: packable.of(queue.lanes[lane].groups.values()) for lane in promised}, wanted, batch_size)
-    already = set(taken)
-    missing = batch_size - _total(taken)
-    for queued in packable.of(order):
-        if not missing:
-            break
-        if queued not in already and queued.size <= missing:
-            taken.append(queued)
-            missing -= queued.size
-    return None if missing else taken
-
-
-class _Packable:
-    """The oldest groups of each lane and size, as many as make whole packs; those of NOBODY never do."""
-
-    def __init__(self, queue: GroupQueue[G]) -> None:
-        self.counts: dict[int, dict[int, int]] = {}
-        """How many groups of a size there are in whole packs, by lane; lanes that have some."""
-        largest = queue.largest
-        for lane, own in queue.lanes.items():
-            counts = {
-                size: whole
-                for size, count in own.sizes.items()
-                if largest % size == 0 and (whole := count - count % (largest // size))
-            }
-            if counts and lane != NOBODY:
-                self.counts[lane] = counts
-
-    def of(self, groups: Iterable[Queued[G]]) -> Iterator[Queued[G]]:
-        """Those of `groups`, which are all of their lanes, that are in whole packs."""
-        left: dict[int, dict[int, int]] = {}
-        for queued in groups:
-            if queued.lane not in left:
-                left[queued.lane] = dict(self.counts.get(queued.lane, {}))
-            if left[queued.lane].get(queued.size, 0):
-                left[queued.lane][queued.size] -= 1
-                yield queued
 
 
 def _scaled(least: Mapping[int, int], smallest: Mapping[int, int], batch_size: int) -> dict[int, int]:

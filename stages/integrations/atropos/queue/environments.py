@@ -41,9 +41,9 @@ class Buffer(Generic[G]):
         """All that wait."""
         return sum(group.sequences for group in self.groups)
 
-    def is_whole(self, group: Submission[G], *, any_size: bool) -> bool:
+    def is_whole(self, group: Submission[G]) -> bool:
         """Whether a group has to wait for no others."""
-        return group.sequences == self.group_size or (any_size and group.sequences > self.group_size)
+        return group.sequences >= self.group_size
 
     def add(self, group: Submission[G]) -> list[Submission[G]]:
         """A group arrived; returns those that make up a whole one with it, in order of arrival."""
@@ -203,30 +203,29 @@ class Environments(Generic[G]):
         self._by_silence.pop(env.env_id, None)
 
     def planned(
-        self, submissions: Sequence[Submission[G]], *, any_size: bool
+        self, submissions: Sequence[Submission[G]]
     ) -> tuple[dict[int, Buffer[G]], list[Submission[G]], Receipt]:
         """What buffers would hold, what would be queued, and what would be said of it. Nothing is changed.
 
-        With `any_size` a group that is larger than its environment's waits for no others, nor does any of one that
-        left: they would wait in vain.
+        A group that is larger than its environment's waits for no others, nor does any of one that left: they would
+        wait in vain.
 
         Raises:
-            UnpackableGroupSize: a buffer would hold too much; not raised unless `any_size`.
+            UnpackableGroupSize: a buffer would hold too much.
         """
         buffers: dict[int, Buffer[G]] = {}
         queued: list[Submission[G]] = []
         held_back, buffer_size = 0, None
         for submission in submissions:
             env = self.find(submission.env_id)
-            if env is None or env.buffer.is_whole(submission, any_size=any_size) or (any_size and not env.connected):
+            if env is None or env.buffer.is_whole(submission) or not env.connected:
                 queued.append(submission)
                 continue
             buffer = buffers.setdefault(env.env_id, Buffer(env.buffer.group_size, list(env.buffer.groups)))
             queued += buffer.add(submission)
             held_back, buffer_size = held_back + 1, buffer.sequences
-        if any_size:
-            for buffer in buffers.values():
-                buffer.check()
+        for buffer in buffers.values():
+            buffer.check()
         return buffers, queued, Receipt(len(submissions), held_back, buffer_size)
 
     def expire(self, now: float) -> list[Environment[G]]:

@@ -12,7 +12,6 @@ from .....pipeline.telemetry import get_logger
 from .demands import Demands
 from .environments import Environment
 from .group_queue import GroupQueue
-from .habits import Habits
 
 __all__ = ["Stuck", "Watch", "unpackable"]
 
@@ -37,7 +36,6 @@ def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
 class Stuck:
     """Finds it in queue of one kind."""
 
-    habits: Habits
     capacity: int | None
     """Groups that they hold."""
     batches: bool
@@ -55,17 +53,15 @@ class Stuck:
             yield "groups wait, and no trainer registered"
 
     def unpackable(self, queue: GroupQueue[Any], batch_size: int, demands: Demands) -> frozenset[int]:
-        """Sizes of groups that are in no batch; where the original's habits have them stay, they count as there."""
-        if not self.batches or not batch_size or self.habits.whole_packs or self.habits.keeps_the_unpackable:
+        """Sizes of groups that are in no batch."""
+        if not self.batches or not batch_size:
             return frozenset()
         return unpackable(_sizes(queue, demands), batch_size)
 
     def _never_packed(self, sizes: frozenset[int], batch_size: int) -> Iterator[str]:
         largest, none = max(sizes, default=0), unpackable(sizes, batch_size)
         for size in sorted(sizes):
-            if self.habits.whole_packs and largest % size:
-                yield f"groups of {size} wait while there is one of {largest}, which they do not divide (whole_packs)"
-            elif size in none:
+            if size in none:
                 among = f"with groups of {sorted(sizes)}"
                 yield f"groups of {size} are in no batch of {batch_size}: {among} none sums to it"
         if sizes and self.capacity is not None and self.capacity * largest < batch_size:

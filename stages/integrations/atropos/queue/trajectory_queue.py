@@ -18,7 +18,6 @@ from .demands import Demands
 from .environments import DEFAULT_HEARTBEAT_TIMEOUT_S, Environment, Environments
 from .exact_sums import MOST_SEQUENCES
 from .group_queue import NOBODY
-from .habits import Habits
 from .outgoing import Formed, Outgoing
 from .records import (
     Batch,
@@ -40,7 +39,7 @@ from .stuck import Stuck, Watch
 from .undelivered import Undelivered
 from .waiting import Waiting
 
-__all__ = ["Habits", "TrajectoryQueue"]
+__all__ = ["TrajectoryQueue"]
 
 G = TypeVar("G")
 
@@ -53,7 +52,6 @@ class TrajectoryQueue(Generic[G]):
     `now` is a clock's reading in seconds that never goes back: the caller's `time.monotonic()`.
 
     Args:
-        habits: which habits of the original are kept.
         capacity: groups that may wait, be formed into batches, or be out on a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
         heartbeat_timeout_s: an environment that is not heard of for so long does not count until it is.
@@ -62,18 +60,16 @@ class TrajectoryQueue(Generic[G]):
 
     def __init__(
         self,
-        habits: Habits | None = None,
         *,
         capacity: int | None = DEFAULT_CAPACITY,
         capacity_bytes: int | None = DEFAULT_CAPACITY_BYTES,
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
         batches: bool = True,
     ) -> None:
-        self.habits = habits or Habits()
-        self._stuck = Stuck(self.habits, capacity, batches)
+        self._stuck = Stuck(capacity, batches)
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._heartbeat_timeout_s = math.inf if self.habits.waits_for_the_silent else heartbeat_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.reset()
 
     def reset(self) -> None:
@@ -90,7 +86,7 @@ class TrajectoryQueue(Generic[G]):
         """A trainer asked for a batch, or a pipeline for a group."""
         self._envs: Environments[G] = Environments(self._heartbeat_timeout_s)
         self._room = Room(self._capacity, self._capacity_bytes)
-        self._waiting: Waiting[G] = Waiting(self.habits)
+        self._waiting: Waiting[G] = Waiting()
         self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
         self._undelivered = Undelivered()
         self._watch = Watch()
@@ -108,10 +104,9 @@ class TrajectoryQueue(Generic[G]):
             raise InvalidRegistration(
                 f"expected a batch_size from 1 to {MOST_SEQUENCES}, got {registration.batch_size}"
             )
-        if self.trainer is None or not self.habits.first_trainer_only:
-            self.trainer = registration
-            self.step = registration.starting_step
-            self._recount()
+        self.trainer = registration
+        self.step = registration.starting_step
+        self._recount()
         return secrets.randbits(128)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
@@ -125,7 +120,7 @@ class TrajectoryQueue(Generic[G]):
         trainer = self.trainer
         if trainer is None or not self._started:
             return None
-        if not self.habits.keeps_the_unpackable and not 1 <= registration.group_size <= trainer.batch_size:
+        if not 1 <= registration.group_size <= trainer.batch_size:
             raise UnpackableGroupSize(
                 f"expected a group_size from 1 to the trainer's batch_size of {trainer.batch_size}, got "
                 f"{registration.group_size}: such groups can never be in a batch"
@@ -174,9 +169,8 @@ class TrajectoryQueue(Generic[G]):
 
     def _release(self, env: Environment[G]) -> None:
         """What is held back of an environment that is gone waits for nothing: it is queued as it is."""
-        if not self.habits.keeps_the_unpackable:
-            self._enqueue(env.buffer.groups)
-            env.buffer.groups = []
+        self._enqueue(env.buffer.groups)
+        env.buffer.groups = []
 
     def _hear(self, now: float, env: Environment[G]) -> None:
         if self._envs.hear(now, env):
@@ -253,7 +247,7 @@ class TrajectoryQueue(Generic[G]):
         if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
             return replace(receipt, duplicate=True)
         self._check_sizes(submissions)
-        buffers, queued, receipt = self._envs.planned(submissions, any_size=not self.habits.keeps_the_unpackable)
+        buffers, queued, receipt = self._envs.planned(submissions)
         self._check_room(now, submissions, list(senders.values()))
         for env_id, buffer in buffers.items():
             senders[env_id].buffer = buffer
@@ -271,7 +265,7 @@ class TrajectoryQueue(Generic[G]):
             self.latest = submission
 
     def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
-        most = math.inf if self.habits.keeps_the_unpackable else self._batch_size or math.inf
+        most = self._batch_size or math.inf
         for submission in submissions:
             if not 1 <= submission.sequences <= most:
                 raise UnpackableGroupSize(
@@ -360,14 +354,12 @@ class TrajectoryQueue(Generic[G]):
         return formed
 
     def _form(self) -> None:
-        """Form a batch, or all there are."""
-        while (groups := self._waiting.batch(self._batch_size, self._least_now())) is not None:
+        """Form a batch, if there is one."""
+        if (groups := self._waiting.batch(self._batch_size, self._least_now())) is not None:
             for queued in groups:
                 self._count_taken(queued.lane, queued.size)
             self._outgoing.form(groups)
             self.step += 1
-            if not self.habits.newest_first:
-                return
 
     def _least_now(self) -> dict[int, int]:
         """One that found no room is not waited for: it would be for ever, for room is made by batches alone."""

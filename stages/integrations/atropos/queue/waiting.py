@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
-from .batches import exactly, in_packs, in_packs_beside_minima
+from .batches import exactly
 from .depth import Depth
 from .group_queue import GroupQueue, Queued
-from .habits import Habits
 from .records import Submission
 from .turns import Turns
 
@@ -20,14 +19,13 @@ G = TypeVar("G")
 class Waiting(Generic[G]):
     """Groups come, and leave one by one or as batches."""
 
-    def __init__(self, habits: Habits) -> None:
+    def __init__(self) -> None:
         self.queue: GroupQueue[G] = GroupQueue()
         """In order of arrival. Read by others, changed here alone."""
         self.turns = Turns()
         """Among lanes."""
         self.depth = Depth()
         """As environments are told it."""
-        self._habits = habits
         self._fruitless = False
         """No batch can be formed, and nothing has changed since that was found out."""
 
@@ -60,7 +58,7 @@ class Waiting(Generic[G]):
 
     def batch(self, batch_size: int, least: Mapping[int, int]) -> list[Queued[G]] | None:
         """Groups that make a batch, and no longer wait; or None."""
-        groups = None if self._fruitless else self._packed(batch_size, least)
+        groups = None if self._fruitless else exactly(self.queue, self._order, batch_size, least)
         if groups is None:
             self._fruitless = True
             return None
@@ -69,23 +67,16 @@ class Waiting(Generic[G]):
             self.depth.remove(queued.lane, queued.size)
         return groups
 
-    def _packed(self, batch_size: int, least: Mapping[int, int]) -> list[Queued[G]] | None:
-        if not self._habits.whole_packs:
-            return exactly(self.queue, self._order, batch_size, least)
-        if least:
-            return in_packs_beside_minima(self.queue, self._order(), batch_size, least)
-        return in_packs(self.queue, self._order(), batch_size)
-
     def _order(self) -> Iterable[Queued[G]]:
         """Groups in the order in which they are to leave."""
-        return self.queue if self._habits.arrival_order else self.turns.in_turn(self.queue)
+        return self.turns.in_turn(self.queue)
 
     def next(self) -> Queued[G] | None:
         """The group whose turn it is, which no longer waits here, but downstream; or None."""
         lane = self.turns.next()
         if lane is None:
             return None
-        queued = next(iter(self.queue)) if self._habits.arrival_order else self.queue.first(lane)
+        queued = self.queue.first(lane)
         self._leaves(queued)
         self.depth.taken(queued.lane, queued.size)
         self._fruitless = False

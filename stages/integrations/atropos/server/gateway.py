@@ -20,14 +20,12 @@ import anyio.to_thread
 
 from .....pipeline.channels.channel import SendChannel
 from .....pipeline.context import Context, current
-from .....pipeline.errors import InvalidConfig
 from .....pipeline.repetitions import mask_of
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
 from .....schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration
 from ..queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
-from ..queue.habits import Habits
 from ..queue.records import Batch, Submission
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import as_if_sent, from_group, to_group
@@ -54,9 +52,6 @@ STEP_S = 0.5
 """How often it is looked whether the last step is done, while no group comes: nobody tells a source."""
 
 NO_CHECKPOINTS = -1
-
-OF_BATCHES = ("newest_first", "whole_packs", "first_trainer_only")
-"""Habits with batches, and with trainers."""
 
 A_PIPELINE = (
     "this gateway feeds a pipeline, which trains: a trainer that polls needs `penstock gateway`, or AtroposTrainers"
@@ -96,8 +91,6 @@ class AtroposGateway:
     """Told to environments."""
     checkpoint_interval: int = NO_CHECKPOINTS
     """Told to environments: steps between checkpoints of their own; −1 for none."""
-    habits: Habits = field(default_factory=Habits)
-    """Which habits of the original are kept; those of batches and trainers have no meaning where there are none."""
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     """An environment that is not heard of for so long holds nobody back."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
@@ -108,11 +101,6 @@ class AtroposGateway:
         normalize_counts(self, "num_steps", least=0)
         normalize_counts(self, "checkpoint_interval", least=NO_CHECKPOINTS)
         normalize_numbers(self, "heartbeat_timeout_s")
-        if kept := [name for name in OF_BATCHES if getattr(self.habits, name)]:
-            raise InvalidConfig(
-                f"AtroposGateway.habits: expected none of {', '.join(OF_BATCHES)}, got {', '.join(kept)}: a pipeline "
-                f"takes groups one by one, so they would do nothing"
-            )
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Source`.
@@ -124,7 +112,6 @@ class AtroposGateway:
         """
         context = current()
         queue: TrajectoryQueue[TrajectoryGroup] = TrajectoryQueue(
-            self.habits,
             capacity=self.capacity,
             capacity_bytes=self.capacity_bytes,
             heartbeat_timeout_s=self.heartbeat_timeout_s,

@@ -17,13 +17,11 @@ import anyio.to_thread
 
 from .....pipeline.channels.channel import ReceiveChannel
 from .....pipeline.context import current, drop
-from .....pipeline.errors import InvalidConfig
 from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import TrainBatch, TrajectoryGroup
 from ....sink_trainer import batch_metrics
 from ..contract import ScoredData, TrainerRegistration
-from ..queue.habits import Habits
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group
@@ -61,17 +59,8 @@ class AtroposTrainers:
 
     door: Door = field(default_factory=Door)
     """Where to listen, and for whom."""
-    habits: Habits = field(default_factory=Habits)
-    """Which habits of the original are kept."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await trainers.listening.url()` returns where, as soon as it does."""
-
-    def __post_init__(self) -> None:
-        if self.habits.newest_first:
-            raise InvalidConfig(
-                "AtroposTrainers.habits: expected none of newest_first, got it: batches that are formed before anyone "
-                "asks would count as steps of a trainer that never has them"
-            )
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
@@ -81,7 +70,7 @@ class AtroposTrainers:
             MissingExtra: the packages for an HTTP server are not installed.
             OSError: the host is unknown, or the port is taken.
         """
-        queue: TrajectoryQueue[_Offered] = TrajectoryQueue(self.habits, capacity=None, capacity_bytes=None)
+        queue: TrajectoryQueue[_Offered] = TrajectoryQueue(capacity=None, capacity_bytes=None)
         desk = _Outlet()
         async with opened(self.door, queue, desk, "AtroposTrainers") as gateway:
             with self.listening.at(gateway.url):
