@@ -47,25 +47,24 @@ class Candidates(NamedTuple):
         )
 
     def columns(self, tokens: NDArray[np.int32], width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """[T, width] ids and log-probabilities, −1 and 0 where a token has fewer.
+        """Return ids and log-probabilities, both [T, width]: the token itself first, then the likeliest others.
 
-        Of more than `width`, the token itself stays and the likeliest others. What is impossible is no candidate.
+        Where a token has fewer than `width`, the rest is −1 and 0. A log-probability of −inf is no candidate.
 
         Raises:
             InvalidRecord: they are not what can be said of `tokens` [T].
         """
         self._check(len(tokens))
-        possible = ~np.isneginf(self.logprobs)
-        owner = np.arange(len(tokens)).repeat(self.counts)[possible]
-        ids, logprobs = self.ids[possible], self.logprobs[possible]
-        order = np.lexsort((-logprobs, ids != tokens[owner], owner))
-        owner, ids, logprobs = owner[order], ids[order], logprobs[order]
-        rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
-        kept = rank < width
-        place = (owner[kept], rank[kept])
-        all_ids, all_logprobs = np.full((len(tokens), width), -1, np.int32), np.zeros((len(tokens), width), np.float32)
-        all_ids[place], all_logprobs[place] = ids[kept], logprobs[kept].clip(max=0)
-        return all_ids, all_logprobs
+        widest = max(width, int(self.counts.max(initial=0)))
+        filled = np.arange(widest) < self.counts[:, None]
+        ids, logprobs = np.full(filled.shape, -1, np.int32), np.full(filled.shape, -np.inf, np.float32)
+        ids[filled], logprobs[filled] = self.ids, self.logprobs
+        rank = np.where((ids == tokens[:, None]) & np.isfinite(logprobs), -np.inf, -logprobs)
+        order = rank.argsort(axis=1, kind="stable")[:, :width]
+        ids, logprobs = np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
+        impossible = np.isneginf(logprobs)
+        ids[impossible], logprobs[impossible] = -1, 0
+        return ids, logprobs.clip(max=0)
 
     def _check(self, tokens: int) -> None:
         if len(self.counts) != tokens:
@@ -80,11 +79,13 @@ class Candidates(NamedTuple):
         wrong = ~(self.logprobs <= ROUNDING)  # NaN is neither below nor above
         if wrong.any():
             raise InvalidRecord(f"expected log-probabilities of 0 or less, got {self.logprobs[wrong.argmax()]}")
-        owner = np.arange(tokens).repeat(self.counts)
-        order = np.lexsort((self.ids, owner))
-        twice = (np.diff(owner[order]) == 0) & (np.diff(self.ids[order]) == 0)
+        filled = np.arange(self.counts.max(initial=0)) < self.counts[:, None]
+        rows = np.full(filled.shape, -1, np.int32)
+        rows[filled] = self.ids
+        rows.sort(axis=1)
+        twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0)
         if twice.any():
+            token, rank = np.argwhere(twice)[0]
             raise InvalidRecord(
-                f"expected each candidate of a token once, got {self.ids[order][twice.argmax()]} more often for token "
-                f"{owner[order][twice.argmax()]}"
+                f"expected each candidate of a token once, got {rows[token, rank]} more often for token {token}"
             )

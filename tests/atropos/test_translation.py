@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -8,19 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidRecord
 from penstock.schemas import TrainBatch, TrajectoryGroup
-from penstock.stages.integrations.atropos.contract import ScoredData, decode_scored
+from penstock.stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
 from penstock.stages.integrations.atropos.translation import from_group, scored_of, to_group
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> ScoredData:
-    """Whatever the contract can say, in the form in which it is sent: 1.0 wherever nothing trains."""
+    """Any group of the contract, as it is sent: 1.0 and −100 where nothing trains, a teacher's likeliest first."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tokens = [random.integers(0, 2**31, length) for length in lengths]
-    trains = [random.random(length) < 0.5 for length in lengths]
+    trains = [(random.random(length) < 0.5) & (np.arange(length) > 0) for length in lengths]
     counts = [random.integers(0, 4, length).tolist() for length in lengths]
     named = draw(
         st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63) | st.text(max_size=3), min_size=1, max_size=2)
@@ -31,13 +31,13 @@ def groups(draw: st.DrawFn) -> ScoredData:
 
     def told() -> list[list[float]]:
         logprobs = zip(floats(most=0), trains, strict=True)
-        return [np.where(trained & (np.arange(len(row)) > 0), row, 1.0).tolist() for row, trained in logprobs]
+        return [np.where(trained, row, 1.0).tolist() for row, trained in logprobs]
 
     everything: dict[str, Any] = {
         "advantages": floats(),
         "ref_logprobs": floats(),
         "inference_logprobs": told(),
-        "messages": [[named | {"role": "user", "content": "x"}] * turns for turns in range(len(lengths))],
+        "messages": [[named | {"role": "user", "content": None}] * turns for turns in range(len(lengths))],
         "generation_params": named,
         "overrides": [named] + [{}] * (len(lengths) - 1),
         "group_overrides": named,
@@ -46,7 +46,9 @@ def groups(draw: st.DrawFn) -> ScoredData:
     }
     taught: dict[str, Any] = {
         "distill_token_ids": [[random.permutation(9)[:count].tolist() for count in row] for row in counts],
-        "distill_logprobs": [[(-random.random(count, np.float32)).tolist() for count in row] for row in counts],
+        "distill_logprobs": [
+            [np.sort(-random.random(count, np.float32))[::-1].tolist() for count in row] for row in counts
+        ],
     }
     present = draw(st.sets(st.sampled_from(sorted(everything))))
     return ScoredData(
@@ -71,7 +73,7 @@ def test_every_field_comes_back(scored: ScoredData) -> None:
     assert decode_scored(from_group(grouped(scored))) == decode_scored(scored.json())
 
 
-def test_masks_say_what_trains_and_what_does_not_has_no_logprob() -> None:
+def test_tokens_masked_with_minus_100_do_not_train_and_have_no_logprob() -> None:
     group = grouped(inference_logprobs=[[1.0, -0.5, -0.25], [1.0, -2.0]], advantages=[[1, 2, 3], [4, 5]])
 
     assert group.offsets.tolist() == [0, 3, 5]
@@ -83,47 +85,82 @@ def test_masks_say_what_trains_and_what_does_not_has_no_logprob() -> None:
     assert (group.rewards.tolist(), group.policy_versions.tolist()) == ([1.0, 0.0], [3, 3])
 
 
-def test_a_first_token_never_trains_though_masks_may_hold_it() -> None:
+def test_the_first_token_of_a_sequence_never_trains() -> None:
     group = grouped(masks=[[5, 6, 7], [-100, 8]], inference_logprobs=[[-3.0, -0.5, -0.25], [1.0, -2.0]])
 
     assert group.loss_mask.tolist() == [False, True, True, False, True]
-    assert scored_of(group).masks == [[5, 6, 7], [-100, 8]]
+    assert scored_of(group).masks == [[-100, 6, 7], [-100, 8]]
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("fault", "changed", "told"),
     [
-        ({"masks": [[-100, 6, 9], [-100, 8]]}, r"masks\[0\]\[2\]: expected -100, or 7, the token that trains, got 9"),
-        ({"masks": [[-100, 6, 7], [-100, 1]]}, r"masks\[1\]\[1\]: expected -100, or 8"),
+        ("masks", {"masks": [[-100, 6, 9], [-100, 8]]}, r"masks\[0\]\[2\]: expected -100, or 7, its token, got 9"),
+        ("masks", {"masks": [[-100, 6, 7], [-100, 1]]}, r"masks\[1\]\[1\]: expected -100, or 8"),
         (
+            "logprobs",
             {"inference_logprobs": [[1.0, -1.0, -1.0], [-1.0, 1.0]]},
             r"inference_logprobs\[1\]\[1\]: expected 0 or less where a token trains, got 1: 1 stands where none does",
         ),
-        ({"tokens": [[5, 6, 2**31], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
-        ({"tokens": [[5, 6.0, 7], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
-        ({"tokens": [[5, 6, None], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
-        ({"tokens": [[-5, 6, 7], [5, 8]]}, "tokens: expected ids of 0 or more, got -5"),
-        ({"scores": ["1", 0.0]}, "scores: expected numbers that float32 can hold, got others"),
-        ({"scores": [1e39, 0.0]}, "scores: expected finite numbers that float32 can hold, got inf"),
-        ({"scores": [float("nan"), 0.0]}, "scores: expected finite numbers that float32 can hold, got nan"),
+        ("numbers", {"tokens": [[5, 6, 2**31], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ("numbers", {"tokens": [[5, 6.0, 7], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ("numbers", {"tokens": [[5, 6, None], [5, 8]]}, "tokens: expected whole numbers of 32 bits, got others"),
+        ("record", {"tokens": [[-5, 6, 7], [5, 8]]}, "tokens: expected ids of 0 or more, got -5"),
+        ("numbers", {"scores": ["1", 0.0]}, "scores: expected numbers that float32 can hold, got others"),
+        ("numbers", {"scores": [1e39, 0.0]}, "scores: expected finite numbers that float32 can hold, got inf"),
+        ("numbers", {"scores": [float("nan"), 0.0]}, "scores: expected finite numbers that float32 can hold, got nan"),
         (
+            "numbers",
             {"inference_logprobs": [[float("nan"), -1.0, -1.0], [1.0, -1.0]]},
             "inference_logprobs: expected finite numbers that float32 can hold, got nan",
         ),
         (
+            "numbers",
             {
                 "distill_token_ids": [[[], [1], [2]], [[], [3]]],
                 "distill_logprobs": [[[], [-1.0], [float("-inf")]], [[], [-1.0]]],
             },
             "distill_logprobs: expected finite numbers that float32 can hold, got -inf",
         ),
-        ({"generation_params": {"temperature": "hot"}}, "temperature of sequence 0: expected a number of 0 or more"),
-        ({"overrides": [{}, {"temperature": -1}]}, "temperature of sequence 1: expected a number of 0 or more, got -1"),
+        (
+            "temperature",
+            {"generation_params": {"temperature": "hot"}},
+            "temperature of sequence 0: expected a number of 0 or more",
+        ),
+        (
+            "temperature",
+            {"overrides": [{}, {"temperature": -1}]},
+            "temperature of sequence 1: expected a number of 0 or more, got -1",
+        ),
+        ("sequences", {"tokens": [], "masks": [], "scores": []}, "tokens: expected at least one sequence, got none"),
+        ("lengths", {"masks": [[-100, 6, 7]]}, r"masks: expected lists of \[3, 2\] entries, as in tokens, got \[3\]"),
+        ("lengths", {"masks": []}, r"masks: expected lists of \[3, 2\] entries, as in tokens, got \[\]"),
+        ("lengths", {"scores": [1.0]}, "scores: expected one for each of 2 sequences, got 1"),
+        ("lengths", {"advantages": [[0.0] * 3] * 2}, r"advantages: expected lists of \[3, 2\] .* got \[3, 3\]"),
+        ("lengths", {"overrides": [{}]}, "overrides: expected one for each of 2 sequences, got 1"),
+        ("lengths", {"tokens": [5, 6], "masks": [-100, 6]}, "expected lists, with one list for each sequence"),
+        ("teacher", {"distill_token_ids": [[[]] * 3, [[]] * 2]}, "expected both or neither, got one"),
     ],
 )
-def test_what_no_group_can_hold_is_refused_by_its_place(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRecord, match=told):
+def test_a_group_that_cannot_be_trained_on_is_refused_with_its_fault_and_field(
+    fault: str, changed: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(Untrainable, match=told) as refused:
         grouped(**changed)
+
+    assert refused.value.fault == fault
+    assert pickle.loads(pickle.dumps(refused.value)).fault == fault  # noqa: S301 (its own)
+
+
+@pytest.mark.parametrize("name", ScoredData.optional)
+def test_null_and_an_empty_value_both_mean_that_a_field_is_absent(name: str) -> None:
+    empty: dict[str, Any] = {"env_id": None, "generation_params": {}, "group_overrides": {}}
+
+    for nothing in (None, empty.get(name, [])):
+        group = grouped(**{name: nothing})
+
+        assert group.meta == {}
+        assert group.columns().keys() == grouped().columns().keys()
 
 
 # -- a teacher ---------------------------------------------------------------------------------------------------------
@@ -132,14 +169,14 @@ IDS = [[[], [6, 1], [7]], [[], [2, 8, 9]]]
 LOGPROBS = [[[], [-0.5, -1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]]
 
 
-def test_candidates_describe_the_token_they_stand_at_and_rows_are_padded() -> None:
+def test_candidates_stay_at_their_token_the_likeliest_first_and_rows_are_padded() -> None:
     group = grouped(distill_token_ids=IDS, distill_logprobs=LOGPROBS)
 
     none = [-1, -1, -1]
     assert group.teacher_ids is not None
     assert group.teacher_logprobs is not None
-    assert group.teacher_ids.tolist() == [none, [6, 1, -1], [7, -1, -1], none, [2, 8, 9]]
-    assert group.teacher_logprobs[4].tolist() == [-3.0, -1.0, -2.0]
+    assert group.teacher_ids.tolist() == [none, [6, 1, -1], [7, -1, -1], none, [8, 9, 2]]
+    assert group.teacher_logprobs[4].tolist() == [-1.0, -2.0, -3.0]
 
 
 def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -> None:
@@ -154,7 +191,7 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
     wide, narrow = (to_group(scored, env="math", instance_id=str(k), policy_version=0, candidates=k) for k in (4, 2))
 
     assert wide.teacher_ids is not None
-    assert wide.teacher_ids.tolist()[4] == [2, 8, 9, -1]
+    assert wide.teacher_ids.tolist()[4] == [8, 9, 2, -1]
     assert narrow.teacher_ids is not None
     assert narrow.teacher_ids.tolist()[4] == [8, 9]
     assert TrainBatch.pack([wide, to_group(scored, env="m", instance_id="1", policy_version=0, candidates=4)])
@@ -164,14 +201,22 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
     ("ids", "logprobs", "told"),
     [
         (IDS, [[[], [-0.5], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "distill_logprobs: expected 2 at token 1 of the group"),
-        ([[None, [6, 1], [7]], [[], [2, 8, 9]]], LOGPROBS, "expected a list for each token"),
-        ([[[], [6, 6], [7]], [[], [2, 8, 9]]], LOGPROBS, "each candidate of a token once, got 6 more often at token 1"),
-        ([[[], [6, -1], [7]], [[], [2, 8, 9]]], LOGPROBS, "distill_token_ids: expected ids of 0 or more, got -1"),
+        ([[None, [6, 1], [7]], [[], [2, 8, 9]]], LOGPROBS, "expected lists"),
+        (
+            [[[], [6, 6], [7]], [[], [2, 8, 9]]],
+            LOGPROBS,
+            "each candidate of a token once, got 6 more often for token 1",
+        ),
+        (
+            [[[], [6, -1], [7]], [[], [2, 8, 9]]],
+            LOGPROBS,
+            "distill_token_ids.*: expected candidates of 0 or more, got -1",
+        ),
         (IDS, [[[], [-0.5, 1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "expected log-probabilities of 0 or less, got 1"),
     ],
 )
-def test_what_no_teacher_can_say_is_refused(ids: object, logprobs: object, told: str) -> None:
-    with pytest.raises(InvalidRecord, match=told):
+def test_candidates_that_are_not_valid_cannot_be_trained_on(ids: object, logprobs: object, told: str) -> None:
+    with pytest.raises(Untrainable, match=told):
         grouped(distill_token_ids=ids, distill_logprobs=logprobs)
 
 
@@ -190,11 +235,11 @@ def test_what_no_teacher_can_say_is_refused(ids: object, logprobs: object, told:
         ({"generation_params": {"temperature": 0}}, [1.0, 1.0]),
     ],
 )
-def test_what_is_said_of_fewer_sequences_decides_the_temperature(fields: dict[str, Any], expected: object) -> None:
+def test_a_sequences_own_temperature_comes_before_those_of_the_group(fields: dict[str, Any], expected: object) -> None:
     assert grouped(**fields).meta.get("temperatures") == expected
 
 
-def test_what_is_left_of_a_group_keeps_its_own_messages_and_overrides() -> None:
+def test_the_rest_of_a_group_keeps_its_own_messages_and_overrides() -> None:
     spoken = [[{"role": "user", "content": name}] for name in "ab"]
     group = grouped(messages=spoken, overrides=[{}, {"temperature": 2.0}], env_id=4)
 
@@ -204,7 +249,7 @@ def test_what_is_left_of_a_group_keeps_its_own_messages_and_overrides() -> None:
     assert left.env_id == 4
 
 
-def test_a_group_from_elsewhere_says_what_the_contract_has_a_word_for() -> None:
+def test_a_group_of_another_source_is_translated_as_far_as_the_contract_goes() -> None:
     group = TrajectoryGroup.build(
         env="digits",
         instance_id="7",

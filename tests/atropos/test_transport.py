@@ -305,7 +305,7 @@ async def test_a_group_that_no_channel_holds_goes_over_http_and_the_next_does_no
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"masks": [[1]]}, "masks: expected 4 lists"),
+        ({"masks": [[1]]}, "masks: expected lists of"),
         ({"overrides": [None, {}, {}, {}]}, "expected `object`, got `null` - at `$.overrides[0]`"),
         ({"generation_params": ["x"]}, "at `$.generation_params`"),
     ],

@@ -23,7 +23,8 @@ from ...engines.backoff import Backoff
 from ...engines.retrying import Failure, retried
 from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
 from .api_error import AtroposAPIError, Situation
-from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration, decode_request
+from .coercion import decode
+from .contract import BatchAnswer, Greeting, Registered, TrainerRegistration
 from .queue.records import Info
 
 __all__ = ["Api"]
@@ -146,7 +147,7 @@ class Api:
             away_s=self._away_s if self._greeted else 0.0,
         )
         try:
-            return decode_request(answer, wanted)
+            return decode(answer, wanted)
         except InvalidRecord as error:
             came = f"expected the JSON of a {wanted.__name__}, got {answer[:200]!r}: {error}"
             raise self._error("no JSON", f"{method} {path}", came) from error

@@ -1,27 +1,23 @@
-"""What Atropos' HTTP contract says: what trainers and environments ask for, and the scored data that they exchange.
+"""The messages of Atropos' HTTP contract: requests and answers of trainers and environments, and scored data.
 
-Requests are read as the original server reads them, see `lax`. What it says of queues is in `records`.
-`decode_scored` holds what environments send to the rules that the original never checked: lists over sequences and
-over tokens have one length, and every number is finite. Knows nothing of groups, queues and sockets.
+`decode_scored` accepts what the original server accepts: it checks types, and that each message has a role and a
+content. Whether a group can be trained on is checked in `translation`, and raises `Untrainable`. Knows nothing of
+groups, queues and sockets.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import chain
-from operator import or_
-from types import UnionType
-from typing import Any, ClassVar, TypeAlias, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 import msgspec
 
 from ....schemas import InvalidRecord
-from ....schemas.errors import UNREADABLE
-from .lax import decode_request, explained, lenient, plain
+from .coercion import decode
 
 __all__ = [
+    "BY_TOKEN",
     "NO_LOGPROB",
     "UNTRAINED",
     "BatchAnswer",
@@ -30,13 +26,14 @@ __all__ = [
     "EnvReference",
     "EnvRegistered",
     "EnvRegistration",
+    "Fault",
     "Greeting",
     "ListReceived",
     "Received",
     "Registered",
     "ScoredData",
     "TrainerRegistration",
-    "decode_request",
+    "Untrainable",
     "decode_scored",
     "scored_data",
 ]
@@ -157,8 +154,30 @@ class ListReceived(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 # -- scored data -------------------------------------------------------------------------------------------------------
 
 
+Fault: TypeAlias = Literal["sequences", "lengths", "masks", "logprobs", "numbers", "teacher", "temperature", "record"]
+"""What keeps a group from being trained on: no sequences; lists of unequal lengths; `masks` that hold another token;
+log-probabilities above 0; numbers that are not finite or too large; a teacher's candidates; a temperature below 0;
+another rule of `TrajectoryGroup`."""
+
+
+class Untrainable(InvalidRecord):
+    """A group is valid in the contract, and cannot be trained on; the message names the field."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault: Fault = fault
+        """The kind of fault; few values, so that a counter or a log can use it as its key."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fault, str(self))
+
+
 class ScoredData(msgspec.Struct, kw_only=True):
-    """A group as environments send it. S sequences, L tokens of each; absent is None, however it was sent."""
+    """A group as an environment sends it: S sequences, L tokens of each. An optional field that is empty is absent.
+
+    Raises:
+        ValueError: a message has no role or no content.
+    """
 
     tokens: Rows
     """[S][L]."""
@@ -173,7 +192,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     inference_logprobs: FloatRows | None = None
     """[S][L] 1.0 where nothing trains."""
     messages: list[list[dict[str, Any]]] | None = None
-    """[S][turns], each with a role and a content."""
+    """[S][turns], each with a role, a content (which may be null) and any other keys."""
     generation_params: dict[str, Any] | None = None
     overrides: list[dict[str, Any]] | None = None
     """[S]."""
@@ -186,201 +205,65 @@ class ScoredData(msgspec.Struct, kw_only=True):
     """[S][L][K]."""
 
     optional: ClassVar[tuple[str, ...]]
-    """Fields that may be absent."""
+    """Names of the fields that may be absent."""
+
+    def __post_init__(self) -> None:
+        for turns in self.messages or ():
+            for message in turns:
+                if "role" not in message or "content" not in message:
+                    raise ValueError(f"messages: expected a role and a content in each, got only {sorted(message)}")
 
     def json(self) -> bytes:
-        """The group as `/batch` answers it: every field, absent ones as null."""
+        """Return the group as `/batch` answers it: every field, absent ones as null."""
         return msgspec.json.encode(self)
 
 
 ScoredData.optional = tuple(field.name for field in msgspec.structs.fields(ScoredData) if not field.required)
 
-
-class _Verbatim(ScoredData, kw_only=True):
-    """One that was sent as it should be: what a trainer is sent is what came, with null for what did not."""
-
-    body: bytes
-    unsent: tuple[str, ...]
-
-    def json(self) -> bytes:
-        """See `ScoredData`."""
-        ends = "".join(f',"{name}":null' for name in self.unsent).encode()
-        return b"%b%b}" % (self.body.strip()[:-1], ends) if ends else self.body
-
-
-def _as_written(kind: Any) -> Any:
-    """`kind` with whole numbers still whole where any number is wanted."""
-    if kind is float:
-        return int | float
-    parts = tuple(map(_as_written, get_args(kind)))
-    if not parts:
-        return kind
-    return reduce(or_, parts) if isinstance(kind, UnionType) else get_origin(kind)[parts]
-
-
-_KINDS = get_type_hints(ScoredData)
-
-_Sent = msgspec.defstruct(
-    "_Sent",
-    [
-        (name, _as_written(kind) | msgspec.UnsetType, msgspec.UNSET)
-        if name in ScoredData.optional
-        else (name, _as_written(kind))
-        for name, kind in _KINDS.items()
-        if name != "optional"
-    ],
-    forbid_unknown_fields=True,
-)
-"""What `ScoredData` is decoded by: it knows what was sent as null from what was not sent, and 1 from 1.0."""
-
-WORDS = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
-"""What a group holds that is no list over sequences and tokens."""
-
-_Words = msgspec.defstruct("_Words", [(name, _KINDS[name], None) for name in WORDS])
-
-_decode_sent = msgspec.json.Decoder(_Sent).decode
-_decode_known = msgspec.json.Decoder(ScoredData).decode
-_decode_pieces = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
 BY_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
-"""Fields with an entry for every token."""
+"""Fields with an entry for each token."""
 
-FLOATS = {"scores": 1, "advantages": 2, "ref_logprobs": 2, "inference_logprobs": 2, "distill_logprobs": 3}
-"""Fields of numbers that need not be whole, and so many lists deep."""
+COLUMNS = ("tokens", "scores", *BY_TOKEN)
+"""Fields that become columns of a group; the others go into its `meta`."""
+
+_Meta = msgspec.defstruct(
+    "_Meta",
+    [(name, kind, None) for name, kind in get_type_hints(ScoredData).items() if name not in (*COLUMNS, "optional")],
+)
 
 
 def decode_scored(body: bytes) -> list[ScoredData]:
-    """The groups in the body of /scored_data or /scored_data_list, all of them or none.
+    """Return the groups in the body of /scored_data or /scored_data_list, all of them or none.
 
     >>> decode_scored(b'{"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": ["1"]}')[0].scores
     [1.0]
 
     Raises:
-        InvalidRecord: naming the field, what was expected and what came. It is a 422.
+        InvalidRecord: naming the field, what was expected and what came. The original answers it with 422, too.
     """
-    if body.lstrip()[:1] != b"[":
-        return [_decoded(body)]
-    try:
-        pieces = _decode_pieces(body)
-    except UNREADABLE as error:
-        raise InvalidRecord(explained(body, error)) from None
-    return [_of_list(index, bytes(piece)) for index, piece in enumerate(pieces)]
+    if body.lstrip()[:1] == b"[":
+        return decode(body, list[ScoredData])
+    return [decode(body, ScoredData)]
 
 
 def scored_data(values: Mapping[str, Any]) -> ScoredData:
-    """A group as an environment holds it before it is sent; fields of other names are left out.
+    """Return a group as an environment holds it before it is sent; fields of other names are left out.
 
-    Lists over tokens are taken as they are, all else as it would come as JSON.
+    Fields that become columns are not copied, and their values not checked before they are translated. The others are
+    as they would come as JSON.
 
     Raises:
-        InvalidRecord: as `decode_scored`, but that what its lists hold is looked at when they are made columns.
+        InvalidRecord: as in `decode_scored`.
     """
-    return _assembled({**values, **_worded(values)})
-
-
-def _worded(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = {name: value for name in WORDS if not _says_nothing(value := values.get(name))}
-    if not said:
-        return {}
-    try:
-        body = json.dumps(said, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRecord(f"{', '.join(said)}: expected what JSON can say, got other: {error}") from None
-    return msgspec.structs.asdict(decode_request(body, _Words))
-
-
-def _assembled(values: Mapping[str, Any]) -> ScoredData:
-    absent = [name for name in ("tokens", "masks", "scores") if name not in values]
-    if absent:
+    if absent := [name for name in ("tokens", "masks", "scores") if name not in values]:
         raise InvalidRecord(f"expected tokens, masks and scores, got no {' and no '.join(absent)}")
-    given = {name: value for name in ScoredData.optional if not _says_nothing(value := values.get(name))}
+    meta = {name: values.get(name) for name in _Meta.__struct_fields__}
     try:
-        return _checked(ScoredData(tokens=values["tokens"], masks=values["masks"], scores=values["scores"], **given))
-    except TypeError as error:
-        raise InvalidRecord(f"expected lists, with one list for each sequence, got others ({error})") from None
-
-
-def _of_list(index: int, piece: bytes) -> ScoredData:
+        body = json.dumps(meta, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"{', '.join(meta)}: expected what JSON can say, got other: {error}") from None
+    columns = {name: values[name] for name in COLUMNS if name in values}
     try:
-        return _decoded(piece)
-    except InvalidRecord as error:
-        raise InvalidRecord(f"group {index}: {error}") from None
-
-
-def _decoded(body: bytes) -> ScoredData:
-    try:
-        sent = msgspec.structs.asdict(_decode_sent(body))
-    except msgspec.ValidationError:
-        sent = {}
-    except UNREADABLE as error:
-        raise InvalidRecord(explained(body, error)) from None
-    if not sent or any(_holds_a_whole_number(sent[name], lists) for name, lists in FLOATS.items()):
-        return _assembled(msgspec.structs.asdict(_patiently(body)))
-    unsent = tuple(name for name, value in sent.items() if value is msgspec.UNSET)
-    for name in ScoredData.optional:
-        if name in unsent or _says_nothing(sent[name]):
-            sent[name] = None
-    return _checked(_Verbatim(body=body, unsent=unsent, **sent))
-
-
-def _holds_a_whole_number(column: Any, lists: int) -> bool:
-    """Whether a trainer would get one where the original sends 1.0, which tensors are made of otherwise."""
-    if column is None or column is msgspec.UNSET:
-        return False
-    for _ in range(1, lists):
-        column = chain.from_iterable(column)
-    return int in map(type, column)
-
-
-def _patiently(body: bytes) -> ScoredData:
-    """One with fields that nobody knows, with numbers in other forms, or wrong."""
-    try:
-        return _decode_known(body)
-    except msgspec.ValidationError:
-        return lenient(plain(body), ScoredData)
-
-
-def _says_nothing(value: Any) -> bool:
-    """Whether an optional field with this value is absent."""
-    return value is None or (isinstance(value, list | dict) and not value)
-
-
-def _checked(scored: ScoredData) -> ScoredData:
-    """The same, once its lists are found to be of one length."""
-    sequences = len(scored.tokens)
-    if not sequences:
-        raise InvalidRecord("tokens: expected at least one sequence, got none")
-    for name in ("scores", "overrides"):
-        if (found := getattr(scored, name)) is not None and len(found) != sequences:
-            raise InvalidRecord(f"{name}: expected {sequences}, one for each sequence of tokens, got {len(found)}")
-    lengths = [*map(len, scored.tokens)]
-    for name in BY_TOKEN:
-        if (rows := getattr(scored, name)) is not None and [*map(len, rows)] != lengths:
-            _tell_lengths(name, rows, lengths)
-    if (scored.distill_token_ids is None) != (scored.distill_logprobs is None):
-        raise InvalidRecord("distill_token_ids, distill_logprobs: expected both or neither, got one")
-    for turns in scored.messages or ():
-        _check_messages(turns)
-    return scored
-
-
-def _tell_lengths(name: str, rows: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
-    if len(rows) != len(lengths):
-        raise InvalidRecord(f"{name}: expected {len(lengths)} lists, one for each sequence of tokens, got {len(rows)}")
-    row = next(row for row, length in enumerate(lengths) if len(rows[row]) != length)
-    raise InvalidRecord(
-        f"{name}[{row}]: expected {lengths[row]} entries, one for each of tokens[{row}], got {len(rows[row])}"
-    )
-
-
-def _check_messages(turns: Sequence[Mapping[str, Any]]) -> None:
-    for turn in turns:
-        if "role" not in turn or "content" not in turn:
-            raise InvalidRecord(f"messages: expected a role and a content in each, got only {sorted(turn)}")
-        if not isinstance(role := turn["role"], str):
-            raise InvalidRecord(f"messages: expected text as role, got {role!r}")
-        content = turn["content"]
-        if not (
-            isinstance(content, str) or (isinstance(content, list) and all(isinstance(one, dict) for one in content))
-        ):
-            raise InvalidRecord(f"messages: expected text or a list of parts as content, got {content!r:.60}")
+        return ScoredData(**columns, **msgspec.structs.asdict(decode(body, _Meta)))
+    except ValueError as error:
+        raise InvalidRecord(str(error)) from None

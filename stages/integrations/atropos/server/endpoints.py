@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord, TrajectoryGroup
+from ..coercion import decode
 from ..contract import (
     Buffered,
     Disconnected,
@@ -28,7 +29,6 @@ from ..contract import (
     Greeting,
     ListReceived,
     Received,
-    decode_request,
     decode_scored,
 )
 from ..queue.records import EnvStatus, Info, Receipt, Status, Submission, UnknownEnvironment, WandbInfo
@@ -159,7 +159,7 @@ class Endpoints(Generic[G]):
     async def status_env(self, request: Request) -> EnvStatus:
         """GET /status-env, the id in a body or, for what stands between and drops those, in the query."""
         if (asked := request.query_params.get("env_id")) is not None:
-            env_id = decode_request(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
+            env_id = decode(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
         else:
             env_id = (await self._reading.decoded(request, EnvReference)).env_id
         said = self._in_step().env_status(self._now(), env_id, downstream=self.desk.downstream)

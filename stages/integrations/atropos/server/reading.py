@@ -12,7 +12,7 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from .....schemas import InvalidRecord
-from ..contract import decode_request
+from ..coercion import decode
 from .answers import LARGE_BYTES
 from .bodies import Bodies
 
@@ -45,8 +45,8 @@ class Reading:
             yield body, "gzip" in request.headers.get("content-encoding", "").lower()
 
     async def decoded(self, request: Request, wanted: type[T]) -> T:
-        """What a body holds; see `decode_request`."""
-        return await self.read(request, partial(decode_request, wanted=wanted))
+        """What a body holds; see `decode`."""
+        return await self.read(request, partial(decode, wanted=wanted))
 
     async def read(self, request: Request, work: Callable[[bytes], T]) -> T:
         """What `work` returns of a body; done in a thread where it is large."""
