@@ -100,7 +100,7 @@ class NotWritable(PenstockError, OSError):
 
 
 class MemberAbsent(PenstockError):
-    """A sender that is counted by name was lost, and did not come back within `absence_timeout_s`."""
+    """A sender that is counted by name did not come, or was lost and did not come back, in `absence_timeout_s`."""
 
 
 class MemberNameInUse(PenstockError):

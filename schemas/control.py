@@ -128,6 +128,8 @@ class Welcome(_Named, frozen=True):
     """Bytes of a slot (shm)."""
     checksum: bool = False
     """Whether bundles must come with a checksum."""
+    counts_members: bool = False
+    """Whether it counts senders by name, and waits until each has said that it is done."""
 
 
 class Refused(_Message, frozen=True):

@@ -49,8 +49,8 @@ class SourceChannel:
         senders: how many members send: the stream ends when so many, known by their names, said that they are done;
             see `serve`. None for any number, with or without names: the stream does not end by itself. When all that
             are connected are done, what stages have gathered is flushed: trained, and saved in a checkpoint.
-        absence_timeout_s: with `senders`, how long a member that is lost is awaited: before the end of the stream, and
-            after the last checkpoint, for one that keeps records and has not heard that they are saved.
+        absence_timeout_s: with `senders`, how long a member that is lost or has not come is awaited, see `serve`; and,
+            after the last checkpoint, one that keeps records and has not heard that they are saved.
         on_absence: what follows then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
         max_senders: how many may be connected at a time.
         capacity: records that each sender may have in flight.
@@ -84,7 +84,7 @@ class SourceChannel:
         """See `Source`. When the stream has ended it stays until everything is saved, and members have heard so.
 
         Raises:
-            MemberAbsent: a member was lost and did not come back.
+            MemberAbsent: a member did not come, or was lost and did not come back.
         """
         unsaved, flush = _Unsaved(current().ledger), current().flush
         known = self.tokenizer is not None

@@ -62,11 +62,11 @@ def serve(
         capacity: records that each sender may have in flight; at 1, let go of a record before you ask for the next.
         capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
         senders: how many members the stream has: senders with a name that stays the same when they are restarted. It
-            ends when so many have said, by closing, that they are done; one that is lost is awaited. None for senders
+            ends when so many have said, by closing, that they are done; one that is absent is awaited. None for senders
             that need no name: the stream ends when one or more have come and all are gone, and `receive` raises
             PeerLost for each that did not say that it was done.
-        absence_timeout_s: with `senders`, how long a member that is lost is awaited. One that never came is awaited
-            without a bound.
+        absence_timeout_s: with `senders`, how long an absent member is awaited: from when it was lost; where it never
+            came, from when the channel opened, or from when the newest of the others came for the first time.
         on_absence: what follows then: `fail` has `receive` raise MemberAbsent, `continue` goes on as if it were done.
         max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
             `max_senders × capacity_bytes`.

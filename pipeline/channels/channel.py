@@ -122,7 +122,7 @@ class ReceiveChannel(Protocol[T_co]):
             anyio.EndOfStream: every sender closed and everything was received.
             PeerLost: a sending process died that is not awaited; raised once for each, after all it had published.
                 Receiving may go on.
-            MemberAbsent: one that was awaited did not come back in time; raised from then on.
+            MemberAbsent: one that was awaited did not come in time; raised from then on.
             anyio.ClosedResourceError: this end is closed.
         """
         ...

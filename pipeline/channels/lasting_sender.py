@@ -65,7 +65,7 @@ class _Kept:
 class LastingSender:
     """The sending end of a channel whose receiver may die and come back; see `outlast`."""
 
-    def __init__(self, capacity: int, capacity_bytes: int, patience_s: float) -> None:
+    def __init__(self, capacity: int, capacity_bytes: int, patience_s: float, name: str | None = None) -> None:
         self._capacity = whole_number("capacity", capacity)
         self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         self._patience_s = finite_number("patience_s", patience_s, zero=True)
@@ -77,8 +77,11 @@ class LastingSender:
         """The connection, while there is one and all that was kept has been offered on it."""
         self._failure: Exception | None = None
         """Why there will be none."""
+        self._name = name
+        self._counted = name is not None
+        """Whether a receiver may wait to hear that this sender is done: the newest one told whether it does."""
         self._finished = False
-        """Whether nothing more comes, and all of it is saved."""
+        """Whether nothing more comes, all of it is saved, and a receiver that waits to hear so has."""
         self._changed = Waiters()
         self._clock = WaitClock()
 
@@ -162,16 +165,33 @@ class LastingSender:
     async def finish(self) -> None:
         """Say that nothing more comes, and wait until everything is saved.
 
+        A receiver that counts this sender by its name has to hear that it is done: where the connection ends before, it
+        is told on the next one.
+
         Raises:
             NobodyListens, PeerLost, PeerClosed: no receiver came back within the time that was given.
         """
-        while self._kept:
-            line = await self._connected()
-            line.say_goodbye()
-            with self._clock.waiting("checkpoint"):
-                while self._kept and self._line is line:
-                    await self._changed.wait()
+        heard = False
+        try:
+            while self._kept or (self._counted and not heard):
+                heard = await self._say_goodbye(await self._connected())
+        except _NOT_THERE as error:
+            if not self._kept:
+                error.add_note(
+                    f"everything that {self._name!r} sent is saved, but no receiver heard that it is done: start it "
+                    f"again for the next run that counts senders by name"
+                )
+            raise
         self._finished = True
+
+    async def _say_goodbye(self, line: RemoteSender[TrajectoryGroup]) -> bool:
+        """Say on `line` that nothing more comes, and return whether it was heard, when all is saved or `line` ended."""
+        line.say_goodbye()
+        with self._clock.waiting("checkpoint" if self._kept else "receiver"):
+            heard = await line.goodbye_heard()
+            while self._line is line and (self._kept or not heard):
+                await self._changed.wait()
+        return heard
 
     # -- looking for a receiver --------------------------------------------------------------------------------------
 
@@ -213,6 +233,7 @@ class LastingSender:
         for kept in [kept for kept in self._kept if kept.offered]:
             if kept in self._kept and not await self._offer(kept, line):
                 return
+        self._counted = line.counts_members
         self._line = line
         self._changed.wake_all()
         try:
@@ -254,7 +275,8 @@ async def outlast(
 ) -> AsyncIterator[LastingSender]:
     """The sending end of a channel to a `SourceChannel`, for a process that outlives its trainer.
 
-    Leaving waits until a checkpoint holds everything that was sent and not dropped. A body that raises is left at once.
+    Leaving waits until a checkpoint holds everything that was sent and not dropped, and until a receiver that counts
+    this sender by its name has heard that it is done. A body that raises is left at once.
 
     Args:
         url: where the receiver listens: the same after every start, or a file in which the newest one notes its own.
@@ -270,11 +292,12 @@ async def outlast(
         InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
         TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
         MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
-        NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`.
+        NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`. If all that was sent is saved,
+            a note says that only the end was not heard.
         MemberNameInUse: another sender of this name was connected for as long.
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
-    sender = LastingSender(capacity, capacity_bytes, patience_s)
+    sender = LastingSender(capacity, capacity_bytes, patience_s, name)
     silence_s = None if silence_s is None else finite_number("silence_s", silence_s)
     with alone():
         async with anyio.create_task_group() as tasks:

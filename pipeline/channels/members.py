@@ -1,7 +1,7 @@
 """The members of a channel: senders that are counted by name, so that a restarted one is not taken for another.
 
-The stream ends when as many members as were announced have said that they are done. A member that is lost is awaited
-for a time. Decides; knows names and a clock, neither sockets nor connections.
+The stream ends when as many members as were announced have said that they are done. A member that is lost, or has not
+come yet, is awaited for a time. Decides; knows names and a clock, neither sockets nor connections.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from ..errors import MemberAbsent, MemberNameInUse, MemberNameRequired, TooManyM
 __all__ = ["DEFAULT_ABSENCE_TIMEOUT_S", "Members", "OnAbsence"]
 
 DEFAULT_ABSENCE_TIMEOUT_S = 600.0
-"""How long a lost member is awaited: a machine is found and an environment loaded again in less."""
+"""How long an absent member is awaited: a machine is found and an environment loaded in less."""
 
 OnAbsence: TypeAlias = Literal["fail", "continue"]
-"""What follows when a lost member has not come back: an error that names it, or the stream goes on without it."""
+"""What follows when an absent member has not come: an error that names it, or the stream goes on without it."""
 
 
 class Members:
     """The first `count` names that come are the members. Each is sending, done, or lost.
 
     >>> members = Members(1, absence_timeout_s=60, on_absence="fail")
-    >>> members.join("env 0", pid=7)
+    >>> members.open(now_s=0)
+    >>> members.join("env 0", pid=7, now_s=5)
     >>> members.done("env 0")
     >>> members.all_done
     True
@@ -40,6 +41,12 @@ class Members:
         """Members that said that they are done, or are waited for no more, and have not come again."""
         self._lost: dict[str, tuple[float, str]] = {}
         """When the time of a lost member is over, and how it was lost; in the order in which they were lost."""
+        self._seen: set[str] = set()
+        """Members that have ever come."""
+        self._missing_due_s = math.inf
+        """When the time is over of those that have not."""
+        self._without_missing = False
+        """Whether the stream goes on without those that have not come."""
 
     def __repr__(self) -> str:
         return (
@@ -49,12 +56,17 @@ class Members:
     @property
     def all_done(self) -> bool:
         """Whether every member has said that it is done."""
-        return len(self._done) >= self._count
+        return len(self._done) >= (len(self._seen) if self._without_missing else self._count)
 
     @property
     def due_s(self) -> float:
-        """When `expire` has something to do; infinity while no member is lost."""
-        return next(iter(self._lost.values()))[0] if self._lost else math.inf
+        """When `expire` has something to do; infinity while no member is absent."""
+        lost_due_s = next(iter(self._lost.values()))[0] if self._lost else math.inf
+        return min(lost_due_s, self._missing_due_s)
+
+    def open(self, now_s: float) -> None:
+        """Note that members can connect from now on."""
+        self._missing_due_s = now_s + self._absence_timeout_s
 
     def check(self, name: str, pid: int) -> None:
         """Decide whether a sender may join.
@@ -75,15 +87,20 @@ class Members:
                 f"pid {self._sending[name]}: give every sender a name of its own; a restarted sender is let in once "
                 f"its former connection has ended"
             )
-        known = {*self._sending, *self._done, *self._lost}
-        if name not in known and len(known) >= self._count:
+        if name not in self._seen and len(self._seen) >= self._count:
             raise TooManyMembers(
-                f"expected {self._count} members, which are {', '.join(map(repr, sorted(known)))}, got another one, "
+                f"expected {self._count} members, which are {self._names}, got another one, "
                 f"{name!r} (pid {pid}): give senders the same name after every restart, or raise senders"
             )
 
-    def join(self, name: str, pid: int) -> None:
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, sorted(self._seen)))
+
+    def join(self, name: str, pid: int, now_s: float) -> None:
         """Note that a member has connected. One that was done is not, until it says so again.
+
+        One that had never come before gives those that are missing their time anew: they are being started.
 
         Raises:
             MemberNameRequired, MemberNameInUse, TooManyMembers: as `check`.
@@ -92,6 +109,10 @@ class Members:
         self._done.discard(name)
         self._lost.pop(name, None)
         self._sending[name] = pid
+        if name not in self._seen:
+            self._seen.add(name)
+            missing = len(self._seen) < self._count and not self._without_missing
+            self._missing_due_s = now_s + self._absence_timeout_s if missing else math.inf
 
     def done(self, name: str) -> None:
         """Note that a member said that it is done."""
@@ -104,16 +125,29 @@ class Members:
         self._lost[name] = (now_s + self._absence_timeout_s, how)
 
     def expire(self, now_s: float) -> list[MemberAbsent]:
-        """Give up the members whose time is over, and return an error for each.
+        """Give up the members whose time is over, and return an error for each that was lost, and one for the missing.
 
-        They stay lost, so that the stream never ends, unless it is to go on without them.
+        They stay absent, so that the stream never ends, unless it is to go on without them.
         """
         overdue = {name: how for name, (due_s, how) in self._lost.items() if due_s <= now_s}
         for name in overdue:
             del self._lost[name]
             if self.on_absence == "continue":
                 self._done.add(name)
-        return [self._absent(name, how) for name, how in overdue.items()]
+        errors = [self._absent(name, how) for name, how in overdue.items()]
+        if self._missing_due_s <= now_s:
+            self._missing_due_s = math.inf
+            self._without_missing = self.on_absence == "continue"
+            errors.append(self._missing())
+        return errors
+
+    def _missing(self) -> MemberAbsent:
+        return MemberAbsent(
+            f"expected {self._count} members, each within {self._absence_timeout_s:g} s of the one before, got "
+            f"{len(self._seen)} ({self._names or 'none'}): {self._count - len(self._seen)} never came. Start them, "
+            f"each under a name of its own, lower senders, raise absence_timeout_s, or go on without them with "
+            f"on_absence='continue'"
+        )
 
     def _absent(self, name: str, how: str) -> MemberAbsent:
         return MemberAbsent(

@@ -140,9 +140,9 @@ class RemoteReceiver(Receiving[R]):
         self._least = 1
         """Where members are not counted: how many senders must have come before the stream may end."""
         self._failure: MemberAbsent | None = None
-        """A member did not come back: nothing more is received."""
+        """A member did not come, or not come back: nothing more is received."""
         self._absence: asyncio.TimerHandle | None = None
-        """Runs out when a lost member is given up."""
+        """Runs out when a member that is absent is given up."""
         self._ended_for_all = False
         """Whether it was said that the stream has ended."""
         self._most_waiting = most_waiting
@@ -197,6 +197,9 @@ class RemoteReceiver(Receiving[R]):
         """Let senders in from now on. Owns both until closed."""
         self._acceptor = acceptor
         self._resources = resources
+        if self._members is not None:
+            self._members.open(self._loop.time())
+            self._await_absent()
 
     def _check(self, hello: Hello) -> None:
         """Decide whether a sender may join; see `Members.check`."""
@@ -209,7 +212,7 @@ class RemoteReceiver(Receiving[R]):
         peer = self.peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
         peer.control, peer.inlet = control, inlet
         if self._members is not None:
-            self._members.join(hello.name, hello.pid)
+            self._members.join(hello.name, hello.pid, self._loop.time())
             self._await_absent()
         if self._acceptor is not None:
             self._acceptor.admitted()
@@ -225,6 +228,7 @@ class RemoteReceiver(Receiving[R]):
             self._terms.capacity_bytes,
             slot_bytes,
             self.checksum,
+            self._members is not None,
         )
 
     def keep_open(self) -> None:
@@ -408,7 +412,7 @@ class RemoteReceiver(Receiving[R]):
             self._await_absent()
 
     def _await_absent(self) -> None:
-        """Have members that are lost given up when their time is over."""
+        """Have members that are absent given up when their time is over."""
         if self._absence is not None:
             self._absence.cancel()
         self._absence = None

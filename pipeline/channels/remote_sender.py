@@ -86,6 +86,8 @@ class SenderLine:
         """Whether the socket has nobody to send to any more."""
         self._goodbye: Leaving | None = None
         """What was said last."""
+        self.goodbye_heard = False
+        """Whether the receiver has answered a goodbye."""
         self.failed_body = False
         """Whether an `async with` of this connection was left by an exception."""
         self._flush_scheduled = False
@@ -237,6 +239,7 @@ class SenderLine:
                 self._fail(PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}"))
                 self._control.disconnected()
             case Farewell():
+                self.goodbye_heard = True
                 self._parted.set()
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
@@ -248,6 +251,11 @@ class SenderLine:
                 self._parted = anyio.Event()
             self._goodbye = how
             self.tell(Goodbye(self.sent, how))
+
+    async def answered(self) -> bool:
+        """Wait until the receiver has heard the goodbye, or is gone, and return whether it has heard it."""
+        await self._parted.wait()
+        return self.goodbye_heard
 
     async def part(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
@@ -348,6 +356,15 @@ class RemoteSender(Closing, Generic[R]):
     def say_goodbye(self, how: Leaving = "staying") -> None:
         """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
         self._line.say_goodbye(how)
+
+    async def goodbye_heard(self) -> bool:
+        """Wait until the receiver has heard `say_goodbye`, or is gone, and return whether it has heard it."""
+        return await self._line.answered()
+
+    @property
+    def counts_members(self) -> bool:
+        """Whether the receiver counts senders by name, and waits until this one has said that it is done."""
+        return self._line.welcome.counts_members
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None

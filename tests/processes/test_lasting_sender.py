@@ -86,6 +86,8 @@ def free_port() -> int:
 class Line:
     """A connection that takes a record when it may."""
 
+    counts_members = False
+
     def __init__(self, refusal: Exception | None = None) -> None:
         self.taken: list[TrajectoryGroup] = []
         self.may_take = anyio.Event()

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
+from tests.loop_clock import LoopClock
 
 from penstock import (
     Batcher,
@@ -34,10 +36,14 @@ from penstock.errors import (
     MemberAbsent,
     MemberNameInUse,
     MemberNameRequired,
+    NobodyListens,
     PeerClosed,
+    PeerLost,
     StageFailed,
     TooManyMembers,
 )
+from penstock.pipeline.channels.lasting_sender import LastingSender
+from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.stages.training.checkpoint import write_checkpoint
 from penstock.testing import group
@@ -85,6 +91,12 @@ async def killed(url: str, name: str, first: int, count: int, inbox: RemoteRecei
     return got
 
 
+async def lost(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    """Return when no member is connected any more."""
+    while inbox.statistics().senders:  # noqa: ASYNC110 (the end of a process is no event here)
+        await anyio.sleep(0.01)
+
+
 async def receive(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
     await inbox.receive()
 
@@ -114,10 +126,12 @@ async def test_one_member_that_is_killed_again_and_again_uses_up_no_other(url: s
 async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
     url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
 ) -> None:
-    async with serve(url, TrajectoryGroup, senders=1, absence_timeout_s=0.2) as inbox:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox:
         await killed(inbox.url, "the member", 0, 2, inbox)
+        await lost(inbox)
+        LoopClock().set_forward(600)
 
-        with pytest.raises(MemberAbsent, match=r"'the member' to come back within 0\.2 s.*after record 2"):
+        with pytest.raises(MemberAbsent, match=r"'the member' to come back within 600 s.*after record 2"):
             await how(inbox)
         with pytest.raises(MemberAbsent):  # it never passes for an end of the stream
             await inbox.receive()
@@ -125,9 +139,11 @@ async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
 
 @pytest.mark.parametrize("url", KINDS)
 async def test_the_stream_goes_on_without_a_killed_member_where_that_was_chosen(url: str) -> None:
-    async with serve(url, TrajectoryGroup, senders=2, absence_timeout_s=0.2, on_absence="continue") as inbox:
+    async with serve(url, TrajectoryGroup, senders=2, on_absence="continue") as inbox:
         await killed(inbox.url, "a", 0, 1, inbox)
+        await lost(inbox)
         async with member(inbox.url, "b", 0, 2, "done"):
+            LoopClock().set_forward(600)
             assert [record.env async for record in inbox] == ["b", "b"]
 
 
@@ -271,19 +287,146 @@ async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_tr
 
 @pytest.mark.parametrize("url", KINDS)
 async def test_a_run_whose_member_was_killed_and_stays_away_fails_and_says_which(url: str, tmp_path: Path) -> None:
-    address = tmp_path / "address"
-    pipeline = training(
-        tmp_path, Trainer(), SourceChannel(url, address=address, senders=2, absence_timeout_s=0.2, max_senders=2)
-    )
+    address, failed = tmp_path / "address", anyio.Event()
+    pipeline = training(tmp_path, Trainer(), SourceChannel(url, address=address, senders=1, max_senders=2))
 
     async def lose_a_member() -> None:
         async with lasting_member(address, "the unlucky one", 3, "stays") as unlucky:
             unlucky.send_signal(signal.SIGKILL)
+        await LoopClock().set_forward_until(failed.is_set, 600)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lose_a_member)
         with pytest.raises(StageFailed, match="MemberAbsent: expected member 'the unlucky one'"):
             await pipeline.run()
+        failed.set()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_run_of_which_a_member_never_comes_fails_and_says_who_came_and_how_many_are_missing(
+    url: str, tmp_path: Path
+) -> None:
+    address, failed = tmp_path / "address", anyio.Event()
+    pipeline = training(tmp_path, Trainer(), SourceChannel(url, address=address, senders=3))
+
+    async def come_alone() -> None:
+        async with lasting_member(address, "the punctual one", 3, "stays") as punctual:
+            await LoopClock().set_forward_until(failed.is_set, 600)
+            punctual.kill()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(come_alone)
+        with pytest.raises(StageFailed, match=r"MemberAbsent: expected 3 members.* got 1 .'the punctual one'.: 2"):
+            await pipeline.run()
+        failed.set()
+
+
+@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("how", [receive, iterate, receive_packed])
+async def test_members_that_never_come_fail_the_stream(
+    url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
+) -> None:
+    async with serve(url, TrajectoryGroup, senders=2) as inbox:
+        LoopClock().set_forward(600)
+
+        with pytest.raises(MemberAbsent, match=r"got 0 .none.: 2 never came. Start them"):
+            await how(inbox)
+        with pytest.raises(MemberAbsent):
+            await inbox.receive()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_the_stream_goes_on_without_a_member_that_never_came_where_that_was_chosen(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=2, on_absence="continue") as inbox:
+        async with connect(inbox.url, TrajectoryGroup, name="a") as outbox:
+            await outbox.send(group(env="a"))
+            LoopClock().set_forward(600)
+            await outbox.send(group(env="a"))
+        assert [record.env async for record in inbox] == ["a", "a"]
+
+
+async def only_says_done(address: str | Path, name: str | None = "a", **options: Any) -> None:
+    async with outlast(address, name=name, **options):
+        pass
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_lasting_member_that_has_nothing_to_send_says_that_it_is_done(url: str) -> None:
+    async with serve(url, TrajectoryGroup, senders=1) as inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(only_says_done, inbox.url)
+        with anyio.fail_after(FAILSAFE_S), pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+
+
+class SavesAtOnce:
+    """Tells senders that what has come is saved."""
+
+    def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
+        peer.ended(record.id, 1, "saved", 1)
+        return record
+
+    def observed(self, peer: Peer, payload: bytes) -> None: ...
+
+    def lost(self, peer: Peer, error: PeerLost) -> None: ...
+
+    def parted(self, peer: Peer) -> None: ...
+
+    def departed(self, peer: Peer) -> None: ...
+
+
+async def saved_and_cut_off(outbox: LastingSender, inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    """Send a record, and return when it is saved and the connection has ended, without a goodbye."""
+    await outbox.send(group(completion_lengths=[2]))
+    await inbox.receive()
+    while outbox.unsaved:  # noqa: ASYNC110 (a sender tells of no record that it is saved)
+        await anyio.sleep(0.01)
+    await inbox.aclose()
+    while "connected" in repr(outbox):  # noqa: ASYNC110
+        await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_lasting_member_that_ends_while_it_is_cut_off_connects_again_to_say_that_it_is_done(
+    url: str, tmp_path: Path
+) -> None:
+    address, served = anyio.Path(tmp_path / "address"), anyio.Event()
+
+    async def be_cut_off_and_end() -> None:
+        async with serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox:
+            await address.write_text(inbox.url)
+            async with outlast(Path(address), name="a") as outbox:
+                await saved_and_cut_off(outbox, inbox)
+                served.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(be_cut_off_and_end)
+        await served.wait()
+        async with serve(url, TrajectoryGroup, senders=1) as inbox:
+            await address.write_text(inbox.url)
+            with anyio.fail_after(FAILSAFE_S), pytest.raises(anyio.EndOfStream):
+                await inbox.receive()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller(url: str) -> None:
+    with pytest.raises((NobodyListens, PeerLost)) as told:
+        async with (
+            serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox,
+            outlast(inbox.url, name="a", patience_s=0) as outbox,
+        ):
+            await saved_and_cut_off(outbox, inbox)
+
+    [note] = told.value.__notes__
+    assert note.startswith("everything that 'a' sent is saved, but no receiver heard that it is done")
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+async def test_a_lasting_sender_that_no_receiver_counts_leaves_when_all_is_saved(name: str | None) -> None:
+    async with (
+        serve("shm://", TrajectoryGroup, listener=SavesAtOnce()) as inbox,
+        outlast(inbox.url, name=name) as outbox,
+    ):
+        await saved_and_cut_off(outbox, inbox)
 
 
 class SlowToSave(Trainer):
@@ -334,12 +477,17 @@ async def test_a_member_that_stays_away_after_the_last_checkpoint_holds_the_run_
     tmp_path: Path,
 ) -> None:
     trainer, address = SlowToSave(), tmp_path / "address"
-    channel = SourceChannel(address=address, senders=1, absence_timeout_s=0.2)
+    ended = anyio.Event()
+
+    async def run() -> None:
+        await training(tmp_path, trainer, SourceChannel(address=address, senders=1)).run()
+        ended.set()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(training(tmp_path, trainer, channel).run)
+        tasks.start_soon(run)
         await cut_off_after_goodbye(address, [group(env="a", completion_lengths=[2, 2])])
         trainer.may_save.set()
+        await LoopClock().set_forward_until(ended.is_set, 600)
 
     assert trainer.saved.is_set()
 
