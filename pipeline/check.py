@@ -34,7 +34,7 @@ from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .link import Link, sends, sent_along
 from .misplaced import written
 from .processes.placement import Processes
-from .record_types import never_fits, record_types, type_name
+from .record_types import RecordTypes, never_fits, record_types, type_name
 from .telemetry import get_logger
 
 __all__ = ["problems"]
@@ -61,19 +61,20 @@ def _of_chain(links: Sequence[Link]) -> Iterator[str]:
     for position, link in enumerate(links):
         yield from _of_stage(link, first=position == 0)
         yield from _of_chain(getattr(link.stage, "links", ()))
-    yield from _of_types(links)
+    types = [record_types(link.stage) for link in links]
+    yield from _of_types(links, types)
     group_tokens: int | None = None
-    for before, after in pairwise(links):
+    for (before, after), (_, sent) in zip(pairwise(links), types, strict=False):
         group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
         yield from _of_joint(before, after)
-        if sends(before.stage) is not TrainBatch:
+        if sent is not TrainBatch:
             yield from _of_sizes(before, after, group_tokens)
 
 
-def _of_types(links: Sequence[Link]) -> Iterator[str]:
+def _of_types(links: Sequence[Link], types: Sequence[RecordTypes]) -> Iterator[str]:
     """Find the joints at which no record of the one stage is one that the other takes, by their annotations."""
-    for (before, after), sent in zip(pairwise(links), sent_along(links), strict=False):
-        received = record_types(after.stage).received
+    sent_by = sent_along(types)
+    for (before, after), sent, (received, _) in zip(pairwise(links), sent_by, types[1:], strict=False):
         if never_fits(sent, received):
             yield (
                 f"{before.name} → {after.name}: {before.name} sends {type_name(sent)}, and {after.name} receives "
@@ -238,7 +239,9 @@ def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[s
 
 
 def _hint(stage: Any, name: str) -> int | None:
+    if (value := getattr(stage, name, None)) is None:
+        return None
     try:
-        return whole_number(name, getattr(stage, name, None), least=0)
+        return whole_number(name, value, least=0)
     except InvalidConfig:
         return None

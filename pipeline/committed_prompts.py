@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, TypeAlias
 
@@ -23,9 +22,6 @@ DIGITS = "0123456789"
 
 MAX_DIGITS = 18
 """Of a number; digits before these belong to the name, so that a number fits in 64 bits."""
-
-SPLITS_KEPT = 4096
-"""Names whose number is remembered: each is looked up several times while its trajectories are in flight."""
 
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[1-9a-f][0-9a-f]*$")]
 """A bit mask above 0."""
@@ -82,6 +78,8 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
     def mask(self, group: GroupId) -> int:
         """Return the repetitions of `group` that were trained, as a bit mask."""
+        if not self._series and not self._others:  # so it always is in a worker
+            return 0
         env, instance_id = group
         name, number = _split(instance_id)
         if number is None:
@@ -99,7 +97,9 @@ class CommittedPrompts(Mapping[GroupId, int]):
             self._others[GroupId(*group)] = self._others.get(group, 0) | mask
             return
         masks = self._series.get((env, name))
-        self._series[env, name] = LoneNumber(number, mask) if masks is None else masks.add(number, mask)
+        added = LoneNumber(number, mask) if masks is None else masks.add(number, mask)
+        if added is not masks:
+            self._series[env, name] = added
 
     def __getitem__(self, group: GroupId) -> int:
         if mask := self.mask(group):
@@ -164,7 +164,6 @@ class CommittedPrompts(Mapping[GroupId, int]):
         return committed
 
 
-@lru_cache(maxsize=SPLITS_KEPT)
 def _split(instance_id: str) -> tuple[str, int | None]:
     """What stands before the number at the end of a name, and the number; no number where the name ends in no digit.
 
@@ -173,9 +172,13 @@ def _split(instance_id: str) -> tuple[str, int | None]:
     >>> _split("run-2.017"), _split("0"), _split("chess")
     (('run-2.0', 17), ('', 0), ('chess', None))
     """
-    digits = instance_id[len(instance_id.rstrip(DIGITS)) :][-MAX_DIGITS:]
+    name = instance_id.rstrip(DIGITS)
+    digits = instance_id[len(name) :]
     if not digits:
         return instance_id, None
+    if digits[0] != "0" and len(digits) <= MAX_DIGITS:  # almost always
+        return name, int(digits)
+    digits = digits[-MAX_DIGITS:]
     written = digits.lstrip("0") or "0"
     return instance_id[: -len(written)], int(written)
 

@@ -25,6 +25,7 @@ from .misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_pl
 from .outcome import check_outcome
 from .processes.placement import HERE, Here, Placement
 from .processes.worker import refuse_while_importing_main
+from .record_types import record_types
 from .resumption import kept_in
 from .run import Run
 from .stage import Sink, Source, Stage
@@ -57,7 +58,7 @@ class Flow(Generic[Out_co]):
     @property
     def sends(self) -> type[Any] | None:
         """What its last stage sends, where that can be told."""
-        last = sent_along(self.links)[-1]
+        last = sent_along(record_types(link.stage) for link in self.links)[-1]
         return last if isinstance(last, type) else None
 
     @property

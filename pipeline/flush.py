@@ -6,8 +6,8 @@ on its way to it, so stages flush in the order in which records pass. The stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
@@ -74,14 +74,12 @@ class FlushableInbox(Generic[T]):
         return None
 
 
-@contextmanager
-def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> Iterator[None]:
-    """Have `scope` cancelled when a flush is due for the stage that runs; see `FlushableInbox`."""
+def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Within the body, have `scope` cancelled when a flush is due for the stage that runs; see `FlushableInbox`."""
     context = current()
 
     def look() -> None:
         if holding() and context.nothing_on_the_way():
             scope.cancel()
 
-    with context.flush.watched(look):
-        yield
+    return context.flush.watched(look)

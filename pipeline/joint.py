@@ -17,6 +17,7 @@ import anyio.lowlevel
 from ..schemas import GroupId, TrainBatch, TrajectoryGroup
 from .channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
 from .channels.ends import Closing, Receiving
+from .channels.memory import CHECKPOINT_EVERY
 from .ledger import Ledger
 from .repetitions import without
 from .statistics import JointStatistics
@@ -177,11 +178,12 @@ class Outbox(Closing, Generic[T]):
 class Inbox(Receiving[T]):
     """The receiving end that a sink is given, of which the run can end the stream; see `ReceiveChannel`."""
 
-    __slots__ = ("_end", "_ended", "_waiting")
+    __slots__ = ("_end", "_ended", "_until_checkpoint", "_waiting")
 
     def __init__(self, end: ReceiveChannel[T]) -> None:
         self._end = end
         self._ended = False
+        self._until_checkpoint = CHECKPOINT_EVERY
         self._waiting: set[anyio.CancelScope] = set()
 
     def __repr__(self) -> str:
@@ -195,7 +197,15 @@ class Inbox(Receiving[T]):
 
     async def receive(self) -> T:
         """Return the next record, waiting for one if need be; see `ReceiveChannel.receive`."""
-        self._refuse_after_end()
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        try:
+            return self.receive_nowait()  # a cancel scope for each record would cost more than to receive it
+        except anyio.WouldBlock:
+            pass
+        self._until_checkpoint = CHECKPOINT_EVERY
         with anyio.CancelScope() as scope:
             self._waiting.add(scope)
             try:

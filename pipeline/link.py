@@ -6,7 +6,7 @@ Also what can be learned of a stage by looking at it: its name, what it sends, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from ..schemas import TrainBatch, TrajectoryGroup
 from ..schemas.errors import InvalidConfig
 from ..schemas.numbers import whole_number
 from .processes.placement import Placement, Processes
-from .record_types import record_types
+from .record_types import RecordTypes, record_types
 
 __all__ = ["Link", "carried", "name_of", "named", "sends", "sent_along"]
 
@@ -35,8 +35,9 @@ class Link:
     def __post_init__(self) -> None:
         """Convert the capacities that are whole numbers; `check()` refuses the others by name."""
         for name in ("capacity", "capacity_bytes"):
-            with suppress(InvalidConfig):
-                object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+            if (value := getattr(self, name)) is not None:
+                with suppress(InvalidConfig):
+                    object.__setattr__(self, name, whole_number(name, value))
 
     @property
     def remote(self) -> bool:
@@ -66,11 +67,10 @@ def sends(stage: object) -> type[Any] | None:
     return _class(record_types(stage).sent)
 
 
-def sent_along(links: Sequence[Link]) -> list[Any]:
+def sent_along(stages: Iterable[RecordTypes]) -> list[Any]:
     """Return the type that each stage of a chain sends; one that hands on what it receives sends the type before it."""
     sent: list[Any] = []
-    for link in links:
-        known = record_types(link.stage)
+    for known in stages:
         hands_on = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
         sent.append(sent[-1] if hands_on else known.sent)
     return sent

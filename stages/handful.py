@@ -30,7 +30,7 @@ FIRST = np.zeros(1, np.int64)
 class Handful:
     """One group or more."""
 
-    __slots__ = ("_groups", "_part_names", "_spans", "lengths", "loss_mask", "sizes")
+    __slots__ = ("_groups", "_part_names", "_rewards", "_spans", "lengths", "loss_mask", "sizes")
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._groups = groups
@@ -41,6 +41,7 @@ class Handful:
         """[B] tokens of each sequence."""
         self.loss_mask = np.concatenate([group.loss_mask for group in groups])
         """[N]."""
+        self._rewards: Floats = np.concatenate([group.rewards for group in groups], dtype=np.float64)
         self._spans = _spans(sizes)
         """Where the sequences of each group lie among all."""
         self._part_names = set[str]().union(*(group.reward_parts for group in groups))
@@ -52,13 +53,12 @@ class Handful:
         Raises:
             InvalidRecord: one is not finite; the message names whose.
         """
-        rewards = np.concatenate([group.rewards for group in self._groups], dtype=np.float64)
-        self._check_finite("rewards", rewards, by_token=False)
-        return rewards
+        self._check_finite("rewards", self._rewards, by_token=False)
+        return self._rewards
 
     def noise(self) -> Floats:
         """[B] how far rounding may have moved each reward."""
-        own = rounding(np.concatenate([group.rewards for group in self._groups]))
+        own = rounding(self._rewards)
         told = [group.reward_noise for group in self._groups]
         if all(noise is None for noise in told):
             return own

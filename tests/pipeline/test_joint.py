@@ -5,7 +5,7 @@ import pytest
 
 from penstock import GroupId, Ledger, TrainBatch, TrajectoryGroup, memory_channel
 from penstock.errors import ChannelFull
-from penstock.pipeline.joint import Outbox, Passage, trajectories_of
+from penstock.pipeline.joint import Inbox, Outbox, Passage, trajectories_of
 from penstock.testing import group
 
 
@@ -109,3 +109,23 @@ async def test_how_long_a_closed_clone_waited_is_remembered() -> None:
 
     assert not waits
     assert waited_s > 0
+
+
+async def test_other_tasks_run_while_a_sink_receives_records_that_are_there() -> None:
+    outbox, end = memory_channel[int](100)
+    received: list[int] = []
+    received_before: list[int] = []
+
+    async def other() -> None:
+        received_before.append(len(received))
+
+    async with Inbox(end) as inbox, anyio.create_task_group() as tasks:
+        async with outbox:
+            for number in range(100):
+                outbox.send_nowait(number)
+        tasks.start_soon(other)
+        async for record in inbox:
+            received.append(record)  # noqa: PERF401 (looked at meanwhile)
+
+    assert received == list(range(100))
+    assert received_before[0] < 100

@@ -395,3 +395,21 @@ def test_versions_by_token_of_as_many_tokens_as_sequences_are_taken_as_by_sequen
     form, lengths, _ = GROUP_SCHEMA.laid_out(by_token(1, 2, 0))
     assert not form.versions_by_token
     assert lengths == Lengths(3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rewards": np.array([1.0, 2.0])},
+        {"rewards": [1.0, 2.0]},
+        {"teacher_logprobs": "none"},
+        {"reward_parts": {"score": [1.0, 2.0]}},
+    ],
+)
+def test_types_are_checked_of_each_record_whatever_those_before_it_had(changes: dict[str, Any]) -> None:
+    record = complete()
+    GROUP_SCHEMA.check_types(record)
+
+    with pytest.raises(InvalidRecord, match=next(iter(changes)).removesuffix("s")):
+        GROUP_SCHEMA.check_types(msgspec.structs.replace(record, **changes))
+    GROUP_SCHEMA.check_types(record)
