@@ -25,6 +25,7 @@ from ..pipeline.channels.silence import DEFAULT_SILENCE_S
 from ..pipeline.context import current, outliving_the_sink
 from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
+from ..pipeline.os_errors import explaining_os_errors
 from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.telemetry import get_logger
 from ..pipeline.waiting import Waiters
@@ -34,6 +35,8 @@ from ..schemas.numbers import normalize_counts, normalize_numbers
 __all__ = ["SourceChannel"]
 
 log = get_logger("penstock.source_channel")
+
+ELSEWHERE = "set address to a path in another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class SourceChannel:
 
         Raises:
             MemberAbsent: a member did not come, or was lost and did not come back.
+            DiskFull, NotWritable: `address` cannot be written.
         """
         unsaved, flush = _Unsaved(current().ledger), current().flush
         known = self.tokenizer is not None
@@ -254,5 +258,9 @@ def _nothing() -> None:
 def _note(path: Path, url: str) -> None:
     """Write it whole: a sender may be reading."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(url)
-    unfinished.rename(path)
+    with explaining_os_errors("the address of a channel", path, or_else=ELSEWHERE, elsewhere=ELSEWHERE):
+        try:
+            unfinished.write_text(url)
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import zmq
 import zmq.utils.z85
 
 from ..errors import InvalidKey
+from ..os_errors import explaining_os_errors
 
 __all__ = ["Key", "Role"]
 
@@ -63,11 +64,17 @@ class Key:
 
         Raises:
             FileExistsError: there is one already.
+            DiskFull, NotWritable: the file cannot be written; none is left.
         """
         key = cls(secrets.token_bytes(SECRET_BYTES))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(key._secret.hex() + "\n")
+        with explaining_os_errors("a key", Path(path)):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with os.fdopen(fd, "w") as file:
+                    file.write(key._secret.hex() + "\n")
+            except BaseException:
+                Path(path).unlink()
+                raise
         return key
 
     @classmethod

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 from urllib.parse import urlsplit
 
 import anyio
@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup
 from ...schemas.numbers import normalize_numbers, whole_number
 from ..context import current
 from ..errors import ServerFailed
+from ..os_errors import explaining_os_errors
 from ..telemetry import get_logger
 from . import keeper
 from .log_errors import first_error
@@ -185,6 +186,12 @@ class RunningServer:
         return f"{tail}\n\nThe first error in it:\n\n{cause}" if cause else tail
 
 
+def _opened_log(path: Path) -> BinaryIO:
+    with explaining_os_errors("the log of a server", path, elsewhere="set logs to another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+
+
 def _how(status: int) -> str:
     if os.WIFSIGNALED(status):
         with suppress(ValueError):
@@ -222,6 +229,7 @@ class OutsideServer:
         Raises:
             ServerFailed: somebody answers already; or it could not be started, was not ready in time, or ended before
                 the body did, with the last that it printed, and the first error in that.
+            DiskFull, NotWritable: its log cannot be opened.
         """
         await self._until_nobody_answers()
         stack = AsyncExitStack()
@@ -245,11 +253,10 @@ class OutsideServer:
         worker = current().worker
         label = f"{self._called}-{worker.index}" if worker.count > 1 else self._called
         path = Path(self.logs).absolute() / f"{label}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
         (hears_orders, orders), (words, says_words) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         options = [str(os.getpid()), str(self.stop_within_s), str(hears_orders), str(says_words)]
         try:
-            with path.open("ab") as printed:
+            with _opened_log(path) as printed:
                 log_start = printed.tell()
                 popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
                     [sys.executable, "-I", "-S", keeper.__file__, *options, *self.command],

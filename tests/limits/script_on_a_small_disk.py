@@ -23,9 +23,12 @@ from tests.tiny_model import TinyModel
 from penstock import (
     AdvantageWeighted,
     Batcher,
+    Key,
     Pipeline,
+    ReceiveChannel,
     SendChannel,
     SinkTrainer,
+    SourceChannel,
     TorchTrainer,
     TrajectoryGroup,
     WeightFolder,
@@ -47,6 +50,14 @@ class Groups:
         for number in count():
             sent = group(instance_id=str(number), seed=number)
             await outbox.send(sent.with_advantages(sent.rewards.repeat(sent.lengths())))
+
+
+class Ignore:
+    """Leaves what it receives."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for _ in inbox:
+            pass
 
 
 def pipeline_until(step: int, checkpoint_every: int | None) -> tuple[Pipeline, TorchTrainer]:
@@ -156,7 +167,23 @@ def appended_until_full(append: Callable[[list[TrajectoryGroup]], object]) -> in
         number += 1
 
 
+def small_files(disk: Path) -> None:
+    (folder := disk / "small").mkdir()
+    with full_but_for(disk, 0):
+        try:
+            Key.create(folder / "a.key")
+        except DiskFull as error:
+            say("key", error)
+        channel = SourceChannel("tcp://127.0.0.1:0", address=folder / "address", key=Key(bytes(32)))
+        try:
+            anyio.run(source(channel).sink(Ignore()).run)
+        except StageFailed as failed:
+            say("address", failed)
+    say("left of them", names(folder))
+
+
 def main(disk: Path) -> None:
+    small_files(disk)
     checkpoints(disk)
     metrics(disk)
     anyio.run(weights, disk)

@@ -56,6 +56,14 @@ def test_weights_for_which_the_disk_has_no_room_leave_the_version_before_and_are
     assert said["published"] == "1"
 
 
+def test_an_address_and_a_key_for_which_the_disk_has_no_room_are_errors_that_name_them_and_leave_no_file(
+    disk: Path, said: dict[str, str]
+) -> None:
+    assert f"DiskFull: expected room for the address of a channel in {disk}/small/address, {FULL}" in said["address"]
+    assert said["key"].startswith(f"expected room for a key in {disk}/small/a.key, {FULL}")
+    assert said["left of them"] == ""
+
+
 def test_a_journal_for_which_the_disk_has_no_room_stays_whole_and_goes_on_when_it_has(
     disk: Path, said: dict[str, str]
 ) -> None:
@@ -70,7 +78,7 @@ from functools import partial
 from pathlib import Path
 import anyio
 import numpy as np
-from penstock import JsonlSink, TrajectoryGroup, WeightFolder, WeightPublisher, serve
+from penstock import JsonlSink, Key, OutsideServer, TrajectoryGroup, WeightFolder, WeightPublisher, listens, serve
 from penstock.errors import NotWritable
 from penstock.pipeline.journal import open_journal
 from penstock.stages.training.checkpoint import write_checkpoint
@@ -92,6 +100,8 @@ attempts = {
     "journal": journal,
     "weights": partial(anyio.run, enter, partial(WeightFolder, folder, model)),
     "sockets": partial(anyio.run, enter, partial(serve, "shm://", TrajectoryGroup)),
+    "key": lambda: Key.create(folder / "a.key"),
+    "server": partial(anyio.run, enter, OutsideServer(command=["true"], ready=listens(1), logs=folder).open),
     "publisher": partial(anyio.run, enter, partial(WeightPublisher, model)),
 }
 for name, attempt in attempts.items():
@@ -117,6 +127,7 @@ def test_a_read_only_folder_is_an_error_that_names_it_and_says_how_to_choose_ano
     said = said_by(read_only(tmp_path), "-c", f"{SETTINGS[chosen_by]}\n{READ_ONLY}", str(tmp_path))
 
     permitted = "got no permission (Read-only file system): let this user write there, or"
+    elsewhere = f"{permitted} set logs to another folder"
     other = f"{permitted} choose another folder"
     assert said == {
         "checkpoint": f"expected to write the files of step 1 in {tmp_path}, {other}",
@@ -124,5 +135,7 @@ def test_a_read_only_folder_is_an_error_that_names_it_and_says_how_to_choose_ano
         "journal": f"expected to write the lock of a journal in {tmp_path}, {other}",
         "weights": f"expected to write weights to publish in {tmp_path}, {other}",
         "sockets": f"expected to write sockets in {tmp_path}, {permitted} set XDG_RUNTIME_DIR to one where it may",
+        "key": f"expected to write a key in {tmp_path}/a.key, {other}",
+        "server": f"expected to write the log of a server in {tmp_path}/true.log, {elsewhere}",
         "publisher": f"expected to write sockets in {tmp_path}, {permitted} set XDG_RUNTIME_DIR to one where it may",
     }
