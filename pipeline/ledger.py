@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
 
 CheckpointHearer: TypeAlias = Callable[[Mapping[GroupId, int]], None]
 """Takes what a checkpoint holds as trained: `Ledger.committed` as it was when it was written."""
+
+L = TypeVar("L")
 
 MAX_REASONS = 64
 """Reasons that are told apart for each end state: error messages may all differ, and a run may fail for days."""
@@ -110,10 +112,11 @@ class Ledger:
         self._pace = _Pace()
         self._room = Waiters()
         self._hearers: list[CheckpointHearer] = []
-        self._on_end: Callable[[], None] | None = None
+        self._on_end: list[Callable[[], None]] = []
+        """Called after trajectories have ended."""
         self._succeeded = 0
         """Rollouts that succeeded in this process, or in a worker whose account is closed."""
-        self._on_failure: Callable[[], None] | None = None
+        self._on_failure: list[Callable[[], None]] = []
         """Called after trajectories were counted as failed."""
         self.step = 0
         """The last optimizer step that was committed, or that this process was told of."""
@@ -369,39 +372,24 @@ class Ledger:
         for hear in self._hearers:
             hear(committed)
 
-    @contextmanager
-    def hearing_of_checkpoints(self, hear: CheckpointHearer) -> Iterator[None]:
-        """Within the body, `hear` is told of every checkpoint of the run."""
-        self._hearers.append(hear)
-        try:
-            yield
-        finally:
-            self._hearers.remove(hear)
+    def hearing_of_checkpoints(self, hear: CheckpointHearer) -> AbstractContextManager[None]:
+        """Within the body, call `hear` with what every checkpoint of the run holds."""
+        return _listed(self._hearers, hear)
 
-    @contextmanager
-    def hearing_of_ends(self, hear: Callable[[], None]) -> Iterator[None]:
-        """Within the body, `hear` is called whenever trajectories have ended in these books."""
-        self._on_end = hear
-        try:
-            yield
-        finally:
-            self._on_end = None
+    # -- ends and failures -------------------------------------------------------------------------------------------
 
-    # -- failures ----------------------------------------------------------------------------------------------------
+    def calling_on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within the body, call `call` after trajectories have ended in this ledger."""
+        return _listed(self._on_end, call)
 
-    @contextmanager
-    def calling_on_failure(self, call: Callable[[], None]) -> Iterator[None]:
+    def calling_on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
         """Within the body, call `call` after trajectories were counted as failed, here or in a worker."""
-        self._on_failure = call
-        try:
-            yield
-        finally:
-            self._on_failure = None
+        return _listed(self._on_failure, call)
 
     def failures_changed(self) -> None:
         """A worker reported: its account may hold new failures."""
-        if self._on_failure is not None:
-            self._on_failure()
+        for call in self._on_failure:
+            call()
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -483,8 +471,8 @@ class Ledger:
             self._pace.trained(self.step, sum(own))
         if self._room:
             self._room.wake_all()
-        if self._on_end is not None:
-            self._on_end()
+        for call in self._on_end:
+            call()
         if state == "failed":
             self.failures_changed()
 
@@ -515,6 +503,16 @@ class Ledger:
         if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:
             return reason
         return OTHER_REASONS
+
+
+@contextmanager
+def _listed(listeners: list[L], listener: L) -> Iterator[None]:
+    """Within the body, `listener` is among `listeners`."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
 
 
 def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:

@@ -163,7 +163,7 @@ class Run:
                 raise
             if self._opening.cancel_called:
                 return
-            channels.enter_context(self._context.ledger.hearing_of_ends(self._context.flush.look))
+            channels.enter_context(self._context.ledger.calling_on_end(self._context.flush.look))
             channels.callback(self._conclude)  # while the channels are still open
             with alone():
                 async with anyio.create_task_group() as tasks:
