@@ -14,7 +14,7 @@ from .stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from .stages.integrations.atropos.server.bodies import Limits
 from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
 from .stages.integrations.atropos.server.standalone import stand
-from .stages.integrations.atropos.shm.shm_way_in import CAPACITY_BYTES
+from .stages.integrations.atropos.shm.receiver import CAPACITY_BYTES
 
 __all__ = ["commands"]
 

@@ -24,7 +24,7 @@ from penstock.stages.integrations.atropos.server.desk import Relay
 from penstock.stages.integrations.atropos.server.endpoints import Endpoints
 from penstock.stages.integrations.atropos.server.intake import Intake
 from penstock.stages.integrations.atropos.server.trainer_endpoints import SENDING_S
-from penstock.stages.integrations.atropos.shm.shm_way_in import ShmWayIn
+from penstock.stages.integrations.atropos.shm.receiver import ShmReceiver
 from penstock.stages.integrations.atropos.translation import from_group
 from penstock.testing import group
 
@@ -219,7 +219,7 @@ def test_a_gzip_that_lies_about_its_size_is_refused(said: int) -> None:
         Bodies(Limits()).inflate(honest[:-4] + said.to_bytes(4, "little"))
 
 
-class WayIn(ShmWayIn):
+class WayIn(ShmReceiver):
     """Shared memory in which groups lie already."""
 
     def __init__(self, groups: list[TrajectoryGroup]) -> None:

@@ -9,6 +9,7 @@ from .server.trainers import AtroposTrainers
 from .shm.transport import ShmTransport
 from .steps.conversation import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem
+from .submit import submit, submitting
 
 __all__ = [
     "Action",
@@ -21,4 +22,6 @@ __all__ = [
     "Limits",
     "ShmTransport",
     "register_with_gem",
+    "submit",
+    "submitting",
 ]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..shm.shm_way_in import PATH
+from ..shm.receiver import PATH
 from .access import Access
 from .answers import REFUSALS, Handler, endpoint, refused
 from .endpoints import Endpoints

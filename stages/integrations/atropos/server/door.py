@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .....pipeline.errors import InvalidConfig
 from .....schemas.numbers import normalize_counts
-from ..shm.shm_way_in import CAPACITY_BYTES
+from ..shm.receiver import CAPACITY_BYTES
 from .bodies import Limits
 
 __all__ = ["DEFAULT_PORT", "Door"]

@@ -33,7 +33,7 @@ from ..contract import (
 )
 from ..queue.records import EnvStatus, Info, Receipt, Status, Submission, UnknownEnvironment, WandbInfo
 from ..queue.trajectory_queue import TrajectoryQueue
-from ..shm.shm_way_in import WayInAnswer
+from ..shm.receiver import ShmAnswer
 from .answers import Delivery, answered
 from .bodies import Bodies
 from .desk import Desk
@@ -65,6 +65,9 @@ class _Read(NamedTuple, Generic[G]):
 
     submissions: list[Submission[G]]
     digest: bytes
+    """Of the body, or of the idempotency key that the sender gave it."""
+    keyed: bool = False
+    """Whether there is such a key: then the receipt is remembered though it was delivered."""
 
 
 class Endpoints(Generic[G]):
@@ -126,10 +129,10 @@ class Endpoints(Generic[G]):
         queue = self._in_step()
         return PlainTextResponse(exposition(queue.status(), queue.statistics(now), queue.stalls()))
 
-    async def shm(self, _: Request) -> WayInAnswer:
+    async def shm(self, _: Request) -> ShmAnswer:
         """GET /shm."""
         assert self.intake is not None  # noqa: S101 (there is no such route without one)
-        return WayInAnswer(url=self.intake.url)
+        return ShmAnswer(url=self.intake.url)
 
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
@@ -169,14 +172,14 @@ class Endpoints(Generic[G]):
     async def scored_data(self, request: Request) -> Delivery:
         """POST /scored_data."""
         read = await self._read(request, many=False)
-        receipt = self.accept(read.submissions, digest=read.digest)
+        receipt = self.accept(read.submissions, digest=read.digest, keyed=read.keyed)
         told = Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
         return self._receipt(request, read, receipt, told)
 
     async def scored_data_list(self, request: Request) -> Delivery:
         """POST /scored_data_list."""
         read = await self._read(request, many=True)
-        receipt = self.accept(read.submissions, digest=read.digest)
+        receipt = self.accept(read.submissions, digest=read.digest, keyed=read.keyed)
         received = ListReceived(status="received", groups_processed=receipt.groups)
         if receipt.buffer_size is not None:
             received = msgspec.structs.replace(
@@ -196,7 +199,9 @@ class Endpoints(Generic[G]):
         return Delivery(answered(request, msgspec.json.encode(told)), settle)
 
     async def _read(self, request: Request, *, many: bool) -> _Read[G]:
-        return await self._reading.read(request, partial(self._submissions, many=many))
+        read = await self._reading.read(request, partial(self._submissions, many=many))
+        key = request.headers.get("idempotency-key")
+        return read if key is None else read._replace(digest=hashlib.sha256(key.encode()).digest(), keyed=True)
 
     def _submissions(self, plain: bytes, *, many: bool) -> _Read[G]:
         """The groups in a body. May block, and run in a thread."""
@@ -227,8 +232,10 @@ class Endpoints(Generic[G]):
         """The name of an environment in the ids of its groups; one for all that did not register."""
         return self.queue.name(env_id) or "atropos"
 
-    def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
+    def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None, keyed: bool = False) -> Receipt:
         """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for what it raises."""
         receipt = self.queue.submit(self._now(), submissions, digest=digest)
+        if keyed and digest is not None:
+            self.queue.remember_undelivered(self._now(), digest, receipt)
         self.desk.arrived([] if receipt.duplicate else submissions)
         return receipt

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from ..queue.trajectory_queue import TrajectoryQueue
-from ..shm.shm_way_in import shm_way_in
+from ..shm.receiver import open_receiver
 from .access import Access, listen
 from .app import application
 from .bodies import Bodies
@@ -50,7 +50,7 @@ async def hosted(door: Door, queue: TrajectoryQueue[G], desk: Desk[G]) -> AsyncG
         host, port = listener.getsockname()[:2]
         intake: Intake[G] | None = None
         if desk.takes_groups:
-            intake = Intake(await stack.enter_async_context(shm_way_in(capacity_bytes=door.shm_bytes)))
+            intake = Intake(await stack.enter_async_context(open_receiver(capacity_bytes=door.shm_bytes)))
         endpoints = Endpoints(queue, desk, Bodies(door.limits), intake=intake)
         await stack.enter_async_context(serving(application(endpoints, access), listener))
         tasks = await stack.enter_async_context(anyio.create_task_group())

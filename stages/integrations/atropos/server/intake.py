@@ -14,7 +14,7 @@ import anyio
 from .....pipeline.telemetry import get_logger
 from .....schemas import InvalidRecord, TrajectoryGroup
 from ..queue.records import QueueFull, RequestRejected, Submission
-from ..shm.shm_way_in import ShmWayIn
+from ..shm.receiver import ShmReceiver
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints
@@ -32,7 +32,7 @@ log = get_logger("penstock.atropos")
 class Intake(Generic[G]):
     """Takes groups from `way_in` while `run` runs."""
 
-    def __init__(self, way_in: ShmWayIn) -> None:
+    def __init__(self, way_in: ShmReceiver) -> None:
         self._way_in = way_in
         self._kept: dict[int | None, deque[tuple[TrajectoryGroup, Submission[G]]]] = {}
         """Those for which there was no room, by environment; the group keeps its sender from having credit."""
