@@ -14,7 +14,7 @@ from anyio.streams.tls import TLSListener
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Ledger, ReceiveChannel, TrajectoryGroup, current, source
-from penstock.stages.integrations.atropos import AtroposGateway, Door
+from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
 
 __all__ = ["ONLY_HTTP", "Pipeline", "Proxy", "proxied", "running"]
 
@@ -25,8 +25,10 @@ ONLY_HTTP = 2**13
 class Pipeline:
     """A gateway as a source, and a sink that trains everything."""
 
-    def __init__(self, **door: Any) -> None:
-        self.gateway = AtroposGateway(batch_size=64, max_token_len=10_000, door=Door(port=0, **door), capacity=2)
+    def __init__(self, **config: Any) -> None:
+        self.gateway = AtroposGateway(
+            batch_size=64, max_token_len=10_000, server=ServerConfig(port=0, **config), capacity=2
+        )
         self.trained: list[TrajectoryGroup] = []
         self.ledger = Ledger()
         self.goes_on = anyio.Event()
@@ -55,9 +57,9 @@ class Pipeline:
 
 
 @asynccontextmanager
-async def running(*, stopped: bool = False, **door: Any) -> AsyncGenerator[tuple[Pipeline, str]]:
+async def running(*, stopped: bool = False, **config: Any) -> AsyncGenerator[tuple[Pipeline, str]]:
     """A pipeline that is fed by a gateway, and the gateway's address."""
-    pipeline = Pipeline(**door)
+    pipeline = Pipeline(**config)
     if not stopped:
         pipeline.goes_on.set()
     async with anyio.create_task_group() as tasks:

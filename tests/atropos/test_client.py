@@ -22,7 +22,7 @@ from anyio.abc import SocketAttribute
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 
-import penstock.stages.integrations.atropos.server.hosting  # noqa: F401 (imported here, for that blocks)
+import penstock.stages.integrations.atropos.server.running  # noqa: F401 (imported here, for that blocks)
 from penstock import GroupId, TrajectoryGroup, drop, memory_channel, source
 from penstock.errors import MissingExtra
 from penstock.pipeline.channels.channel import ReceiveChannel
@@ -34,7 +34,7 @@ from penstock.stages.integrations.atropos import http_api
 from penstock.stages.integrations.atropos.api_error import AtroposAPIError
 from penstock.stages.integrations.atropos.client import AtroposClient
 from penstock.stages.integrations.atropos.contract import TrainerRegistration
-from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
 from penstock.stages.integrations.atropos.server.trainers import AtroposTrainers
 from penstock.testing import Driven, drive_sink, drive_source, group
 
@@ -340,7 +340,7 @@ async def test_what_was_trained_before_a_restart_is_not_trained_again_and_is_no_
 
 async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_acknowledged() -> None:
     sent = [group(instance_id=str(number), seed=number, advantages=np.arange(14)) for number in range(4)]
-    sink, received = AtroposTrainers(door=Door(port=0)), list[TrajectoryGroup]()
+    sink, received = AtroposTrainers(server=ServerConfig(port=0)), list[TrajectoryGroup]()
 
     async def poll() -> None:
         url = await sink.listening.url()
@@ -366,7 +366,7 @@ async def polled(session: aiohttp.ClientSession, *, lease_s: str) -> dict[str, A
 
 async def test_a_sink_ends_with_the_last_step_though_a_trainer_died_with_a_batch_that_was_counted() -> None:
     """It comes back with one step done of the two that it was handed, and the stream does not end by itself."""
-    sink, received = AtroposTrainers(door=Door(port=0)), list[TrajectoryGroup]()
+    sink, received = AtroposTrainers(server=ServerConfig(port=0)), list[TrajectoryGroup]()
     outbox, inbox = memory_channel[TrajectoryGroup](4)
 
     async def trained_one_of_two() -> None:
@@ -536,7 +536,7 @@ async def test_a_registration_that_does_not_count(info: dict[str, Any]) -> None:
 
 
 async def test_a_token_is_brought_and_not_shown() -> None:
-    sink = AtroposTrainers(door=Door(port=0, token="secret"))  # noqa: S106 (no secret)
+    sink = AtroposTrainers(server=ServerConfig(port=0, token="secret"))  # noqa: S106 (no secret)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(drive_sink, sink, [group()])
         url = await sink.listening.url()

@@ -18,7 +18,7 @@ from penstock.errors import InvalidConfig
 from penstock.stages.integrations.atropos import (
     AtroposAPIError,
     AtroposTrainers,
-    Door,
+    ServerConfig,
     ShmTransport,
     submit,
     submitting,
@@ -126,7 +126,7 @@ async def test_an_environment_of_atropos_falls_back_to_https_with_a_token(tls: s
 
 
 async def test_a_client_trains_over_https_with_a_token(tls: ssl.SSLContext, ca: Path) -> None:
-    sink = AtroposTrainers(door=Door(port=0, token=TOKEN))
+    sink = AtroposTrainers(server=ServerConfig(port=0, token=TOKEN))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(drive_sink, sink, [group()])
         async with proxied(await sink.listening.url(), tls=tls) as proxy:

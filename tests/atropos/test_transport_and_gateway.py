@@ -21,7 +21,7 @@ from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
 from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
-from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
 from penstock.stages.integrations.atropos.shm.receiver import CAPACITY
 
 BATCH = 16
@@ -72,9 +72,11 @@ class Keeps:
 
 
 @asynccontextmanager
-async def training(sink: Trains | Keeps, candidates: int | None = None, **door: Any) -> AsyncIterator[str]:
+async def training(sink: Trains | Keeps, candidates: int | None = None, **config: Any) -> AsyncIterator[str]:
     """A pipeline that environments feed, and where."""
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0, **door), candidates=candidates)
+    gateway = AtroposGateway(
+        batch_size=BATCH, max_token_len=100, server=ServerConfig(port=0, **config), candidates=candidates
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source(gateway).sink(sink).run)
         with anyio.fail_after(FAILSAFE_S):

@@ -2,9 +2,9 @@
 
 from .api_error import AtroposAPIError
 from .client import AtroposClient
-from .server.bodies import Limits
-from .server.door import Door
 from .server.gateway import AtroposGateway
+from .server.limits import Limits
+from .server.serve import ServerConfig
 from .server.trainers import AtroposTrainers
 from .shm.transport import ShmTransport
 from .steps.conversation import Action
@@ -18,8 +18,8 @@ __all__ = [
     "AtroposEnvironment",
     "AtroposGateway",
     "AtroposTrainers",
-    "Door",
     "Limits",
+    "ServerConfig",
     "ShmTransport",
     "register_with_gem",
     "submit",
