@@ -8,12 +8,9 @@ allows; one whose stage raised ends the run. Knows processes, not what they hold
 from __future__ import annotations
 
 import asyncio
-import multiprocessing.spawn
 import os
-import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,12 +21,12 @@ import anyio.to_thread
 import msgspec
 
 from ..causes import first_cause
-from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..errors import WorkerFailed
 from ..outcome import SWALLOWED
 from ..statistics import WorkerState, WorkerStatistics
 from ..telemetry import get_logger
+from .job import interpreter_command, write_job
 from .placement import Processes
 from .worker import refuse_while_importing_main
 from .worker_messages import Connected, Failed, Finished, Orders, Serving, Starting, Word, words
@@ -56,25 +53,6 @@ class Attendant(Protocol):
     def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
         """`worker` is no more; where it never `connected`, there is nothing of it to be received."""
         ...
-
-
-def _pickled(stage: object) -> int:
-    """An anonymous file with two pickles: how to prepare a child's interpreter, and the stage. Blocks."""
-    pickled = pickle.dumps(stage)
-    job = scratch("job")
-    with open(job, "wb", closefd=False) as file:
-        file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
-        file.write(pickled)
-    return job
-
-
-def _preparation(*, with_main: bool) -> dict[str, Any]:
-    """How a child's interpreter becomes like this one; its script is imported there only if the stage needs it."""
-    preparation = multiprocessing.spawn.get_preparation_data("penstock worker")
-    unwanted = {"authkey", "start_method", "log_to_stderr", "log_level"}
-    if not with_main:
-        unwanted |= {"init_main_from_name", "init_main_from_path"}
-    return {key: value for key, value in preparation.items() if key not in unwanted}
 
 
 class _Child:
@@ -227,7 +205,7 @@ class _Starter:
         self._job = -1
 
     async def __aenter__(self) -> Self:
-        self._job = await self._in_thread(_pickled, self._stage)
+        self._job = await self._in_thread(write_job, self._stage)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -250,7 +228,7 @@ class _Starter:
         try:
             filled = Orders(parent=os.getpid(), job=self._job, word=says, **orders)
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                _command(filled),
+                interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(filled).decode()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(filled.job, filled.account, filled.word),
                 process_group=0,
@@ -400,11 +378,3 @@ class Supervisor:
             child.state = "finished"
         else:
             child.state = "failed" if child.failure else "dead"
-
-
-def _command(orders: Orders) -> list[str]:
-    """The interpreter of this process, with the same flags and the same module path, as a worker."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 (as multiprocessing does)
-    path = [str(entry) or os.getcwd() for entry in sys.path]  # noqa: PTH109 (a string is wanted)
-    code = f"import sys; sys.path[:] = {path!r}; from penstock.pipeline.processes.worker import main; main(sys.argv[1])"
-    return [sys.executable, *flags, "-c", code, msgspec.json.encode(orders).decode()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import io
 import mmap
 import os
 import pickle
@@ -37,6 +36,7 @@ from ..joint import Outbox, Passage
 from ..ledger import EndState, Ledger
 from ..telemetry import Metrics, telling_waits
 from .account import Account
+from .job import open_job
 from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Starting, Word, framed
 
 __all__ = ["die_with", "main", "refuse_while_importing_main"]
@@ -124,9 +124,7 @@ def _end_by_sigterm() -> None:
 def _load(orders: Orders) -> Any:
     """Return the stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
     global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
-    size = os.fstat(orders.job).st_size
-    file = io.BytesIO(os.pread(orders.job, size, 0))  # siblings share the descriptor's position
-    os.close(orders.job)
+    file = open_job(orders.job)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import pytest
 from tests.pipeline.flow_stages import Count
 
 from penstock.pipeline.processes import supervisor, worker
+from penstock.pipeline.processes.job import open_job, write_job
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,7 @@ class LivesElsewhere:
 
 
 def preparation_for(stage: object) -> dict[str, object]:
-    job = supervisor._pickled(stage)
-    with os.fdopen(job, "rb") as file:
-        file.seek(0)
+    with open_job(write_job(stage)) as file:
         prepared: dict[str, object] = pickle.load(file)  # noqa: S301 (written above)
         assert pickle.load(file) is not None  # noqa: S301 (written above)
     return prepared
