@@ -1,13 +1,21 @@
-"""Environments of Atropos' shape that import nothing of it: what the step-wise adapter is tried with."""
+"""Environments of Atropos' shape over the modules of `stand_in`: what the step-wise adapter is tried with."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+STAND_IN = Path(__file__).parent / "stand_in"
+"""For `sys.path`: atroposlib's base of servers and openai's answers, in a few lines."""
 
 END = "\0"
 
@@ -27,34 +35,49 @@ class Letters:
         return "".join(map(chr, ids))
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Any = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
     ) -> str:
         assert not tokenize
-        text = "".join(f"<{message['role']}>{message['content']}{END}" for message in messages)
+        text = f"<tools>{tools}{END}" if tools else ""
+        text += "".join(f"<{message['role']}>{message['content']}{END}" for message in messages)
         return f"{text}<assistant>" if add_generation_prompt else text
 
 
-@dataclass
-class Config:
-    group_size: int = 4
-    use_wandb: bool = True
-    first: int = 0
+class Config(SimpleNamespace):
+    """Of an environment, and of its servers."""
+
+    def model_copy(self, *, update: dict[str, Any]) -> Config:
+        return Config(**vars(self) | update)
+
+
+class Manager:
+    """Hands every call to the first server, as Atropos' ServerManager with one server does."""
+
+    def __init__(self, server: Any) -> None:
+        self.servers = [server]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.servers[0], name)
 
 
 class Environment:
     """What all of them have of Atropos' BaseEnv: its constructor, and items in a row."""
 
-    tokenizer: Any = None
+    tokenizer: Any = Letters()
+    server_cls: Any = None
 
-    def __init__(self, config: Config, server_configs: list[Any], slurm: bool = True, testing: bool = False) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, config: Config, server_configs: list[Any], slurm: bool = True, testing: bool = False) -> None:  # noqa: FBT001, FBT002, ARG002
         self.config = config
-        self.server: Any = server_configs
-        self.made_for = (slurm, testing)
-        self.cleanups = 0
+        self.server: Any = Manager(self.server_cls(server_configs[0]))
 
     @classmethod
     def config_init(cls) -> tuple[Config, list[Any]]:
-        return Config(), []
+        return Config(group_size=4, use_wandb=True, first=0, kind=""), [Config(model_name="m")]
 
     async def setup(self) -> None:
         self.next = self.config.first
@@ -64,8 +87,10 @@ class Environment:
         self.next += 1
         return {"number": self.next}
 
-    async def cleanup(self) -> None:
-        self.cleanups += 1
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        return trajectories
+
+    async def cleanup(self) -> None: ...
 
 
 class Doubling(Environment):
@@ -83,75 +108,28 @@ class Doubling(Environment):
         return {"scores": 0.0, "messages": messages, "tokens": [7], "masks": [7]}, []
 
 
-class Rendered(Doubling):
-    """The same, with a tokenizer."""
-
-    tokenizer = Letters()
-
-
 class Group(Environment):
-    """As Atropos' gsm8k: all answers at once, at a managed server, shuffled, and dropped where they are all alike."""
-
-    tokenizer = Letters()
+    """All answers at once, with tokens; shuffled, and dropped where they are all alike."""
 
     async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any] | None, list[Any]]:
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            said = await managed.chat_completion(
-                messages=[{"role": "user", "content": f"{item['number']}?"}], n=self.config.group_size, max_tokens=9
-            )
-            nodes = managed.get_state()["nodes"]
-        answers = [choice.message.content for choice in said.choices]
-        rows = list(zip(nodes, answers, strict=True))[::-1]
-        scores = [float(answer == str(2 * item["number"])) for _, answer in rows]
+        asked, answers, logprobs, _ = await self.server.tokens_and_logprobs_completion(
+            prompt=f"{item['number']}?", n=self.config.group_size, max_tokens=9
+        )
+        rows = list(zip(answers, logprobs, strict=True))[::-1]
+        scores = [float(self.tokenizer.decode(answer) == str(2 * item["number"])) for answer, _ in rows]
         if len(set(scores)) == 1:
             return None, []
         return {
-            "tokens": [node.tokens for node, _ in rows],
-            "masks": [node.masked_tokens for node, _ in rows],
-            "inference_logprobs": [node.logprobs for node, _ in rows],
+            "tokens": [asked + answer for answer, _ in rows],
+            "masks": [[-100] * len(asked) + answer for answer, _ in rows],
+            "inference_logprobs": [[1.0] * len(asked) + each for _, each in rows],
             "scores": scores,
             "group_overrides": {"temperature": 0.5},
         }, []
 
 
-class Managed(Environment):
-    """Two turns at a managed server; what it says of them is what its state says."""
-
-    tokenizer = Letters()
-
-    async def collect_trajectory(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
-        messages = [{"role": "user", "content": "a"}]
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            first = await managed.chat_completion(messages=messages)
-            messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "b"}]
-            last = await managed.chat_completion(messages=messages)
-            (node,) = managed.get_state()["nodes"]
-        row = {"tokens": node.tokens, "masks": node.masked_tokens, "inference_logprobs": node.logprobs}
-        return row | {"scores": 1.0, "overrides": {"finish": last.choices[0].finish_reason}}, []
-
-
-class Respelled(Environment):
-    """A chat of one turn, whose tokens the environment makes by itself, with log-probabilities that it makes up."""
-
-    tokenizer = Letters()
-    logprob = -9.0
-
-    async def collect_trajectory(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
-        said = await self.server.chat_completion(messages=[{"role": "user", "content": "ab?"}])
-        prompt, answer = ([*map(ord, text)] for text in ("ab?", said.choices[0].message.content))
-        return {
-            "tokens": prompt + answer,
-            "masks": [-100] * len(prompt) + answer,
-            "inference_logprobs": [1.0] * len(prompt) + [self.logprob] * len(answer),
-            "advantages": [0.5] * len(prompt + answer),
-            "scores": 1.0,
-        }, []
-
-
 class Texts(Environment):
     """Text to be continued, twice, and the ids of a third one."""
-
-    tokenizer = Letters()
 
     async def collect_trajectory(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
         text = "Once"
@@ -160,6 +138,34 @@ class Texts(Environment):
             text += said.choices[0].text + " and"
         ids = await self.server.tokens_and_logprobs_completion(prompt="ids")
         return {"tokens": [1], "masks": [1], "scores": 1, "images": [text, ids]}, []
+
+
+class Turns(Environment):
+    """Two turns of a group; who is wrong in the first plays no second one, and answers are repeated without thoughts.
+
+    A turn is right if it holds an x; the score is the number of right turns.
+    """
+
+    async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any], list[Any]]:
+        prompt = f"<user>{item['number']}{END}<assistant>"
+        first = await self.server.completion(prompt=prompt, n=self.config.group_size)
+        talks = [[choice.text] for choice in first.choices]
+        going_on = [talk for talk in talks if "x" in talk[0]]
+        await asyncio.gather(*(self._second(prompt, talk) for talk in going_on))
+        return {
+            "tokens": [[1]] * len(talks),
+            "masks": [[1]] * len(talks),
+            "scores": [float(sum("x" in text for text in talk)) for talk in talks],
+            "messages": [[{"role": "assistant", "content": text} for text in talk] for talk in talks],
+        }, []
+
+    async def _second(self, prompt: str, talk: list[str]) -> None:
+        try:
+            repeated = talk[0].rpartition("</think>")[2].replace(" ", "\n")
+            said = await self.server.completion(prompt=f"{prompt}{repeated}{END}<user>again{END}<assistant>")
+            talk.append(said.choices[0].text)
+        except Exception:  # noqa: BLE001 (as Atropos' own does)
+            talk.append("")
 
 
 class Parallel(Environment):
@@ -180,30 +186,14 @@ class Parallel(Environment):
         return messages
 
 
-class InTurn(Environment):
-    """Asks for one answer after another, at a managed server, and scores them by their length."""
-
-    tokenizer = Letters()
-
-    async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
-        async with self.server.managed_server() as managed:
-            for _ in range(self.config.group_size):
-                await managed.chat_completion(messages=[{"role": "user", "content": "?"}])
-            nodes = managed.get_state()["nodes"]
-        masks = [node.masked_tokens for node in nodes]
-        scores = [float(sum(token != -100 for token in mask)) for mask in masks]
-        return {"tokens": [node.tokens for node in nodes], "masks": masks, "scores": scores}, []
-
-
 class Steps(Environment):
     """Scores every turn by itself, and wants to see an item again."""
 
     async def collect_trajectories(self, item: Any) -> tuple[list[Any], list[Any]]:
         turns = []
         for number in range(2):
-            said = await self.server.chat_completion(messages=[{"role": "user", "content": f"{item} {number}"}])
-            answer = said.choices[0].message.content
-            turns.append({"tokens": [[1]], "masks": [[1]], "scores": [float(answer)]})
+            said = await self.server.completion(prompt=f"{item} {number}")
+            turns.append({"tokens": [[1]], "masks": [[1]], "scores": [float(said.choices[0].text)]})
         return [None, *turns], ["again"]
 
     async def postprocess_histories(self, trajectories: list[Any]) -> list[Any]:
@@ -211,74 +201,77 @@ class Steps(Environment):
         return trajectories
 
 
-@dataclass
-class Trouble:
-    """What an environment is made to do, and what came of it."""
+class Process(Environment):
+    """Tells of the process that it runs in; an alarm interrupts its work there."""
 
-    kind: str
-    ended: list[str] = field(default_factory=list)
-    release: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    """Lets go what blocks."""
+    async def collect_trajectory(self, item: Any) -> tuple[dict[str, Any], list[Any]]:  # noqa: ARG002
+        await self.server.completion(prompt=f"{os.getpid()} {os.getppid()}")
+        signal.signal(signal.SIGALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        try:
+            while True:
+                time.sleep(1)  # noqa: ASYNC251 (as math_verify, which an alarm interrupts)
+        except InterruptedError:
+            return {"scores": 1.0}, []
+
+    def _interrupt(self, *_: object) -> None:
+        raise InterruptedError
+
+
+@dataclass(frozen=True)
+class Troubled:
+    """Makes an environment that does as it is answered instead of scoring, and goes on after refusals."""
+
+    kind: str = ""
+    """What it does before it asks anything."""
 
     def __call__(self) -> Environment:
-        return Troubled(self)
+        from penstock.stages.integrations.atropos.steps.bridge import bridge_class  # noqa: PLC0415 (in the child alone)
+
+        TroubledEnvironment.server_cls = bridge_class()
+        return TroubledEnvironment(Config(group_size=1, first=0, kind=self.kind), [Config(model_name="m")])
 
 
-class Troubled(Environment):
-    """Does as it is told instead of scoring."""
-
-    def __init__(self, trouble: Trouble) -> None:
-        super().__init__(Config(), [])
-        self.trouble = trouble
+class TroubledEnvironment(Environment):
+    """Does as its configuration says, and as it is answered."""
 
     async def setup(self) -> None:
         await super().setup()
-        if self.trouble.kind == "set up":
+        if self.config.kind == "fail early":
             raise LookupError("no data set")
-        if self.trouble.kind == "wait":
+        if self.config.kind == "wait early":
             await asyncio.Event().wait()
-        if self.trouble.kind == "block early":
-            self.trouble.release.get()
-        if self.trouble.kind == "call early":
-            await self.server.chat_completion(messages=[])
+        if self.config.kind == "block early":
+            time.sleep(1000)  # noqa: ASYNC251 (that is the trouble)
+        if self.config.kind == "exit early":
+            os._exit(3)
+        if self.config.kind == "call early":
+            await self.server.completion(prompt="?")
 
     async def get_next_item(self) -> Any:
-        if self.trouble.kind == "draw":
+        if self.config.kind == "draw":
             await asyncio.Event().wait()
-        return None if self.trouble.kind == "end" else await super().get_next_item()
+        return None if self.config.kind == "end" else await super().get_next_item()
 
     async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:  # noqa: ARG002
-        await self.server.chat_completion(messages=[{"role": "user", "content": "?"}])
-        try:
-            outcome: tuple[Any, list[Any]] = await getattr(self, f"_{self.trouble.kind}")()
-            return outcome
-        finally:
-            self.trouble.ended.append(self.trouble.kind)
+        said = await self.server.completion(prompt=str(os.getpid()))
+        outcome: tuple[Any, list[Any]] = await getattr(self, f"_{said.choices[0].text}")()
+        return outcome
 
     async def _hang(self) -> Any:
         await asyncio.Event().wait()
 
-    async def _cling(self) -> Any:
-        done = asyncio.ensure_future(self._hang_in_thread())
-        while not done.done():
-            try:
-                await asyncio.shield(done)
-            except asyncio.CancelledError:
-                continue
-        return {"scores": 1.0}, []
-
     async def _block(self) -> Any:
-        self.trouble.release.get()
-        return {"scores": 1.0}, []
-
-    async def _hang_in_thread(self) -> Any:
-        await asyncio.to_thread(self.trouble.release.get)
+        time.sleep(1000)  # noqa: ASYNC251 (that is the trouble)
 
     async def _fail(self) -> Any:
         raise ZeroDivisionError("division")
 
     async def _exit(self) -> Any:
         sys.exit(3)
+
+    async def _die(self) -> Any:
+        os._exit(3)
 
     async def _drop(self) -> Any:
         return None, []
@@ -290,17 +283,25 @@ class Troubled(Environment):
         return "a word", []
 
     async def _logprobs(self) -> Any:
-        await self.server.get_logprobs(prompt="a")
+        return await self._in_spite_of_errors(self.server.get_logprobs(prompt="a"))
 
     async def _many(self) -> Any:
-        await self.server.chat_completion(messages=[{"role": "user", "content": "?"}], n=2)
+        return await self._in_spite_of_errors(self.server.completion(prompt="?", n=2))
+
+    async def _ids(self) -> Any:
+        return await self._in_spite_of_errors(self.server.completion(prompt=[1, 2]))
 
     async def _render(self) -> Any:
-        async with self.server.managed_server() as managed:
-            await managed.completion(prompt="a")
+        self.server.servers[0].tokenizer = None
+        return await self._in_spite_of_errors(self.server.chat_completion(messages=[]))
+
+    async def _in_spite_of_errors(self, call: Any) -> Any:
+        with suppress(Exception):  # many environments do so
+            await call
+        return {"scores": 1.0}, []
 
     async def _impatient(self) -> Any:
-        call = asyncio.ensure_future(self.server.chat_completion(messages=[{"role": "user", "content": "quick"}]))
+        call = asyncio.ensure_future(self.server.completion(prompt="quick"))
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])

@@ -1,279 +1,281 @@
-"""One call of an environment's `collect_trajectory` or `collect_trajectories`, and the step-wise environments in it.
+"""One call of an environment's `collect_trajectory` or `collect_trajectories`, and the seats of those who play it.
 
-The environment's task asks; each question goes to one place, and waits there for the caller's action. When the task is
-done, every place is told its reward. A clock runs only while the environment works: from an answer to the next question
-or to the end. Belongs to one event loop.
+A model call of the environment is put to one seat, or to n of them, and waits there for actions. When the call returns,
+each seat gets its reward. A clock runs while the environment works: from an action to the next model call or the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Sequence
+import os.path
+import traceback
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from .....pipeline.errors import PenstockError
-from .conversation import Action, Exchange, ModelCallRefused, Prompt, observed
-from .scoring import reward_of, sampled, scored_by
+from .....schemas import StopReason
+from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, StepResult
+from .scoring import reward_of, sampled, scored_by, without_thoughts
 
-__all__ = ["EnvironmentTimedOut", "Episode", "Place", "Told", "current_episode"]
+__all__ = ["Episode", "EpisodeConfig", "EpisodeOver", "ModelCall", "Seat", "current_episode", "failure_of"]
 
-GRACE_S = 1.0
-"""How long a coroutine may take to end once it is cancelled."""
+SIMILAR = 0.5
+"""Share of a conversation's prompt that a later prompt has to begin with in order to be taken as going on with it."""
 
 _current: contextvars.ContextVar[Episode] = contextvars.ContextVar("penstock_atropos_episode")
 
 
-class EnvironmentTimedOut(PenstockError):
-    """An environment took too long; what it was doing was cancelled, or is left to itself where that is impossible."""
+class EpisodeOver(BaseException):
+    """Ends a model call that is refused. No `Exception`: environments and servers retry those, or go on without."""
 
 
-class Told(NamedTuple):
-    """What comes of a reset or a step."""
+class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the environment to its model."""
 
-    observation: str
-    reward: float
-    over: bool
-    info: dict[str, Any]
+    text: str
+    """The prompt, rendered."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as it was given; None where it was given as text."""
+    input_ids: list[int] | None = None
+    """The prompt in tokens, where a managed server made them."""
+    sampling: dict[str, Any]
+    """All else that was asked for: max_tokens, temperature, stop, tools, …."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class EpisodeConfig:
     """What holds for every episode of an environment."""
 
     size: int
-    """Places of an episode."""
-    timeout_s: float
-    """How long the environment may work without asking anything."""
-    bare: bool
-    """Observations are words alone."""
+    """Seats of an episode."""
+    turn_timeout_s: float
+    """How long the environment may work between two model calls."""
     tokenizer: Any
     """The environment's own; None where it has none."""
 
-    @property
-    def end(self) -> str | None:
-        """What closes an answer in the text of a conversation."""
-        return getattr(self.tokenizer, "eos_token", None)
-
 
 def current_episode() -> Episode:
-    """The episode that the calling task belongs to.
+    """Return the episode that the calling task belongs to.
 
     Raises:
-        ModelCallRefused: none; it is `setup` that asks, or a task of its own.
+        EpisodeOver: none; it is `setup` that calls, or a task of its own.
     """
     try:
         return _current.get()
     except LookupError:
-        raise ModelCallRefused(
-            "expected model calls within collect_trajectory and collect_trajectories, got one from elsewhere: there is "
-            "nobody who could answer it"
+        raise EpisodeOver(
+            "expected model calls within collect_trajectory and collect_trajectories, got one from elsewhere: "
+            "no action can answer it"
         ) from None
 
 
-class Place:
-    """The part of one step-wise environment in an episode; a `Speaker`."""
+def failure_of(error: BaseException) -> Failure:
+    """Return what the parent is told of `error`; a refusal outside of an episode as `ModelCallRefused`."""
+    kind = ModelCallRefused if isinstance(error, EpisodeOver) else type(error)
+    return Failure(kind.__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+class Seat:
+    """The part of one step-wise environment in an episode; a `MessageSource`."""
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.text: str | None = None
         self.tokens: Sequence[int] | None = None
-        self.last: Exchange | None = None
-        """What was asked and answered last."""
         self.said: list[Action] = []
-        """The actions of the conversation that is being held."""
+        """The actions of the present conversation."""
+        self._last: tuple[ModelCall, Action] | None = None
+        """The model call that was answered last, and the action."""
         self._answer: asyncio.Future[Action] | None = None
-        """Waits for the caller."""
-        self._told: asyncio.Queue[Told | BaseException] = asyncio.Queue()
-        """What the caller has not heard yet."""
+        """Waits for an action."""
+        self._results: asyncio.Queue[StepResult | Failure] = asyncio.Queue()
 
     @property
-    def begun(self) -> bool:
-        """Whether it was asked anything."""
-        return self.last is not None or self._answer is not None
+    def waiting(self) -> bool:
+        """Whether it has a model call that is not answered."""
+        return self._answer is not None
 
-    def goes_on_with(self, prompt: Prompt) -> bool:
-        """Whether `prompt` continues what was said here."""
-        return self._answer is None and self.last is not None and self.last.continued_by(prompt)
+    def relevance(self, call: ModelCall) -> float:
+        """Return how well `call` fits here: a conversation that goes on before a new one, that before any other.
 
-    def ask(self, prompt: Prompt) -> asyncio.Future[Action]:
-        """Let the caller see `prompt`; returns where its action will be."""
-        terms = self.episode.terms
-        observation, continues = observed(prompt, self.last, bare=terms.bare, end=terms.end)
-        info = {"sampling": prompt.sampling, "continues": continues}
-        known = {"messages": prompt.messages, "input_ids": prompt.input_ids}
-        info |= {name: value for name, value in known.items() if value is not None}
-        if not continues:
+        Environments reformat answers before they repeat them, and templates strip thoughts: where `call` does not begin
+        with just what was said here, the longest common beginning counts, without white space and thoughts.
+        """
+        if self._last is None:
+            return 0.5
+        if self._new_text(call) is not None:
+            return float("inf")
+        answered, action = self._last
+        told, said = without_thoughts(call.text), without_thoughts(answered.text + action.text)
+        prompt = len(without_thoughts(answered.text))
+        shared = len(os.path.commonprefix([told, said]))  # noqa: RUF071 (of letters)
+        return shared if len(told) > prompt and shared >= SIMILAR * prompt else 0.0
+
+    def ask(self, call: ModelCall) -> asyncio.Future[Action]:
+        """Make `call` the next observation; returns a future for the action."""
+        new_text = self._new_text(call)
+        if new_text is None:
             self.said = []
+        info = {"sampling": call.sampling, "continues": new_text is not None}
+        known = {"messages": call.messages, "input_ids": call.input_ids}
+        info |= {name: value for name, value in known.items() if value is not None}
         self._answer = asyncio.get_running_loop().create_future()
-        self._told.put_nowait(Told(observation, 0.0, over=False, info=info))
+        self._results.put_nowait(StepResult(call.text if new_text is None else new_text, info=info))
         return self._answer
 
-    def note(self, prompt: Prompt, action: Action | None) -> None:
-        """The environment has the answer to `prompt`, or waits for none any more."""
+    def record(self, call: ModelCall, action: Action | None) -> None:
+        """Note that the environment got `action`; None where it waits no longer."""
         self._answer = None
         if action is not None:
-            self.last, self.text = Exchange(prompt, action), action.text
+            self._last, self.text = (call, action), action.text
             self.said.append(action)
 
-    def answer(self, action: Action) -> None:
-        """Hand `action` to whoever asked; where the environment waits no more, it comes too late and is nobody's."""
+    def act(self, action: Action) -> None:
+        """Answer the model call with `action`; one that the environment waits for no longer is dropped."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(action)
 
-    async def told(self) -> Told:
-        """What comes next.
+    async def next_result(self) -> StepResult | Failure:
+        """Wait for the next model call, or the end."""
+        return await self._results.get()
 
-        Raises:
-            EnvironmentTimedOut: nothing did, in time.
-            NotScored: the episode is over, and has no score.
-            Exception: what the environment raised.
-        """
-        told = await self._told.get()
-        if isinstance(told, BaseException):
-            raise told
-        return told
+    def end(self, result: StepResult | Failure) -> None:
+        """Make `result` the last one."""
+        self._results.put_nowait(result)
 
-    def tell(self, told: Told | BaseException) -> None:
-        """Let the caller hear of the end."""
-        self._told.put_nowait(told)
-
-    def scored(self, row: dict[str, Any] | None) -> Told:
-        """The end of the episode, with what is so of the row.
-
-        Raises:
-            NotScored: see `reward_of`.
-        """
-        return Told("", reward_of(row), over=True, info={"scored": sampled(row or {}, self.said)})
+    def _new_text(self, call: ModelCall) -> str | None:
+        """Return what `call` adds to what was said, without the end token of the action; None where it does not."""
+        if self._last is None:
+            return None
+        answered, action = self._last
+        before = answered.text + action.text
+        if not call.text.startswith(before) or call.text == answered.text:
+            return None
+        end = getattr(self.episode.config.tokenizer, "eos_token", None) or ""
+        return call.text[len(before) :].removeprefix(end if action.stop_reason == StopReason.STOP else "")
 
 
 class Episode:
     """An environment at work on one item."""
 
-    def __init__(self, terms: Terms, work: Coroutine[Any, Any, Any], stuck: Callable[[int], None]) -> None:
-        self.terms = terms
-        self._stuck = stuck
-        """Told of 1 where what was cancelled does not end, and of −1 when it does after all."""
-        self._free = [Place(self) for _ in range(terms.size)]
+    def __init__(self, config: EpisodeConfig, work: Coroutine[Any, Any, Any]) -> None:
+        self.config = config
+        self._seats = [Seat(self) for _ in range(config.size)]
+        self._free = list(self._seats)
         """Not taken yet."""
-        self._places = list(self._free)
         self._unanswered = 0
-        """Calls that wait for callers; while there are any, the clock stands still."""
+        """Model calls that wait for actions; while there are any, the clock stands still."""
         self._over = False
         context = contextvars.copy_context()
         context.run(_current.set, self)
         self._task = asyncio.get_running_loop().create_task(work, context=context)
         self._task.add_done_callback(self._ended)
-        self._clock = self._wound()
+        self._clock = self._started_clock()
 
     @property
     def full(self) -> bool:
-        """Whether every place is taken, or none is to be taken any more."""
+        """Whether no seat can be taken any more."""
         return not self._free or self._over
 
-    def take(self) -> Place:
-        """A place that nobody has taken."""
+    def take_seat(self) -> Seat:
+        """Return a seat that is not taken yet."""
         return self._free.pop(0)
 
-    def expect_everyone(self) -> None:
-        """End the episode if there are free places: those who took the others would wait for ever."""
+    def expect_full(self) -> None:
+        """End the episode if seats are free: the others would wait for ever."""
         if not self.full:
-            taken = self.terms.size - len(self._free)
+            taken = self.config.size - len(self._free)
             self.fail(
-                EnvironmentTimedOut(
-                    f"expected {self.terms.size} step-wise environments that are reset with the same seed, a group, "
-                    f"got {taken} within {self.terms.timeout_s:g} s"
+                GroupIncomplete(
+                    f"expected {self.config.size} step-wise environments that are reset with the same seed, a group, "
+                    f"got {taken} within {self.config.turn_timeout_s:g} s"
                 )
             )
 
-    def fail(self, error: Exception) -> None:
-        """End it; everyone is told `error`, at once."""
-        if self._over:
-            return
-        self._end([error] * self.terms.size)
-        self._task.cancel()
-        asyncio.get_running_loop().call_later(GRACE_S, self._expect_gone)
+    def fail(self, error: PenstockError) -> None:
+        """End the episode: every seat gets `error` now, whatever the environment makes of its end."""
+        if not self._over:
+            self._end([failure_of(error)] * self.config.size)
+            self._task.cancel()
 
-    async def ask(self, prompt: Prompt, count: int) -> list[tuple[Place, Action]]:
-        """Have `prompt` answered at `count` places.
+    def refuse(self, reason: str) -> EpisodeOver:
+        """End the episode because of a model call; returns what the call is to raise."""
+        self.fail(ModelCallRefused(reason))
+        return EpisodeOver(reason)
+
+    async def ask(self, call: ModelCall, count: int) -> list[tuple[Seat, Action]]:
+        """Have `count` seats answer `call`.
 
         Raises:
-            ModelCallRefused: there are fewer places for it.
+            EpisodeOver: so many are not free, or the episode is over.
         """
-        places = self._places_for(prompt, count)
+        seats = self._seats_for(call, count)
         self._unanswered += 1
         self._clock.cancel()
         actions: list[Action] = []
         try:
-            actions += await asyncio.gather(*[place.ask(prompt) for place in places])
+            actions += await asyncio.gather(*[seat.ask(call) for seat in seats])
         finally:
-            for place, action in zip_longest(places, actions):
-                place.note(prompt, action)
+            for seat, action in zip_longest(seats, actions):
+                seat.record(call, action)
             self._unanswered -= 1
             if not self._unanswered and not self._over:
-                self._clock = self._wound()
-        return list(zip(places, actions, strict=True))
+                self._clock = self._started_clock()
+        return list(zip(seats, actions, strict=True))
 
-    def _places_for(self, prompt: Prompt, count: int) -> list[Place]:
-        """The place whose conversation goes on; else places where nothing was said; else the only one there is."""
+    def _seats_for(self, call: ModelCall, count: int) -> list[Seat]:
+        """Return the seats that `call` fits best, in their order."""
         if self._over:
-            raise ModelCallRefused("expected no model calls when the episode is over, got one")
-        going_on = [place for place in self._places if place.goes_on_with(prompt)]
-        if count == 1 and going_on:
-            return going_on[:1]
-        fresh = [place for place in self._places if not place.begun]
-        if len(fresh) >= count:
-            return fresh[:count]
-        if count == self.terms.size == 1 and not self._unanswered:
-            return self._places
-        raise ModelCallRefused(
-            f"expected calls that go on with one of {self.terms.size} conversations, or begin one of {len(fresh)} new "
-            f"ones, got one with n={count}: is group_size what the environment asks for at once?"
-        )
+            raise EpisodeOver("the episode is over")
+        free = [seat for seat in self._seats if not seat.waiting]
+        if len(free) < count:
+            raise self.refuse(
+                f"expected at most {len(free)} answers to be asked for at once, got n={count}: is group_size, "
+                f"{self.config.size}, what the environment asks for at once?"
+            )
+        chosen = sorted(free, key=lambda seat: seat.relevance(call), reverse=True)[:count]
+        return [seat for seat in free if seat in chosen]
 
-    # -- time ----------------------------------------------------------------------------------------------------------
+    # -- time and the end ----------------------------------------------------------------------------------------------
 
-    def _wound(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self.terms.timeout_s, self._timed_out)
+    def _started_clock(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self.config.turn_timeout_s, self._time_out)
 
-    def _timed_out(self) -> None:
-        self.fail(EnvironmentTimedOut(f"the environment worked for more than {self.terms.timeout_s:g} s at a turn"))
-
-    def _expect_gone(self) -> None:
-        if not self._task.done():
-            self._stuck(1)
-            self._task.add_done_callback(lambda _: self._stuck(-1))
-
-    # -- the end -------------------------------------------------------------------------------------------------------
+    def _time_out(self) -> None:
+        self.fail(EnvironmentTimedOut(f"the environment worked for more than {self.config.turn_timeout_s:g} s a turn"))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            error: BaseException | None = EnvironmentTimedOut("the environment was closed in the middle of an episode")
-        else:
-            error = task.exception()
-        self._end(self._judged(task.result()) if error is None else [error] * self.terms.size)
-
-    def _judged(self, result: Any) -> list[Told | Exception]:
-        """What every place is told."""
-        try:
-            rows = scored_by(result, self._places, self.terms.tokenizer)
-        except Exception as error:  # noqa: BLE001 (told to the caller, whose environment it is)
-            return [error] * self.terms.size
-        return [_judgement(place, row) for place, row in zip(self._places, rows, strict=True)]
-
-    def _end(self, told: Sequence[Told | BaseException]) -> None:
         if self._over:
-            return
+            if not task.cancelled():
+                task.exception()  # it was told already why the episode ended
+        elif task.cancelled():
+            self._end([Failure("CancelledError", "the environment cancelled its own work")] * self.config.size)
+        elif (error := task.exception()) is not None:
+            self._end([failure_of(error)] * self.config.size)
+        else:
+            self._end(self._scored(task.result()))
+
+    def _scored(self, result: Any) -> Sequence[StepResult | Failure]:
+        try:
+            rows = scored_by(result, self._seats, self.config.tokenizer)
+        except Exception as error:  # noqa: BLE001 (told to the players)
+            return [failure_of(error)] * self.config.size
+        return [_outcome(seat, row) for seat, row in zip(self._seats, rows, strict=True)]
+
+    def _end(self, results: Sequence[StepResult | Failure]) -> None:
         self._over = True
         self._clock.cancel()
-        for place, each in zip(self._places, told, strict=True):
-            place.tell(each)
+        for seat, result in zip(self._seats, results, strict=True):
+            seat.end(result)
 
 
-def _judgement(place: Place, row: dict[str, Any] | None) -> Told | Exception:
+def _outcome(seat: Seat, row: dict[str, Any] | None) -> StepResult | Failure:
     try:
-        return place.scored(row)
-    except Exception as error:  # noqa: BLE001 (as above)
-        return error
+        return StepResult("", reward_of(row), over=True, info={"scored": sampled(row or {}, seat.said)})
+    except Exception as error:  # noqa: BLE001 (told to the player)
+        return failure_of(error)

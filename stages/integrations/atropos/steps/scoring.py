@@ -1,31 +1,27 @@
-"""What an Atropos environment scored, told apart by who said it.
+"""The rows that an Atropos environment scored, each matched with the seat whose answers it holds.
 
-Environments shuffle what they score and leave rows out, so that a row is never known by its place: it is known by its
-tokens, by its messages, or by what its trained tokens say. Where it is not known, nobody is given its score.
+Environments shuffle rows and leave some out, so that a row is never matched by its place: it is matched by its tokens,
+by its messages, or by the text of its trained tokens. A row that matches no seat is no seat's score.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .....pipeline.errors import PenstockError
 from ..contract import BY_TOKEN, UNTRAINED
-from .conversation import Action
+from .messages import Action, NotScored
 
-__all__ = ["NotScored", "Speaker", "reward_of", "sampled", "scored_by"]
+__all__ = ["MessageSource", "reward_of", "sampled", "scored_by", "without_thoughts"]
 
 OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_id"})
 """Fields that have no entry for each sequence."""
 
 
-class NotScored(PenstockError):
-    """The environment gave an episode no score: environments drop what they cannot learn from."""
-
-
-class Speaker(Protocol):
-    """What is known of who said something."""
+class MessageSource(Protocol):
+    """What is known of a seat's answers."""
 
     text: str | None
     """The last action; None before there was one."""
@@ -33,24 +29,24 @@ class Speaker(Protocol):
     """The whole sequence, where it is known."""
 
 
-def scored_by(result: Any, speakers: Sequence[Speaker], tokenizer: Any) -> list[dict[str, Any] | None]:
-    """The row of each of `speakers` in what collect_trajectory or collect_trajectories returned; the last, of several.
+def scored_by(result: Any, sources: Sequence[MessageSource], tokenizer: Any) -> list[dict[str, Any] | None]:
+    """Return the row of each source in what the environment collected; the last one of several.
 
     Raises:
-        TypeError: the result is none that Atropos knows.
+        TypeError: it collected what Atropos would not take.
     """
-    given: list[dict[str, Any] | None] = [None] * len(speakers)
+    given: list[dict[str, Any] | None] = [None] * len(sources)
     for rows in _groups(result):
-        left = list(range(len(speakers)))
+        left = list(range(len(sources)))
         for row in rows:
-            found = _owner(row, [speakers[index] for index in left], tokenizer, alone=len(rows) == len(speakers) == 1)
+            found = _owner(row, [sources[index] for index in left], tokenizer, alone=len(rows) == len(sources) == 1)
             if found is not None:
                 given[left.pop(found)] = row
     return given
 
 
 def reward_of(row: Mapping[str, Any] | None) -> float:
-    """The score of a row.
+    """Return the score of a row.
 
     Raises:
         NotScored: there is none, or it is no finite number.
@@ -70,43 +66,25 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
 
 
 def sampled(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[str, Any]:
-    """`row` without token ids, and what goes with them, unless just those train that came with `actions`.
+    """Return `row` without token ids, and what goes with them, unless just those train that came with `actions`.
 
-    Environments make ids of words, and log-probabilities of nothing: a policy learns nothing from either.
+    Environments encode text to ids, and make up log-probabilities: neither was sampled.
     """
+    said = [token for action in actions for token in action.tokens or ()]
+    logprobs: list[float | None] = []
+    for action in actions:
+        logprobs += action.logprobs or [None] * len(action.tokens or ())
+    trained = [at for at, mask in enumerate(row.get("masks") or ()) if mask != UNTRAINED]
     made_up: set[str] = set()
-    if (logprobs := _trained_logprobs(row, actions)) is None:
+    if not trained or [int(row["tokens"][at]) for at in trained] != [*map(int, said[-len(trained) :])]:
         made_up = {"tokens", *BY_TOKEN}
-    elif not _equal(row.get("inference_logprobs"), logprobs):
+    elif not _equal(row.get("inference_logprobs"), dict(zip(trained, logprobs[-len(trained) :], strict=True))):
         made_up = {"inference_logprobs"}
     return {name: value for name, value in row.items() if name not in made_up}
 
 
-def _trained_logprobs(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[int, float | None] | None:
-    """Of tokens that train, by place, as far as they are known; None where others train than came with `actions`."""
-    tokens, masks = (row.get(name) for name in ("tokens", "masks"))
-    if tokens is None or masks is None:
-        return None
-    ids = [int(token) for token in tokens]
-    said: dict[int, float | None] = {}
-    end = len(ids)
-    for action in reversed(actions):  # the same ids may stand in a prompt: what was said stands behind it
-        if action.tokens is None or (start := _last(ids, [*map(int, action.tokens)], end)) is None:
-            return None
-        said |= enumerate(action.logprobs or [None] * len(action.tokens), start)
-        end = start
-    trained = [at for at, mask in enumerate(masks) if mask != UNTRAINED]
-    return {at: said[at] for at in trained} if said.keys() >= set(trained) else None
-
-
-def _last(ids: Sequence[int], wanted: Sequence[int], end: int) -> int | None:
-    """Where `wanted` stands for the last time within the first `end` of `ids`."""
-    starts = range(end - len(wanted), -1, -1)
-    return next((start for start in starts if ids[start : start + len(wanted)] == wanted), None)
-
-
 def _equal(told: Any, logprobs: Mapping[int, float | None]) -> bool:
-    """Whether the row has none, or these, as far as float32 has them."""
+    """Return whether the row has none, or these, to the precision of float32."""
     return told is None or all(
         logprob is not None and at < len(told) and _close(told[at], logprob) for at, logprob in logprobs.items()
     )
@@ -141,30 +119,49 @@ def _entry(name: str, value: Any, index: int, count: int) -> Any:
     return value[index] if by_sequence else value
 
 
-# -- whose they are ----------------------------------------------------------------------------------------------------
+# -- matching ----------------------------------------------------------------------------------------------------
 
 
-def _owner(row: Mapping[str, Any], speakers: Sequence[Speaker], tokenizer: Any, *, alone: bool) -> int | None:
-    """Which of `speakers` said it."""
+def _owner(row: Mapping[str, Any], sources: Sequence[MessageSource], tokenizer: Any, *, alone: bool) -> int | None:
+    """Return which of `sources` gave the answers of `row`; as far as they were kept.
+
+    Environments reformat answers, and templates strip thoughts.
+    """
     if alone:
         return 0
-    for index, speaker in enumerate(speakers):
-        if speaker.tokens is not None and list(speaker.tokens) == list(row.get("tokens") or ()):
+    for index, source in enumerate(sources):
+        if source.tokens is not None and list(source.tokens) == list(row.get("tokens") or ()):
             return index
     said = _said(row, tokenizer)
-    texts = {index: speaker.text.strip() for index, speaker in enumerate(speakers) if speaker.text is not None}
-    fits = [index for index, text in texts.items() if said is not None and (said.endswith(text) if text else not said)]
-    return max(fits, key=lambda index: len(texts[index]), default=None)
+    for words in (squeezed, without_thoughts):
+        texts = {index: words(source.text) for index, source in enumerate(sources) if source.text is not None}
+        told = None if said is None else words(said)
+        fits = [
+            index for index, text in texts.items() if told is not None and (told.endswith(text) if text else not told)
+        ]
+        if fits:
+            return max(fits, key=lambda index: len(texts[index]))
+    return None
 
 
 def _said(row: Mapping[str, Any], tokenizer: Any) -> str | None:
-    """What the policy said, as far as the row tells: at its end stands the last action."""
+    """Return the answers of a row as far as it tells; the last one stands at the end."""
     messages = row.get("messages")
     if messages:
         answers = [message for message in messages if message["role"] == "assistant"]
-        return str(answers[-1]["content"]).strip() if answers else None
+        return str(answers[-1]["content"]) if answers else None
     if tokenizer is None or not row.get("tokens"):
         return None
     trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != UNTRAINED]
     end = getattr(tokenizer, "eos_token", None) or ""
-    return str(tokenizer.decode(trained)).strip().removesuffix(end).strip()
+    return str(tokenizer.decode(trained)).strip().removesuffix(end)
+
+
+def squeezed(text: str) -> str:
+    """Return `text` without white space."""
+    return "".join(text.split())
+
+
+def without_thoughts(text: str) -> str:
+    """Return `text` without white space and without what stands between <think> and </think>."""
+    return squeezed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL))

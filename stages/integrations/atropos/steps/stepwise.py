@@ -1,31 +1,28 @@
 """An Atropos environment, played step by step: `reset` and `step`, in the signature of gymnasium and gem.
 
-Atropos' environments call a model. Here whoever plays them is the model: a call is an observation, an action answers
-it, and the score is the reward of the last step. Every step-wise environment that one `AtroposEnvironment` makes in a
-process plays the same environment, as Atropos' own workers do, so that its data set and its tokenizer are there once.
+Atropos' environments call a model. Here the player is the model: a call is an observation, an action answers it, and
+the score is the reward of the last step. All that one `AtroposEnvironment` makes in a process play the same environment
+in one child process, as Atropos' own workers do, so that its data set and its tokenizer are loaded once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import itertools
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import msgspec
+
 from .....pipeline.errors import MissingExtra
-from .....pipeline.telemetry import get_logger
 from .....schemas.numbers import finite_number, whole_number
-from .conversation import Action, ModelCallRefused
-from .episodes import EnvironmentTimedOut, Place, Told
-from .home import Home, Recipe
-from .loading import Make
+from .messages import Action, EnvConfig, ModelCallRefused, StepResult
+from .process import EnvProcess
 
 __all__ = ["AtroposEnvironment", "AtroposStepEnvironment", "BlockingStepEnvironment", "register_with_gem"]
-
-log = get_logger("penstock.atropos")
-
-MOST_ABANDONED = 8
-"""Threads and coroutines that may hang at once; what would add to them is refused."""
 
 Begun: TypeAlias = tuple[str, dict[str, Any]]
 """Observation and info."""
@@ -33,187 +30,164 @@ Begun: TypeAlias = tuple[str, dict[str, Any]]
 Stepped: TypeAlias = tuple[str, float, bool, bool, dict[str, Any]]
 """Observation, reward, terminated, truncated and info."""
 
+_players = itertools.count(1)
+
 
 class AtroposEnvironment:
     """Makes step-wise environments of an Atropos environment: what `SourceEnv` is given as `make_env`.
 
-    It is sent to workers as it is, and opened by the first step-wise environment that is made there.
+    It is sent to workers as it is, and its process is started by the first step-wise environment that is made there.
+    The process needs atroposlib; this one does not.
 
     Args:
         where: `package.module:Class`, `folder/file.py:Class`, the class itself, or a function that makes one.
         config: fields of the environment's configuration that differ from those of its `config_init`.
         group_size: how many step-wise environments, reset with one seed, play one call of `collect_trajectories`.
-        timeout_s: how long the environment may work without asking anything.
-        opening_s: how long it may take to be imported, made and set up: it may load a data set.
-        bare: observations are the words of the messages, without the marks of a chat template.
+        turn_timeout_s: how long the environment may work between two model calls.
+        setup_timeout_s: how long it may take to be imported, made and set up: it may load a data set.
     """
 
     def __init__(
         self,
-        where: str | Make,
+        where: str | Callable[..., Any],
         *,
         config: dict[str, Any] | None = None,
         group_size: int = 1,
-        timeout_s: float = 60.0,
-        opening_s: float = 600.0,
-        bare: bool = False,
+        turn_timeout_s: float = 60.0,
+        setup_timeout_s: float = 600.0,
     ) -> None:
-        self._recipe = Recipe(
+        self._config = EnvConfig(
             where,
             config or {},
             whole_number("group_size", group_size),
-            finite_number("timeout_s", timeout_s),
-            finite_number("opening_s", opening_s),
-            bare,
+            finite_number("turn_timeout_s", turn_timeout_s),
+            finite_number("setup_timeout_s", setup_timeout_s),
         )
         self.__name__ = where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
         self._lock = threading.Lock()
         """Guards the rest: step-wise environments are made and closed in any thread."""
-        self._home: Home | None = None
-        self._players = 0
-        self.abandoned = 0
-        """Threads and coroutines of environments that were given up, and have not returned."""
+        self._process: EnvProcess | None = None
+        self._made = 0
+        """Step-wise environments that are not closed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what is open."""
-        recipe = self._recipe
-        options = {name: getattr(recipe, name) for name in ("config", "group_size", "timeout_s", "opening_s", "bare")}
-        return partial(AtroposEnvironment, recipe.where, **options), ()
+        options = msgspec.structs.asdict(self._config)
+        return partial(AtroposEnvironment, options.pop("where"), **options), ()
 
     def __repr__(self) -> str:
-        return f"<AtroposEnvironment {self.__name__}: {self._players} players, {self.abandoned} abandoned>"
+        return f"<AtroposEnvironment {self.__name__}: {self._made} players>"
 
     def __call__(self) -> AtroposStepEnvironment:
-        """A step-wise environment whose methods are coroutine functions; returns when the environment is set up.
+        """Return a step-wise environment whose methods are coroutine functions, when the environment is set up.
 
         Raises:
             InvalidConfig: there is no such environment.
-            Exception: what the environment raises when it is made and set up.
+            MissingExtra: atroposlib is not installed.
+            EnvironmentRaised: the environment raised when it was imported, made or set up.
+            EnvironmentTimedOut: that took too long.
+            EnvironmentDied: its process ended.
         """
         return AtroposStepEnvironment(self._joined())
 
     def blocking(self, seed: int | None = None) -> BlockingStepEnvironment:
-        """A step-wise environment whose methods are plain functions.
+        """Return a step-wise environment whose methods are plain functions.
 
         Args:
             seed: of the first reset, where that is given none.
 
         Raises:
-            Exception: as above.
+            PenstockError: as above.
         """
         return BlockingStepEnvironment(self._joined(), seed)
 
-    def home(self) -> Home:
-        """The opened environment; another one where it hangs."""
+    def process(self) -> EnvProcess:
+        """Return the environment's process; another one where that has ended."""
         with self._lock:
-            if self.abandoned >= MOST_ABANDONED:
-                raise EnvironmentTimedOut(
-                    f"expected an environment that returns, got {self.abandoned} times that it hangs: "
-                    f"see what it waits for"
-                )
-            if self._home is None or self._home.abandoned:
-                self._home = Home(self._recipe, self._left_to_itself)
-            return self._home
+            if self._process is None or self._process.error is not None:
+                self._process = EnvProcess(self._config)
+            return self._process
 
-    def left(self) -> Home | None:
-        """A player has gone; returns the environment to close where it was the last one."""
+    def leave(self) -> None:
+        """Count a step-wise environment out; the last one closes the process."""
         with self._lock:
-            self._players -= 1
-            if self._players or self._home is None:
-                return None
-            home, self._home = self._home, None
-        return home
+            self._made -= 1
+            if not self._made and self._process is not None:
+                self._process.close()
+                self._process = None
 
     def _joined(self) -> AtroposEnvironment:
-        home = self.home()
         with self._lock:
-            self._players += 1
+            self._made += 1
         try:
-            home.waited(home.opened())
+            self.process().opened().result()
         except BaseException:
-            if (left := self.left()) is not None:
-                left.close()
+            self.leave()
             raise
         return self
 
-    def _left_to_itself(self, change: int) -> None:
-        """Something that was given up hangs, or hangs no longer."""
-        with self._lock:
-            self.abandoned += change
-        if change > 0:
-            log.warning("environment_abandoned", env=self.__name__, abandoned=self.abandoned)
 
-
-class _Player:
-    """What both kinds of step-wise environment know."""
+class _StepEnvBase:
+    """The common part of both kinds of step-wise environment."""
 
     def __init__(self, environment: AtroposEnvironment) -> None:
         self._environment = environment
-        self._home: Home | None = None
-        """Where it plays."""
-        self._place: Place | None = None
-        """What it plays; None before, and after the end."""
+        self._player = next(_players)
+        self._process: EnvProcess | None = None
+        """The process of the present episode."""
         self._closed = False
 
-    def _before(self, home: Home) -> Place | None:
-        """What was being played in `home`."""
-        before = self._place if home is self._home else None
-        self._home, self._place = home, None
-        return before
+    def _reset(self, seed: int | None) -> Any:
+        self._process = self._environment.process()
+        return self._process.request("reset", self._player, seed=seed)
 
-    def _playing(self) -> tuple[Home, Place]:
-        if self._home is None or self._place is None:
-            raise ModelCallRefused("expected reset() before step(), got none since the last episode ended")
-        home, place, self._place = self._home, self._place, None
-        return home, place
+    def _step(self, action: str | Action) -> Any:
+        if self._process is None:
+            raise ModelCallRefused("expected reset() before step(), got none")
+        said = Action(text=action) if isinstance(action, str) else action
+        return self._process.request("step", self._player, action=said)
 
-    def _stepped(self, place: Place, told: Told) -> Stepped:
-        if not told.over:
-            self._place = place
-        return told.observation, told.reward, told.over, False, told.info
-
-    def _leaving(self) -> bool:
-        """Whether there is anything to close."""
+    def _close(self) -> None:
         closed, self._closed = self._closed, True
-        return not closed
+        if closed:
+            return
+        if self._process is not None:
+            self._process.leave(self._player)
+        self._environment.leave()
 
 
-class AtroposStepEnvironment(_Player):
-    """Plays an Atropos environment; made by an `AtroposEnvironment`. For `SourceEnv`: it needs none of its threads."""
+class AtroposStepEnvironment(_StepEnvBase):
+    """Plays an Atropos environment; made by an `AtroposEnvironment`. For `SourceEnv`: it needs no threads."""
 
     async def reset(self, *, seed: int | None = None) -> Begun:
         """Begin a new episode; equal seeds begin with the same item, as long as the environment is open.
 
         Raises:
-            Exception: see `step`.
+            PenstockError: see `step`.
         """
-        home = self._environment.home()
-        self._place, told = await home.awaited(home.begin(self._before(home), seed))
-        return told.observation, told.info
+        result: StepResult = await asyncio.wrap_future(self._reset(seed))
+        return result.observation, result.info
 
     async def step(self, action: str | Action) -> Stepped:
-        """Answer what the environment asked.
+        """Answer the environment's model call.
 
         Raises:
             EnvironmentTimedOut: it took too long.
+            EnvironmentRaised: it raised.
+            EnvironmentDied: its process ended.
+            ModelCallRefused: it made a model call that no action can answer; or there is none to be answered.
+            GroupIncomplete: another step-wise environment of the group was reset or closed.
             NotScored: the episode is over and has no score.
-            ModelCallRefused: it asked for what an action cannot answer.
-            Exception: what it raised.
         """
-        home, place = self._playing()
-        return self._stepped(place, await home.awaited(home.step(place, _action(action))))
+        return _stepped(await asyncio.wrap_future(self._step(action)))
 
     async def close(self) -> None:
         """Give up what is being played; the last one closes the environment."""
-        if self._leaving():
-            if self._home is not None and self._place is not None and not self._home.abandoned:
-                await self._home.awaited(self._home.leave(self._place))
-            if (home := self._environment.left()) is not None:
-                home.close()
+        self._close()
 
 
-class BlockingStepEnvironment(_Player):
-    """The same with plain functions, for whoever has no event loop."""
+class BlockingStepEnvironment(_StepEnvBase):
+    """The same with plain functions, for callers without an event loop."""
 
     def __init__(self, environment: AtroposEnvironment, seed: int | None) -> None:
         super().__init__(environment)
@@ -221,27 +195,21 @@ class BlockingStepEnvironment(_Player):
 
     def reset(self, seed: int | None = None) -> Begun:
         """See `AtroposStepEnvironment`."""
-        home = self._environment.home()
         chosen, self._seed = (self._seed if seed is None else seed), None
-        self._place, told = home.waited(home.begin(self._before(home), chosen))
-        return told.observation, told.info
+        result: StepResult = self._reset(chosen).result()
+        return result.observation, result.info
 
     def step(self, action: str | Action) -> Stepped:
         """See `AtroposStepEnvironment`."""
-        home, place = self._playing()
-        return self._stepped(place, home.waited(home.step(place, _action(action))))
+        return _stepped(self._step(action).result())
 
     def close(self) -> None:
-        """See `AtroposStepEnvironment`; waits for the environment's thread."""
-        if self._leaving():
-            if self._home is not None and self._place is not None and not self._home.abandoned:
-                self._home.waited(self._home.leave(self._place))
-            if (home := self._environment.left()) is not None:
-                home.end()
+        """See `AtroposStepEnvironment`."""
+        self._close()
 
 
-def _action(said: str | Action) -> Action:
-    return Action(text=said) if isinstance(said, str) else said
+def _stepped(result: StepResult) -> Stepped:
+    return result.observation, result.reward, result.over, False, result.info
 
 
 def register_with_gem(name: str, environment: AtroposEnvironment) -> None:

@@ -1,0 +1,284 @@
+"""The process of one environment: it is imported, made and set up here, and plays episodes on the main thread."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import pickle
+import socket
+import sys
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from .....pipeline.errors import InvalidConfig, MissingExtra
+from .....pipeline.processes.job import open_job
+from .bridge import bridge_class, install_bridge
+from .episodes import Episode, EpisodeConfig, Seat, failure_of
+from .messages import (
+    EnvConfig,
+    EnvironmentTimedOut,
+    Failure,
+    GroupIncomplete,
+    ModelCallRefused,
+    NoMoreItems,
+    Reply,
+    Request,
+    StepResult,
+    encode_frame,
+    read_frames,
+)
+
+__all__ = ["main"]
+
+KEPT_ITEMS = 1024
+"""Seeds whose items are remembered."""
+
+R = TypeVar("R")
+
+
+def main(descriptors: str) -> None:
+    """Serve one environment: `descriptors` are those of the job and of the socket to the parent."""
+    job, channel = map(int, descriptors.split())
+    os.set_inheritable(channel, False)
+    with socket.socket(fileno=channel) as parent:
+        try:
+            config = _config(job)
+            env = _made(config)  # as Atropos does it: before an event loop runs
+        except BaseException as error:  # noqa: BLE001 (told to the parent)
+            parent.sendall(encode_frame(Reply(0, failure=failure_of(error))))
+            return
+        asyncio.run(_serve(env, config, parent))
+
+
+def _config(job: int) -> EnvConfig:
+    file = open_job(job)
+    spawn.prepare(pickle.load(file))  # noqa: S301 (inherited from the parent that started this process)
+    config: EnvConfig = pickle.load(file)  # noqa: S301 (as above)
+    return config
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+def _made(config: EnvConfig) -> Any:
+    """Return a new environment whose model is a bridge."""
+    try:
+        make: Any = _loaded(config.where) if isinstance(config.where, str) else config.where
+        bridge = bridge_class()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "atroposlib":
+            raise
+        raise MissingExtra("AtroposEnvironment needs atroposlib: pip install atroposlib==0.4.0") from error
+    env = _configured(make, config, bridge) if hasattr(make, "config_init") else make()
+    collects_one_by_one(env)
+    install_bridge(env, bridge)
+    return env
+
+
+def _configured(make: Any, config: EnvConfig, bridge: Any) -> Any:
+    env_config, servers = make.config_init()
+    for name, value in ({"use_wandb": False} | config.config | {"group_size": config.group_size}).items():
+        setattr(env_config, name, value)
+    make.server_cls = bridge  # so that no server is looked for
+    return make(config=env_config, server_configs=servers, slurm=False, testing=False)
+
+
+def collects_one_by_one(env: Any) -> bool:
+    """Return whether the environment collects one trajectory at a time, and leaves making groups to Atropos.
+
+    Raises:
+        InvalidConfig: it collects nothing.
+    """
+    if _defines(env, "collect_trajectories"):
+        return False
+    if _defines(env, "collect_trajectory"):
+        return True
+    raise InvalidConfig(
+        f"environment: expected an Atropos environment, with collect_trajectory or collect_trajectories, got "
+        f"{type(env).__name__}"
+    )
+
+
+def _defines(env: Any, name: str) -> bool:
+    """Return whether it has a method of its own by this name, not only the one of Atropos' base class."""
+    owner = next((kind for kind in type(env).__mro__ if name in vars(kind)), None)
+    return owner is not None and not f"{owner.__module__}.".startswith("atroposlib.")
+
+
+def _loaded(where: str) -> Any:
+    """Return the class that `package.module:Class` or `folder/file.py:Class` names."""
+    place, _, name = where.rpartition(":")
+    if not place or not name:
+        raise InvalidConfig(f"environment: expected package.module:Class or folder/file.py:Class, got {where!r}")
+    module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if not callable(made := getattr(module, name, None)):
+        raise InvalidConfig(f"environment: expected a class {name} in {place}, got none")
+    return made
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Return the module of a file; as a script, it finds what lies beside it."""
+    if not path.is_file():
+        raise InvalidConfig(f"environment: expected a file, got nothing at {path.absolute()}")
+    sys.path.insert(0, str(path.resolve().parent))
+    loader = SourceFileLoader(f"_atropos_{path.stem}", str(path))
+    module = ModuleType(loader.name)
+    module.__file__ = str(path)
+    sys.modules[loader.name] = module  # dataclasses and pydantic look up there what annotations mean
+    loader.exec_module(module)
+    return module
+
+
+# -- playing it --------------------------------------------------------------------------------------------------------
+
+
+async def _serve(env: Any, config: EnvConfig, parent: socket.socket) -> None:
+    """Set up, then do as the parent says until it closes."""
+    reader, writer = await asyncio.open_connection(sock=parent)
+    try:
+        await env.setup()
+    except BaseException as error:  # noqa: BLE001 (told to the parent)
+        writer.write(encode_frame(Reply(0, failure=failure_of(error))))
+        await writer.drain()
+        return
+    table = _Table(env, config)
+    tasks: dict[int, asyncio.Task[None]] = {}
+    writer.write(encode_frame(Reply(0)))
+    async for request in read_frames(reader, Request):
+        if request.kind == "leave" and request.player in tasks:
+            tasks[request.player].cancel()
+        tasks[request.player] = asyncio.create_task(_answer(table, request, writer))
+    os._exit(0)  # whatever threads and tasks the environment has
+
+
+async def _answer(table: _Table, request: Request, writer: asyncio.StreamWriter) -> None:
+    try:
+        outcome = await table.handle(request)
+        reply = Reply(request.id, failure=outcome) if isinstance(outcome, Failure) else Reply(request.id, outcome)
+        if request.kind != "leave":
+            writer.write(encode_frame(reply))
+    except BaseException as error:  # noqa: BLE001 (told to the parent)
+        writer.write(encode_frame(Reply(request.id, failure=failure_of(error))))
+
+
+class _Table:
+    """The environment, and who plays which seat."""
+
+    def __init__(self, env: Any, config: EnvConfig) -> None:
+        self._env = env
+        self._one_by_one = collects_one_by_one(env)
+        self._limit_s = config.turn_timeout_s
+        self._episodes = EpisodeConfig(
+            size=1 if self._one_by_one else config.group_size,
+            turn_timeout_s=config.turn_timeout_s,
+            tokenizer=getattr(env, "tokenizer", None),
+        )
+        self._seats: dict[int, Seat] = {}
+        """By player, while an episode is played."""
+        self._drawing = asyncio.Lock()
+        """Held while an item is asked for: environments count on being asked one at a time."""
+        self._items: dict[int, Any] = {}
+        """By seed, the oldest first."""
+        self._backlog: list[Any] = []
+        """Items that the environment wants to see again."""
+        self._gathering: dict[int, Episode] = {}
+        """Episodes with free seats, by seed."""
+
+    async def handle(self, request: Request) -> StepResult | Failure | None:
+        """Do as `request` says; returns the outcome of a reset or a step."""
+        if request.kind in ("reset", "leave"):
+            self._leave(request.player)
+        if request.kind == "reset":
+            self._seats[request.player] = await self._seat(request.seed)
+        return await self._played(request) if request.kind in ("reset", "step") else None
+
+    async def _played(self, request: Request) -> StepResult | Failure:
+        seat = self._seats.get(request.player)
+        if seat is None:
+            raise ModelCallRefused("expected reset() before step(), got none since the last episode ended")
+        if request.action is not None:
+            seat.act(request.action)
+        result = await seat.next_result()
+        if (isinstance(result, Failure) or result.over) and self._seats.get(request.player) is seat:
+            del self._seats[request.player]
+        return result
+
+    def _leave(self, player: int) -> None:
+        if (seat := self._seats.pop(player, None)) is not None:
+            seat.episode.fail(GroupIncomplete("a step-wise environment of the group was reset or closed"))
+
+    async def _seat(self, seed: int | None) -> Seat:
+        async with self._drawing:
+            self._gathering = {each: episode for each, episode in self._gathering.items() if not episode.full}
+            if seed is not None and seed in self._gathering:
+                return self._gathering[seed].take_seat()
+            if seed is None and self._episodes.size > 1:
+                raise InvalidConfig(
+                    "reset: expected a seed, by which the step-wise environments of a group meet, got none"
+                )
+            episode = Episode(self._episodes, self._collected(await self._item(seed)))
+            seat = episode.take_seat()
+            if seed is not None and not episode.full:
+                self._gathering[seed] = episode
+                asyncio.get_running_loop().call_later(self._limit_s, episode.expect_full)
+            return seat
+
+    async def _item(self, seed: int | None) -> Any:
+        """Return the item of `seed`: the next one where the seed is new."""
+        if seed is not None and seed in self._items:
+            return self._items[seed]
+        item = self._backlog.pop() if self._backlog else await self._next_item()
+        if seed is not None:
+            self._items[seed] = item
+            if len(self._items) > KEPT_ITEMS:
+                del self._items[next(iter(self._items))]
+        return item
+
+    async def _next_item(self) -> Any:
+        async with _within(self._limit_s, f"get_next_item took more than {self._limit_s:g} s"):
+            item = await _never_exiting(self._env.get_next_item())
+        if item is None:
+            raise NoMoreItems("expected a next item, got None: the environment has come to its end")
+        return item
+
+    async def _collected(self, item: Any) -> Any:
+        """Return what the environment scored."""
+        env = self._env
+        try:
+            collect = env.collect_trajectory if self._one_by_one else env.collect_trajectories
+            scored, backlog = await _never_exiting(collect(item))
+            self._backlog += backlog or ()
+            return scored if self._one_by_one else await _never_exiting(env.postprocess_histories(scored))
+        finally:
+            await env.cleanup()
+
+
+@asynccontextmanager
+async def _within(limit_s: float, message: str) -> AsyncGenerator[None]:
+    """Cancel the body where it takes longer.
+
+    Raises:
+        EnvironmentTimedOut: it did. A TimeoutError of the body's own passes.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EnvironmentTimedOut(message) from None
+
+
+async def _never_exiting(work: Awaitable[R]) -> R:
+    """Return what `work` returns; SystemExit, which would end the event loop, becomes an error like others."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the environment exited, with {error}") from error

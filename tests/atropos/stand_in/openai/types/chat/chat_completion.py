@@ -1,0 +1,12 @@
+"""Stands in for openai's module of this name where that is not installed."""
+
+from types import SimpleNamespace
+
+
+class ChatCompletion(SimpleNamespace): ...
+
+
+class Choice(SimpleNamespace): ...
+
+
+class ChatCompletionMessage(SimpleNamespace): ...
