@@ -3,6 +3,7 @@
 #   make test            the suite, three files at a time, with coverage
 #   make test-all        every cell of its long tables too, of which make test runs some
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
+#   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make check           formatter, linter, mypy, pyright, import directions
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
@@ -17,11 +18,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
+WITH_ATROPOS := $(VENV)/atropos
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm check chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-atropos check chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -44,6 +46,15 @@ test-vllm: $(READY) $(VLLM)/ready
 
 $(VLLM)/ready: scripts/make_vllm_venv.sh scripts/vllm/requirements.txt scripts/vllm/vllm.txt | $(READY)
 	scripts/make_vllm_venv.sh $(VLLM)
+	touch $@
+
+test-atropos: $(READY)
+	scripts/check_atropos.sh "$(ATROPOS)"
+	$(MAKE) $(WITH_ATROPOS)/ready
+	ATROPOS="$(ATROPOS)" $(WITH_ATROPOS)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_real/against_*.py
+
+$(WITH_ATROPOS)/ready: scripts/make_atropos_venv.sh scripts/atropos/requirements.txt | $(READY)
+	scripts/make_atropos_venv.sh $(WITH_ATROPOS)
 	touch $@
 
 # The last transformers that knows configurations in the old layout alone, beside the newest.

@@ -14,24 +14,23 @@ pytestmark = pytest.mark.timeout(600)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An environment, and what it is told beside what all are."""
+    """An environment, and what it needs."""
 
     script: str
-    options: tuple[str, ...] = ()
+    server_type: str = "vllm"
     own_advantages: bool = False
 
 
-OPENAI = ("--openai.server_type", "openai", "--testing", "false")
 CASES = {
     "RegexEnv": Case("community/regex_generation/regex_env.py"),
-    "Blackjack": Case("game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py", OPENAI),
+    "Blackjack": Case("game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py", "openai"),
     "GSM8k": Case("gsm8k_server.py"),
     "SingleToolCallingEnv": Case("tool_calling_server.py"),
-    "MultiTurnToolCallingEnv": Case("tool_use_multiturn_server.py", OPENAI),
+    "MultiTurnToolCallingEnv": Case("tool_use_multiturn_server.py", "openai"),
     "MultiTurnToolUseTurnLevelAdvantageEnv": Case(
-        "tool_use_turnlevel_advantage_server.py", OPENAI, own_advantages=True
+        "tool_use_turnlevel_advantage_server.py", "openai", own_advantages=True
     ),
-    "InterleavedInlineEnv": Case("tool_use_interleaved_thinking.py", OPENAI),
+    "InterleavedInlineEnv": Case("tool_use_interleaved_thinking.py", "openai"),
 }
 
 
@@ -42,12 +41,12 @@ async def test_what_an_environment_sends_is_trained_once_and_unchanged(
     case = CASES[name]
     script = checkout / "environments" / case.script
     trainer = Recorder(own_advantages=case.own_advantages)
-    options = ("--env.max_token_length", "8192", *case.options)
+    options = ("--env.max_token_length", "8192")
 
     environment = await train_on(
         gateway_for(),
         trainer,
-        lambda url: serve(script, url, model, workspace, *options, folder=tmp_path),
+        lambda url: serve(script, url, model, workspace, *options, folder=tmp_path, server_type=case.server_type),
     )
 
     sent = sent_sequences(environment.sent())

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.atropos_real.processes import ROOT, ended, started
 from tests.atropos_real.workspace import make_workspace
 
@@ -20,6 +19,8 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and data sets."""
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hub"))
     return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-import requests
+import requests  # type: ignore[import-untyped]  # pyright: ignore[reportMissingModuleSource]
 
 SERVER = "atroposlib.cli.run_api"
 URL = "http://localhost:8000"
@@ -32,4 +32,4 @@ def ask(session: requests.Session, method: str, url: str, *arguments: Any, **opt
 
 
 subprocess.Popen = start  # type: ignore[assignment,misc]
-requests.Session.request = ask  # type: ignore[assignment]
+requests.Session.request = ask

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import anyio
 from tests.failsafe import FAILSAFE_S
 
-__all__ = ["ROOT", "Environment", "ended", "serve", "started"]
+__all__ = ["ROOT", "Environment", "ended", "offline", "run", "serve", "started"]
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,15 +30,10 @@ OFFLINE = {
 
 
 def started(*command: str, cwd: Path, log: Path, path: Path | None = None) -> subprocess.Popen[str]:
-    """Start `python *command`, its standard error in `log`; modules are looked for in `path` first.
-
-    The caller reads standard output, or ends the process.
-    """
-    folders = [str(folder) for folder in (path, ROOT / "src", ROOT) if folder is not None]
-    environment = os.environ | OFFLINE | {"HF_HOME": str(log.parent / "hub"), "PYTHONPATH": os.pathsep.join(folders)}
+    """Start `python *command` with its standard error in `log`; the caller reads its standard output."""
     with log.open("a") as written:
-        return subprocess.Popen(  # noqa: S603 (this Python)
-            [sys.executable, *command], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=written, text=True
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=cwd, env=offline(path), stdout=subprocess.PIPE, stderr=written, text=True
         )
 
 
@@ -87,8 +83,15 @@ class Environment:
         return [json.loads(line) for line in self.groups.read_text().splitlines()]
 
 
-def serve(  # noqa: PLR0913 (each a fact of the process)
-    script: Path, gateway: str, model: str, workspace: Path, *options: str, folder: Path, path: Path | None = None
+def serve(
+    script: Path,
+    gateway: str,
+    model: str,
+    workspace: Path,
+    *options: str,
+    folder: Path,
+    path: Path | None = None,
+    server_type: str = "vllm",
 ) -> Environment:
     """Start `python <script> serve` as its README has it, with this gateway and this model server."""
     said = {
@@ -99,21 +102,27 @@ def serve(  # noqa: PLR0913 (each a fact of the process)
         "env.steps_per_eval": 0,
         "env.use_wandb": "false",
         "env.data_path_to_save_groups": folder / "groups.jsonl",
-        "openai.base_url": f"{model}/v1",
-        "openai.model_name": workspace / "tokenizer",
-        "openai.server_type": "vllm",
+        "config": folder / "servers.yaml",
         "slurm": "false",
     }
+    # Two of them: an environment whose `config_init` names one server asks at localhost:9004 whatever it is told else.
+    server = {"base_url": f"{model}/v1", "model_name": str(workspace / "tokenizer"), "server_type": server_type}
+    (folder / "servers.yaml").write_text(json.dumps({"openai": [server | {"api_key": "none"}] * 2}))
     flags = [part for name, value in said.items() for part in (f"--{name}", str(value))]
-    folders = [str(added) for added in (path, ROOT / "src") if added is not None]
-    environment = os.environ | OFFLINE | {"HF_HOME": str(workspace / "hub"), "PYTHONPATH": os.pathsep.join(folders)}
+    return run([str(script), "serve", *flags, *options], cwd=workspace, folder=folder, path=path)
+
+
+def run(command: Sequence[str], *, cwd: Path, folder: Path, path: Path | None = None) -> Environment:
+    """Start `python *command`; modules are looked for in `path` first."""
     log = folder / "environment.log"
     with log.open("w") as written:
-        process = subprocess.Popen(  # noqa: S603 (this Python)
-            [sys.executable, str(script), "serve", *flags, *options],
-            cwd=workspace,
-            env=environment,
-            stdout=written,
-            stderr=subprocess.STDOUT,
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=cwd, env=offline(path), stdout=written, stderr=subprocess.STDOUT
         )
     return Environment(process=process, log=log, groups=folder / "groups.jsonl")
+
+
+def offline(path: Path | None = None) -> dict[str, str]:
+    """Return the environment of a process that is to ask no hub, and finds modules in `path` first."""
+    folders = [str(folder) for folder in (path, ROOT / "src", ROOT) if folder is not None]
+    return os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(folders)}

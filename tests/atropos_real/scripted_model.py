@@ -1,8 +1,8 @@
 """A model server with a script in place of a model: `python -m tests.atropos_real.scripted_model <tokenizer>`.
 
 It speaks what environments of Atropos ask for: OpenAI's completions and chat completions, and `/generate` as
-example_trainer/vllm_api_server.py has it, prompt log-probabilities included. Every other answer is right, and no two are
-the same. The first line of its output is its URL.
+example_trainer/vllm_api_server.py has it, prompt log-probabilities included. Every other answer is right, and no two
+are the same. The first line of its output is its URL.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def blackjack(number: int, right: bool, asked: str, begun: str) -> str:  # noqa:
     return f"<tool_call>\n{json.dumps(action)}\n</tool_call>"
 
 
-def interleaved(number: int, right: bool, asked: str, begun: str) -> str:  # noqa: FBT001
+def interleaved(number: int, right: bool, asked: str, begun: str) -> str:  # noqa: ARG001, FBT001
     if "</tool_response>" in begun:
         return "</think>\n" + boxed(asked, right="answer 0" in begun)
     left, added = ADDITION.findall(asked)[-1]
@@ -74,7 +74,7 @@ def tools(number: int, right: bool, asked: str, begun: str) -> str:  # noqa: ARG
     if asked.startswith("tool\n"):
         return think(number) + "Done."
     left, added = ADDITION.findall(asked)[-1]
-    later = int(left) >= 100  # noqa: PLR2004 (the second question: only those that were right come to it)
+    later = int(left) >= 100  # the second question: only the answers that were right come to it
     sought = {"name": "add", "arguments": {"a": int(left), "b": int(added) + (not right and not later)}}
     return f"{think(number)}<tool_call>\n{json.dumps(sought)}\n</tool_call>"
 
@@ -153,7 +153,7 @@ def main(tokenizer: str) -> None:
         Route("/health", model.health),
     ]
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)  # noqa: T201 (its caller reads it)
         config = uvicorn.Config(Starlette(routes=routes), log_level="warning")
         uvicorn.Server(config).run(sockets=[listener])
 

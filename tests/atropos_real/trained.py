@@ -50,7 +50,7 @@ def sent_sequences(groups: Iterable[Mapping[str, Any]]) -> Counter[Sequence]:
     found: Counter[Sequence] = Counter()
     for group in groups:
         for index, tokens in enumerate(group["tokens"]):
-            mask = np.array(group["masks"][index]) != -100  # noqa: PLR2004 (Atropos' mark of what does not train)
+            mask = np.array(group["masks"][index]) != -100
             logprobs, advantages = group.get("inference_logprobs"), group.get("advantages")
             found[
                 np.array(tokens, np.int32).tobytes(),
@@ -63,9 +63,7 @@ def sent_sequences(groups: Iterable[Mapping[str, Any]]) -> Counter[Sequence]:
 
 
 def gateway_for(steps: int = STEPS, **options: Any) -> AtroposGateway:
-    return AtroposGateway(
-        batch_size=SEQUENCES, max_token_len=LONGEST, num_steps=steps, door=Door(port=0), **options
-    )
+    return AtroposGateway(batch_size=SEQUENCES, max_token_len=LONGEST, num_steps=steps, door=Door(port=0), **options)
 
 
 async def train_on(gateway: AtroposGateway, trainer: Any, environment: Any, steps: int = STEPS) -> Environment:
@@ -89,6 +87,7 @@ async def train_on(gateway: AtroposGateway, trainer: Any, environment: Any, step
                 tasks.cancel_scope.cancel()
             finally:
                 await _stopped(running)
+    assert pipeline.report is not None
     assert pipeline.report.balance.ended.get("trained") == steps * SEQUENCES, running.log.read_text()[-4000:]
     return running
 

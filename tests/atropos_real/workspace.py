@@ -1,7 +1,7 @@
-"""A folder in which environments of Atropos run without a network: a tokenizer, and their data sets under the hub's names.
+"""A folder in which environments of Atropos run without a network: a tokenizer, and data sets under the hub's names.
 
-`load_dataset("gsm8k", "main")` takes a folder of that name before it asks the hub. Every problem is an addition, so that
-`scripted_model` can solve all of them.
+`load_dataset("gsm8k", "main")` takes a folder of that name before it asks the hub. Every problem is an addition, which
+`scripted_model` can solve.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def call(left: int, right: int) -> str:
 
 
 def conversation(*turns: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": said_by, "value": value} for said_by, value in (("system", turns[0]), *turns[1:])]}
+    return {
+        "conversations": [{"from": said_by, "value": value} for said_by, value in (("system", turns[0]), *turns[1:])]
+    }
 
 
 TOOLS = 'You can call tools. <tools>[{"name": "add", "parameters": {"a": "integer", "b": "integer"}}]</tools>'

@@ -1,0 +1,19 @@
+r"""An environment of Atropos, as its file stands, sends its groups to a gateway of penstock through shared memory.
+
+    PYTHONPATH=atropos/environments/community/regex_generation python examples/atropos/shared_memory.py serve \
+        --env.rollout_server_url http://127.0.0.1:8000
+
+The line below the imports is all that is added; command line, configuration files and logs stay Atropos'.
+"""
+
+from regex_env import RegexEnv  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+
+from penstock.stages.integrations.atropos import ShmTransport
+
+
+class SharedMemoryRegexEnv(ShmTransport, RegexEnv):  # type: ignore[misc]
+    """RegexEnv, but for the way that its groups take."""
+
+
+if __name__ == "__main__":
+    SharedMemoryRegexEnv.cli()
