@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from penstock import ReceiveChannel, TrajectoryGroup, current, source
-from penstock.stages.integrations.atropos.server.door import Door
 from penstock.stages.integrations.atropos.server.gateway import AtroposGateway
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
 
 from .atropos_clients import GROUP, Client, Load, as_atropos, by_shm, kept, send
 from .contestants import Absent, leaving_nothing
@@ -158,7 +158,7 @@ def _piped(client: Client, case: Case) -> Outcome:
 
 
 async def _pipe(client: Client, case: Case) -> Outcome:
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=case.load.tokens + 1, door=Door(port=0))
+    gateway = AtroposGateway(batch_size=BATCH, max_token_len=case.load.tokens + 1, server=ServerConfig(port=0))
     control, clients = Control(case.clients), list[int]()
     window = Window(case.seconds, control, partial(_cpu, [os.getpid()], clients))
     arrivals = Arrivals(window, case.load)

@@ -227,7 +227,7 @@ def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
     while not until or time.monotonic() < until:
         with _trainer(url, folder, number, arguments) as trainer:
             if not until:
-                while asked(url, "/metrics").count("env_connected{") < arguments.environments:
+                while len(json.loads(asked(url, "/status"))["environments"]) < arguments.environments:
                     time.sleep(SAMPLE_S)
                 until = time.monotonic() + 60 * arguments.minutes
             for lasts_s, blow in ((draw.uniform(1, 4), signal.SIGSTOP), (draw.uniform(8, 12), signal.SIGCONT)):

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,8 +29,6 @@ BATCHES_AHEAD = 10
 """Environments pause when so many batches wait: with the usual 3, no queue holds two groups of each of 64."""
 
 LEASE_S = 3.0
-
-QUEUED = re.compile(r'env_queued_sequences\{env="load-(\d+)_\d+",env_id="\d+"\} (\d+)')
 
 
 class Kind(NamedTuple):
@@ -114,7 +111,7 @@ class Trainer:
         self._asked("POST", "/register", about | numbers)
         last = time.monotonic()
         while not done(time.monotonic() - last):
-            waiting = waiting_groups(self._asked("GET", "/metrics"))
+            waiting = waiting_groups(self._asked("GET", "/status"))
             note(self._notes, "asking")
             answer = json.loads(self._asked("GET", self._path))
             groups = [group["tokens"][0][:2] for group in answer["batch"] or ()]
@@ -131,11 +128,11 @@ class Trainer:
         return self.connection.getresponse().read().decode()
 
 
-def waiting_groups(metrics: str) -> Counter[int]:
-    """How many groups of each environment wait, those that have some."""
+def waiting_groups(status: str) -> Counter[int]:
+    """Return how many groups of each environment wait, of those that have some; `load-7_1` is one of number 7."""
     found: Counter[int] = Counter()
-    for index, sequences in QUEUED.findall(metrics):
-        found[int(index)] += int(sequences) // GROUP_SIZE
+    for env in json.loads(status)["environments"]:
+        found[int(env["name"].removeprefix("load-").partition("_")[0])] += env["queued"] // GROUP_SIZE
     return +found
 
 

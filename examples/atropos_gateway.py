@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, TrainBatch, source
-from penstock.stages.integrations.atropos import AtroposGateway, Door
+from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
 
 STEPS = 20
 SEQUENCES = 64
@@ -59,7 +59,7 @@ async def run_environment(path: Path, gateway: AtroposGateway) -> None:
 async def main(environment: Path) -> None:
     """Run the pipeline, and the environment beside it."""
     table = Table()
-    gateway = AtroposGateway(batch_size=SEQUENCES, max_token_len=16, num_steps=STEPS, door=Door(port=0))
+    gateway = AtroposGateway(batch_size=SEQUENCES, max_token_len=16, num_steps=STEPS, server=ServerConfig(port=0))
     pipeline = (
         source(gateway)
         .then(RewardBridge.from_config({"clip": [0, 1]}))

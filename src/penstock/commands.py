@@ -11,10 +11,9 @@ import typer
 from .stages.integrations.atropos.queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
 from .stages.integrations.atropos.queue.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
 from .stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
-from .stages.integrations.atropos.server.bodies import Limits
-from .stages.integrations.atropos.server.door import DEFAULT_PORT, Door
-from .stages.integrations.atropos.server.standalone import stand
-from .stages.integrations.atropos.shm.shm_way_in import CAPACITY_BYTES
+from .stages.integrations.atropos.server.limits import Limits
+from .stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
+from .stages.integrations.atropos.shm.receiver import CAPACITY_BYTES
 
 __all__ = ["commands"]
 
@@ -46,34 +45,38 @@ def gateway(
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.", min=0, max=PORTS - 1)] = DEFAULT_PORT,
     token: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_TOKEN", help="What clients have to bring; others can see the option.")
+        str | None,
+        typer.Option(envvar="PENSTOCK_TOKEN", help="Secret that clients send; other users see the option."),
     ] = None,
+    certfile: Annotated[
+        str | None, typer.Option(help="Certificate chain in PEM; with it the gateway speaks https.")
+    ] = None,
+    keyfile: Annotated[str | None, typer.Option(help="Key of the certificate in PEM, if in a file of its own.")] = None,
     capacity: Annotated[int, typer.Option(help="Groups that may wait.", min=1)] = DEFAULT_CAPACITY,
     capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.", min=1)] = DEFAULT_CAPACITY_BYTES,
     heartbeat_timeout_s: Annotated[
         float,
-        typer.Option(
-            help="An environment that is not heard of for so long holds nobody back.", callback=_above_nothing
-        ),
+        typer.Option(help="An environment that sent nothing for so long holds no other back.", callback=_above_nothing),
     ] = DEFAULT_HEARTBEAT_TIMEOUT_S,
     request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
     inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
     shm_bytes: Annotated[
         int, typer.Option(help="Of shared memory for each environment on this host that sends through it.", min=1)
     ] = CAPACITY_BYTES,
-    cors: Annotated[bool, typer.Option(help="Let any web page read and write, as the original does.")] = False,
 ) -> None:
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
-    door = Door(host=host, port=port, token=token, limits=limits, shm_bytes=shm_bytes, cors=cors)
+    server = ServerConfig(
+        host=host, port=port, token=token, certfile=certfile, keyfile=keyfile, limits=limits, shm_bytes=shm_bytes
+    )
     queue: TrajectoryQueue[bytes] = TrajectoryQueue(
         capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
     )
-    anyio.run(stand, door, queue, _tell)
+    anyio.run(serve, server, queue, _announce)
 
 
-def _tell(url: str) -> None:
-    """It listens; from now on the process does nothing else, so that its modules need not be looked through again."""
+def _announce(url: str) -> None:
+    """Print the URL. The process only serves from now on, so its modules need not be searched for garbage."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])

@@ -6,7 +6,7 @@ Knows nothing about what is asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -134,9 +134,9 @@ class ServerClient:
             raise ProtocolMismatch(f"{wanted}, got {answered[:200]!r}: {error}") from None
         return answer if isinstance(answer, dict) else {}
 
-    async def body(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """What one request is answered with, as it is."""
-        async with self._response(method, path, body) as response:
+    async def body(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+        """Return the answer to one request, as it is."""
+        async with self._response(method, path, body, headers) as response:
             return await response.read()
 
     @asynccontextmanager
@@ -146,8 +146,10 @@ class ServerClient:
             yield response.content.iter_any()
 
     @asynccontextmanager
-    async def _response(self, method: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json"}
+    async def _response(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"} | dict(headers or {})
         with anyio.fail_after(self._timeout_s):
             async with self._session.request(method, self.url + path, data=body or None, headers=headers) as response:
                 try:

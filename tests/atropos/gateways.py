@@ -92,6 +92,11 @@ class Client:
         """What POST is answered with."""
         return self._good(self.ask("POST", path, body, **headers))
 
+    def progress(self) -> tuple[int, int]:
+        """The step, and how many groups wait."""
+        status = self.get("/status")
+        return status["current_step"], status["queue_size"]
+
     def _good(self, answer: Answer) -> Any:
         assert answer.status == 200, answer
         return answer.json

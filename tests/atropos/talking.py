@@ -11,9 +11,9 @@ import anyio
 from tests.failsafe import FAILSAFE_S
 
 from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers
-from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
 
-ANYWHERE = Door(port=0)
+ANYWHERE = ServerConfig(port=0)
 
 
 class Talk:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock import commands
 from penstock.cli import main
 from penstock.errors import InvalidConfig
-from penstock.stages.integrations.atropos.server.access import Access, listen
-from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server.running import _listen
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
+
+TOKEN = "a token of this test"  # noqa: S105 (no secret)
 
 OF_EXTRAS = (
     "aiohttp",
@@ -46,13 +49,13 @@ def test_beyond_loopback_it_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("token", ["", " ", " token", "token\n", "t\u00f6ken", "to\0ken"])
 def test_a_token_that_lets_everybody_in_or_nobody_is_refused(token: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"Door\.token: expected printable ASCII"):
-        Door(token=token)
+    with pytest.raises(InvalidConfig, match=r"ServerConfig\.token: expected printable ASCII"):
+        ServerConfig(token=token)
 
 
 def test_shared_memory_of_no_size_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"Door\.shm_bytes: expected a whole number of at least 1, got 0"):
-        Door(shm_bytes=0)
+    with pytest.raises(InvalidConfig, match=r"ServerConfig\.shm_bytes: expected a whole number of at least 1, got 0"):
+        ServerConfig(shm_bytes=0)
 
 
 def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +63,7 @@ def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listen("127.0.0.1", 0, Access()) as taken:
+    with _listen(ServerConfig(port=0)) as taken:
         port = taken.getsockname()[1]
 
         sentence = str(told(monkeypatch, "gateway", "--port", str(port)))
@@ -85,7 +88,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_that_make_no_sense_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
-    monkeypatch.setattr(commands, "stand", None)  # nothing is to be served
+    monkeypatch.setattr(commands, "serve", None)  # nothing is to be served
     assert told(monkeypatch, "gateway", f"--{option}", value) == 2
     assert f"--{option}" in capsys.readouterr().err
 
@@ -107,26 +110,31 @@ def test_a_command_without_its_extra_says_what_to_install() -> None:
     ran = without_extras("gateway")
 
     assert ran.returncode == 1
-    assert ran.stderr.startswith("penstock: penstock gateway needs starlette")
+    assert ran.stderr.startswith("penstock: penstock gateway needs uvicorn")
     assert "pip install 'penstock[gateway]'" in ran.stderr
 
 
 def test_with_a_token_it_listens_anywhere() -> None:
-    with listen("0.0.0.0", 0, Access("a token")) as listener:  # noqa: S104 (with a token)
+    with _listen(ServerConfig(host="0.0.0.0", port=0, token=TOKEN)) as listener:  # noqa: S104 (with a token)
         assert listener.getsockname()[1]
 
 
-def test_the_name_at_which_it_listens_is_its_own() -> None:
-    access = Access(host="Training")
+def test_a_key_without_its_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "expected a certfile beside it" in str(told(monkeypatch, "gateway", "--keyfile", "key.pem"))
 
-    assert access.mistrusts({"host": "training:8000"}) is None
-    assert "let --host be that name" in str(access.mistrusts({"host": "other:8000"}))
+
+def test_a_certificate_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+
+    for path in (tmp_path / "cert.pem", tmp_path / "absent.pem"):
+        sentence = str(told(monkeypatch, "gateway", "--port", "0", "--certfile", str(path)))
+        assert f"expected a certificate and its key in PEM in {path}" in sentence
 
 
 def test_a_gateway_that_listens_looks_for_garbage_seldom(capsys: pytest.CaptureFixture[str]) -> None:
     threshold = gc.get_threshold()
     try:
-        commands._tell("http://127.0.0.1:8000")
+        commands._announce("http://127.0.0.1:8000")
         assert capsys.readouterr().out == "listening at http://127.0.0.1:8000\n"
         assert gc.get_threshold() == (commands.GARBAGE, *threshold[1:])
         assert gc.get_freeze_count() > 0

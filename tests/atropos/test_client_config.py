@@ -17,17 +17,20 @@ def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "atropos.yaml"
-    path.write_text("api_url: http://a:1\nbatch_size: 2\nmax_token_len: 64\nnum_steps: 3\ntimeout_s: 5\n")
-    values = NEEDED | {"api_url": "http://a:1", "timeout_s": 5}
+    path.write_text("api_url: http://a:1\nbatch_size: 2\nmax_token_len: 64\nnum_steps: 3\nrequest_timeout_s: 5\n")
+    values = NEEDED | {"api_url": "http://a:1", "request_timeout_s": 5}
 
     assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
-    assert AtroposClient.from_yaml(path).timeout_s == 5
+    assert AtroposClient.from_yaml(path).request_timeout_s == 5
 
     monkeypatch.setenv("ATROPOS_API_URL", "http://b:2")
     monkeypatch.setenv("ATROPOS_TIMEOUT", "7.5")
 
     assert AtroposClient.from_yaml(path) == AtroposClient.from_config(values)
-    assert (AtroposClient.from_yaml(path).api_url, AtroposClient.from_yaml(path).timeout_s) == ("http://b:2", 7.5)
+    assert (AtroposClient.from_yaml(path).api_url, AtroposClient.from_yaml(path).request_timeout_s) == (
+        "http://b:2",
+        7.5,
+    )
     assert AtroposClient(api_url="http://c:3", **NEEDED).api_url == "http://c:3"
 
 
@@ -37,7 +40,7 @@ def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more
         ({"batch_size": "2"}, r"atropos\.batch_size: expected int, got str"),
         ({"batch_size": 0}, r"atropos\.batch_size: expected a whole number of at least 1, got 0"),
         ({"num_steps": 1, "starting_step": 2}, r"atropos\.num_steps: expected at least starting_step, 2, got 1"),
-        ({"longest_pause_s": -1}, r"atropos\.longest_pause_s: expected a finite number of 0 or more, got -1"),
+        ({"reconnect_timeout_s": -1}, r"atropos\.reconnect_timeout_s: expected a finite number of 0 or more, got -1"),
         ({"lease_s": float("nan")}, r"atropos\.lease_s: expected a finite number above 0, got nan"),
         ({"api_url": "localhost:8000"}, r"atropos\.api_url: expected http://host:port without a path"),
         ({"retries": 3}, "expected only the fields batch_size, .* got 'retries'"),

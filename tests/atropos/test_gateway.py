@@ -6,21 +6,21 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import anyio
 import anyio.lowlevel
 import pytest
 from tests.atropos.environment import Config, Environment
 from tests.atropos.gateways import environment, scored
-from tests.atropos.talking import ANYWHERE, Talk, talking
+from tests.atropos.talking import ANYWHERE, talking
+from tests.failsafe import FAILSAFE_S
 
 from penstock import Ledger, TrajectoryGroup, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.pipeline.channels.memory import MemoryReceiver
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
-from penstock.stages.integrations.atropos.server import gateway, opening
-from penstock.stages.integrations.atropos.server.door import Door
+from penstock.stages.integrations.atropos.server import gateway, serve
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
 from penstock.testing import drive_source
 
 
@@ -41,7 +41,7 @@ async def running(source: AtroposGateway, context: Context) -> AsyncGenerator[Me
 
 
 async def test_groups_of_an_environment_become_records_and_are_in_the_ledger() -> None:
-    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE), Context()
     context.ledger.step = 7
 
     async with running(source, context) as inbox, talking(source) as talk:
@@ -57,7 +57,7 @@ async def test_groups_of_an_environment_become_records_and_are_in_the_ledger() -
 
 
 async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() -> None:
-    source, context = AtroposGateway(batch_size=64, max_token_len=64, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=64, max_token_len=64, server=ANYWHERE), Context()
 
     groups: list[TrajectoryGroup] = []
     async with running(source, context) as inbox, talking(source) as talk:
@@ -73,7 +73,7 @@ async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() 
 
 
 async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books() -> None:
-    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE), Context()
 
     groups: list[TrajectoryGroup] = []
     async with running(source, context) as inbox, talking(source) as talk:
@@ -81,20 +81,15 @@ async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(env.env_manager)
             groups = [await inbox.receive() for _ in range(3)]
-        posted = [line for line in (await _metrics(talk)) if line.startswith("penstock_gateway_env_submitted")]
+        (told,) = (await talk.get("/status"))["environments"]
 
     assert [len(group) for group in groups] == [4, 4, 4]
     assert [group.env for group in groups] == ["counting_0"] * 3
-    assert posted == ['penstock_gateway_env_submitted_sequences_total{env="counting_0",env_id="0"} 12']
-
-
-async def _metrics(talk: Talk) -> list[str]:
-    async with talk._session.get(talk.url + "/metrics") as response:
-        return (await response.text()).splitlines()
+    assert (told["name"], told["submitted"]) == ("counting_0", 12)
 
 
 async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused() -> None:
-    source, context = AtroposGateway(batch_size=4, max_token_len=64, capacity=2, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=4, max_token_len=64, capacity=2, server=ANYWHERE), Context()
 
     async with running(source, context) as inbox, talking(source) as talk:
         env_id = (await talk.post("/register-env", environment()))["env_id"]
@@ -113,7 +108,7 @@ async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused()
 
 
 async def test_a_trainer_is_told_that_a_pipeline_trains() -> None:
-    source = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE)
+    source = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE)
     asked = [("POST", "/register"), ("GET", "/batch"), ("POST", "/acknowledge"), ("GET", "/reset_data")]
 
     async with running(source, Context()), talking(source) as talk:
@@ -124,8 +119,8 @@ async def test_a_trainer_is_told_that_a_pipeline_trains() -> None:
 
 
 async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "STEP_S", 0.001)
-    source = AtroposGateway(batch_size=8, max_token_len=64, num_steps=3, door=ANYWHERE)
+    monkeypatch.setattr(gateway, "STEP_POLL_S", 0.001)
+    source = AtroposGateway(batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE)
     context = Context(ledger=Ledger())
 
     async with running(source, context) as inbox, talking(source) as talk:
@@ -136,12 +131,72 @@ async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatc
         context.ledger.step = 3
         with pytest.raises(anyio.EndOfStream):
             await inbox.receive()
-        with pytest.raises(aiohttp.ClientConnectorError):
-            await talk.get("/status")
+
+
+async def test_after_the_last_step_environments_are_told_so_and_what_they_send_is_dropped() -> None:
+    source = AtroposGateway(
+        batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE, departure_timeout_s=FAILSAFE_S
+    )
+    context = Context(ledger=Ledger())
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        first, second = [(await talk.post("/register-env", environment("sums")))["env_id"] for _ in range(2)]
+        context.ledger.step = 3
+        with pytest.raises(anyio.EndOfStream):
+            await inbox.receive()
+        told = await talk.post("/scored_data", scored(4, first))
+        status = await talk.get(f"/status-env?env_id={first}")
+        refused = (await talk.get("/status"))["refused"]
+        await talk.get(f"/status-env?env_id={second}")
+
+    assert (told["status"], told["rejected"]) == ("received", ["the run is complete: nothing more is trained"])
+    assert refused == {"sums_0": {"RunComplete": 1}}
+    assert status["current_step"] == 3
+    assert status["current_step"] + status["queue_size"] * 4 // 8 > 10**6  # the rule by which an environment stops
+    assert context.ledger.balance().admitted == 0
+
+
+async def test_the_gateway_waits_for_no_environment_that_left_or_beyond_its_bound() -> None:
+    for departure_timeout_s, leaves in ((FAILSAFE_S, True), (0.01, False)):
+        source = AtroposGateway(
+            batch_size=8, max_token_len=64, num_steps=1, server=ANYWHERE, departure_timeout_s=departure_timeout_s
+        )
+        context = Context(ledger=Ledger())
+        async with running(source, context) as inbox, talking(source) as talk:
+            await talk.post("/register-env", environment("sums"))
+            context.ledger.step = 1
+            with pytest.raises(anyio.EndOfStream):
+                await inbox.receive()
+            if leaves:
+                await talk.post("/disconnect-env", {"env_id": 0})
+
+
+async def test_a_sink_that_returns_with_the_last_step_cuts_no_environment_off() -> None:
+    """The pipeline cancels a source whose sink has returned; the gateway stays for the environments."""
+    source = AtroposGateway(
+        batch_size=8, max_token_len=64, num_steps=1, server=ANYWHERE, departure_timeout_s=FAILSAFE_S
+    )
+    context = Context(ledger=Ledger())
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+    stage = anyio.CancelScope()
+
+    async def run() -> None:
+        with stage, entered(context):
+            await source.run(outbox)
+
+    async with inbox, outbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        async with talking(source) as talk:
+            await talk.post("/register-env", environment("sums"))
+            context.ledger.step = 1
+            stage.cancel()
+            status = await talk.get("/status-env?env_id=0")
+
+    assert status["queue_size"] >= 10**9
 
 
 async def test_metrics_tell_what_each_environment_gave() -> None:
-    source, context = AtroposGateway(batch_size=8, max_token_len=64, door=ANYWHERE), Context()
+    source, context = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE), Context()
 
     async with running(source, context) as inbox, talking(source) as talk:
         env_id = (await talk.post("/register-env", environment("sums")))["env_id"]
@@ -166,7 +221,7 @@ def test_a_silence_is_a_time(heartbeat_timeout_s: float) -> None:
 
 
 async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
-    source = AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=1e-6, door=ANYWHERE)
+    source = AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=1e-6, server=ANYWHERE)
 
     async with running(source, Context()), talking(source) as talk:
         for minimum in (0.5, 0.25):
@@ -177,7 +232,7 @@ async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
 
 
 async def test_beyond_loopback_nobody_listens_without_a_token() -> None:
-    source = AtroposGateway(batch_size=8, max_token_len=64, door=Door(host="0.0.0.0", port=0))  # noqa: S104 (refused)
+    source = AtroposGateway(batch_size=8, max_token_len=64, server=ServerConfig(host="0.0.0.0", port=0))  # noqa: S104 (refused)
 
     with pytest.raises(InvalidConfig, match=r"expected a loopback address or a token, got 0\.0\.0\.0 and none"):
         await drive_source(source)
@@ -187,6 +242,6 @@ async def test_without_a_server_it_is_said_what_to_install(monkeypatch: pytest.M
     def absent(_: str) -> None:
         raise ModuleNotFoundError(name="starlette")
 
-    monkeypatch.setattr(opening, "import_module", absent)
+    monkeypatch.setattr(serve, "import_module", absent)
     with pytest.raises(MissingExtra, match=r"AtroposGateway needs starlette.*pip install 'penstock\[gateway\]'"):
         await drive_source(AtroposGateway(batch_size=8, max_token_len=64))

@@ -91,7 +91,7 @@ def test_a_batch_is_contested_where_twice_as_much_waits_unless_it_is_the_first_o
 
     (contested,) = found.contested
     assert (contested.had, [*map(list, contested.waiting)]) == ([1, 2], waits["waiting"])
-    assert waiting_groups('env_queued_sequences{env="load-7_1",env_id="9"} 12\n') == {7: 3}
+    assert waiting_groups('{"environments": [{"name": "load-7_1", "queued": 12}]}') == {7: 3}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,17 @@ import pytest
 from anyio.lowlevel import checkpoint
 from tests.atropos.gateways import TRAINER, scored
 from tests.atropos.talking import ANYWHERE, Talk, talking
+from tests.failsafe import FAILSAFE_S
 
 from penstock import SendChannel, TrajectoryGroup, memory_channel
 from penstock.pipeline.context import Context, entered
 from penstock.stages.integrations.atropos import AtroposTrainers
 from penstock.testing import group
+
+
+def serves(departure_timeout_s: float = 0.01) -> AtroposTrainers:
+    """A sink at a free port."""
+    return AtroposTrainers(server=ANYWHERE, departure_timeout_s=departure_timeout_s)
 
 
 @asynccontextmanager
@@ -42,7 +48,7 @@ def admitted(context: Context, number: int, lengths: tuple[int, ...] = (2, 2, 2,
 
 
 async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
     made = [admitted(context, number) for number in range(3)]
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
@@ -69,7 +75,7 @@ async def test_a_batch_is_committed_when_it_was_written_or_acknowledged() -> Non
 
 
 async def test_a_batch_that_came_back_is_waited_for_at_the_end_and_may_be_acknowledged_late() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
     made = [admitted(context, number) for number in range(2)]
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
@@ -99,7 +105,7 @@ def _rows(made: TrajectoryGroup) -> list[list[int]]:
 
 
 async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 8})
@@ -112,21 +118,51 @@ async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> N
     assert context.ledger.balance().reasons["lost"] == {"no trainer took it": 4}
 
 
-async def test_it_ends_when_the_trainer_has_had_its_steps() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+async def test_it_ends_when_the_trainer_has_had_its_steps_and_was_told_that_there_is_no_more() -> None:
+    """The example trainer collects batches until there is none; a batch beyond its steps would never be trained."""
+    sink, context = serves(FAILSAFE_S), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 2})
-        for number in range(2):
-            await outbox.send(admitted(context, number))
-            while (await talk.get("/batch"))["batch"] is None:
-                await anyio.lowlevel.checkpoint()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_send_all, outbox, [admitted(context, number) for number in range(4)])
+            for _ in range(2):
+                await _next_batch(talk)
+            assert await talk.get("/batch") == {"batch": None}
+            tasks.cancel_scope.cancel()
 
     assert context.ledger.balance().ended["trained"] == 8
 
 
+async def test_after_the_end_of_the_stream_a_trainer_that_wants_more_is_told_that_there_is_none() -> None:
+    sink, context = serves(FAILSAFE_S), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 100})
+        await outbox.send(admitted(context, 0))
+        await outbox.aclose()
+        await _next_batch(talk)
+        assert [await talk.get("/batch") for _ in range(3)] == [{"batch": None}] * 3
+        await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 0})
+
+    assert context.ledger.balance().ended["trained"] == 4
+
+
+async def test_a_trainer_that_acknowledges_its_batches_is_not_waited_for() -> None:
+    sink, context = serves(FAILSAFE_S), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 1})
+        await outbox.send(admitted(context, 0))
+        while (leased := await talk.get("/batch?lease_s=60"))["batch"] is None:
+            await checkpoint()
+        await talk.post("/acknowledge", {"lease": leased["lease"]})
+
+    assert context.ledger.balance().ended["trained"] == 4
+
+
 async def test_environments_are_told_that_a_pipeline_samples() -> None:
-    sink = AtroposTrainers(door=ANYWHERE)
+    sink = serves()
 
     async with serving(sink, Context()) as outbox, talking(sink) as talk:
         status, answer = await talk.ask("POST", "/scored_data", scored())
@@ -137,7 +173,7 @@ async def test_environments_are_told_that_a_pipeline_samples() -> None:
 
 
 async def test_a_group_that_no_batch_can_hold_is_rejected() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 2})
@@ -148,7 +184,7 @@ async def test_a_group_that_no_batch_can_hold_is_rejected() -> None:
 
 
 async def test_groups_that_make_up_no_batch_hold_back_none_that_do() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
     made = [admitted(context, number, (2,) * (3 if number < 6 else 5)) for number in range(12)]
 
     batches: list[list[Any]] = []
@@ -175,7 +211,7 @@ async def _next_batch(talk: Talk) -> list[Any]:
 
 
 async def test_what_makes_no_batch_of_one_size_is_kept_for_a_trainer_who_wants_another() -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
     made = [admitted(context, number, (2,) * 5) for number in range(20)]
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
@@ -194,7 +230,7 @@ async def test_what_makes_no_batch_of_one_size_is_kept_for_a_trainer_who_wants_a
 
 
 async def test_the_oldest_of_what_is_passed_over_for_long_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    sink, context = AtroposTrainers(door=ANYWHERE), Context()
+    sink, context = serves(), Context()
     made = [admitted(context, number, (2,) * 3) for number in range(30)]
 
     batch: list[Any] = []

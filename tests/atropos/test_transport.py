@@ -15,10 +15,12 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock.errors import NobodyListens
+from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.stages.integrations.atropos import ShmTransport
 from penstock.stages.integrations.atropos.contract import scored_data
+from penstock.stages.integrations.atropos.shm import sender as sender_module
 from penstock.stages.integrations.atropos.shm import transport
-from penstock.stages.integrations.atropos.shm.shm_way_in import ShmWayIn, shm_way_in
+from penstock.stages.integrations.atropos.shm.receiver import ShmReceiver, open_receiver
 from penstock.stages.integrations.atropos.translation import to_group
 
 ENV_ID = 3
@@ -34,6 +36,9 @@ class Server:
     """How often."""
     posted: list[tuple[str, Any]] = field(default_factory=list)
     url: str = ""
+
+    async def greet(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "AtroposLib API"})
 
     async def shm(self, _: web.Request) -> web.Response:
         self.asked += 1
@@ -51,6 +56,7 @@ class Server:
 @asynccontextmanager
 async def serving(server: Server) -> AsyncIterator[Server]:
     application = web.Application()
+    application.router.add_get("/", server.greet)
     application.router.add_get("/shm", server.shm)
     application.router.add_post("/scored_data", server.receive)
     application.router.add_post("/scored_data_list", server.receive)
@@ -66,8 +72,8 @@ async def serving(server: Server) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def gateway(**bounds: int) -> AsyncIterator[tuple[Server, ShmWayIn]]:
-    async with shm_way_in(**bounds) as way_in, serving(Server(way_in.url)) as server:
+async def gateway(**bounds: int) -> AsyncIterator[tuple[Server, ShmReceiver]]:
+    async with open_receiver(**bounds) as way_in, serving(Server(way_in.url)) as server:
         yield server, way_in
 
 
@@ -78,13 +84,19 @@ async def registered(server: Server, kind: type[Environment] = Environment) -> A
     try:
         yield env
     finally:
-        if (keeper := line_of(env)._keeper) is not None:
+        if (keeper := connection_of(env)._keeper) is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
 
 
-def line_of(env: Environment) -> transport._Line:
-    return transport._line_of(env)
+def connection_of(env: Environment) -> transport._Connection:
+    return transport._connection_of(env)
+
+
+def sender_of(env: Environment) -> RemoteSender[TrajectoryGroup] | None:
+    """The channel's sending end, while it is open."""
+    opened = connection_of(env)._opened
+    return opened.result()._sender._sender if opened is not None and opened.done() else None
 
 
 async def send(env: Environment, *scored: Scored) -> None:
@@ -92,7 +104,7 @@ async def send(env: Environment, *scored: Scored) -> None:
         await env._send_scored_data_to_api(each)
 
 
-async def received(way_in: ShmWayIn, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
+async def received(way_in: ShmReceiver, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
     groups: list[tuple[int | None, TrajectoryGroup]] = []
     with anyio.fail_after(FAILSAFE_S):
         async for env_id, group in way_in:
@@ -230,8 +242,8 @@ async def test_the_worker_that_opens_it_may_be_cancelled_while_others_wait_for_i
 async def test_a_gateway_that_takes_nothing_slows_the_environment_down_and_nothing_is_lost() -> None:
     async with gateway(capacity=2) as (server, way_in), registered(server) as env:
         sending = asyncio.create_task(send(env, *map(scored_group, range(5))))
-        await until(lambda: line_of(env)._sender is not None)
-        sender = line_of(env)._sender
+        await until(lambda: sender_of(env) is not None)
+        sender = sender_of(env)
         assert sender is not None
         await until(lambda: sender.statistics().waiting_for == "credit")
         sent = sender.statistics().sent
@@ -262,7 +274,7 @@ async def test_a_server_that_is_no_gateway_gets_everything_over_http_after_one_w
     assert server.posted[0][1] == scored_group(0, env_id=ENV_ID)
     assert server.asked == 1
     assert caplog.text.count("sending_over_http") == len(caplog.records) == 1
-    assert "expected a gateway of penstock" in caplog.text
+    assert "the server is no gateway of penstock" in caplog.text
 
 
 async def test_a_gateway_on_another_host_gets_everything_over_http_after_one_warning(
@@ -339,11 +351,11 @@ async def test_an_environment_without_an_id_sends_as_nobody() -> None:
 
 async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Server()) as server, registered(server) as env:
-        async with shm_way_in() as way_in:
+        async with open_receiver() as way_in:
             server.way_in = way_in.url
             await send(env, scored_group(0))
             before = await received(way_in, 1)
-        async with shm_way_in() as way_in:
+        async with open_receiver() as way_in:
             server.way_in = way_in.url
             await send(env, scored_group(1))
             after = await received(way_in, 1)
@@ -355,11 +367,11 @@ async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.Log
 
 async def test_when_a_gateway_goes_it_is_told_how_many_groups_were_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Server()) as server, registered(server) as env:
-        async with shm_way_in() as way_in:
+        async with open_receiver() as way_in:
             server.way_in = way_in.url
             await send(env, scored_group(0), scored_group(1), scored_group(2))
             await received(way_in, 1)
-            sender = line_of(env)._sender
+            sender = sender_of(env)
             assert sender is not None
             await until(lambda: sender.statistics().items == 2)
         await until(lambda: "gateway_gone" in caplog.text)
@@ -372,7 +384,7 @@ async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkey
         await send(env, scored_group(0))
         await received(way_in, 1)
         await way_in._inbox.aclose()
-        monkeypatch.setattr(transport, "PATIENCE_S", 0.02)
+        monkeypatch.setattr(sender_module, "RECONNECT_TIMEOUT_S", 0.02)
 
         with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to come back"):
             await send(env, scored_group(1))

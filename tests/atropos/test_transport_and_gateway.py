@@ -21,8 +21,8 @@ from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
 from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
-from penstock.stages.integrations.atropos.server.door import Door
-from penstock.stages.integrations.atropos.shm.shm_way_in import CAPACITY
+from penstock.stages.integrations.atropos.server.serve import ServerConfig
+from penstock.stages.integrations.atropos.shm.receiver import CAPACITY
 
 BATCH = 16
 TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)
@@ -72,9 +72,11 @@ class Keeps:
 
 
 @asynccontextmanager
-async def training(sink: Trains | Keeps, candidates: int | None = None, **door: Any) -> AsyncIterator[str]:
+async def training(sink: Trains | Keeps, candidates: int | None = None, **config: Any) -> AsyncIterator[str]:
     """A pipeline that environments feed, and where."""
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=100, door=Door(port=0, **door), candidates=candidates)
+    gateway = AtroposGateway(
+        batch_size=BATCH, max_token_len=100, server=ServerConfig(port=0, **config), candidates=candidates
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source(gateway).sink(sink).run)
         with anyio.fail_after(FAILSAFE_S):
@@ -128,9 +130,9 @@ async def test_a_token_in_the_url_opens_the_way_in_and_is_told_to_nobody(caplog:
         await env.register_env()
         await env._send_scored_data_to_api(scored_group(0))
         await sink.has(0, 1)
-        told = repr(vars(env)["_penstock_line"])
+        told = repr(vars(env)["_penstock_connection"]._opened.result())
     with anyio.fail_after(FAILSAFE_S):
-        while "gateway_not_there" not in caplog.text:  # noqa: ASYNC110 (there is no event)
+        while "gateway_unreachable" not in caplog.text:  # noqa: ASYNC110 (there is no event)
             await anyio.sleep(0.001)
 
     assert "http://127.0.0.1" in told

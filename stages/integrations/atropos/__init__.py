@@ -2,13 +2,14 @@
 
 from .api_error import AtroposAPIError
 from .client import AtroposClient
-from .server.bodies import Limits
-from .server.door import Door
 from .server.gateway import AtroposGateway
+from .server.limits import Limits
+from .server.serve import ServerConfig
 from .server.trainers import AtroposTrainers
 from .shm.transport import ShmTransport
 from .steps.messages import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem
+from .submit import submit, submitting
 
 __all__ = [
     "Action",
@@ -17,8 +18,10 @@ __all__ = [
     "AtroposEnvironment",
     "AtroposGateway",
     "AtroposTrainers",
-    "Door",
     "Limits",
+    "ServerConfig",
     "ShmTransport",
     "register_with_gem",
+    "submit",
+    "submitting",
 ]

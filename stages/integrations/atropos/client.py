@@ -1,8 +1,8 @@
 """AtroposClient: a source that is a trainer to a server of the Atropos contract: the original one, or a gateway.
 
-It registers, and asks for batches until it has had all that it registered for. A server that was restarted knows it no
-more: it registers again, with the step that it has come to. A gateway keeps a batch until this client says that all of
-it has ended; the original server forgets it the moment it has answered.
+It registers, and asks for batches until it has had all that it registered for. To a server that was restarted it
+registers again, with its current step. A gateway keeps a batch until this client acknowledges that all of it has ended;
+the original server forgets it as soon as it has answered.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from ....pipeline.causes import alone
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import current
-from ....pipeline.errors import InvalidConfig, MissingExtra
+from ....pipeline.errors import InvalidConfig
 from ....pipeline.repetitions import mask_of
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
@@ -31,32 +31,34 @@ from ....schemas.config import Config, check_url, load_config, parse_config
 from ....schemas.numbers import normalize_counts, normalize_numbers
 from ...engines.backoff import Backoff, jitter
 from ...engines.retrying import WITHOUT_END
-from .api_error import AtroposAPIError, shown
+from .api_error import AtroposAPIError, load_http_api, without_token
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
 from .translation import to_group
 
 if TYPE_CHECKING:
-    from .api import Api
+    from .http_api import HttpApi
 
 __all__ = ["AtroposClient"]
 
 log = get_logger("penstock.atropos_client")
 
-LEAVING_S = 5.0
-"""How long a server may take to hear what became of the last batches, when the run ends."""
+ACKNOWLEDGE_TIMEOUT_S = 5.0
+"""Bound on the acknowledgement of the last batches, when the run ends."""
+
+POLLS = Backoff(WITHOUT_END, 0.25, 8.0)
+"""Pauses between requests for a batch while there is none."""
 
 
 class AtroposClient(Config, frozen=True):
     """Receive groups from a server of the Atropos contract, as the trainer that it serves.
 
-    Made by its constructor, it is what that was told; only `from_yaml` and `from_config` heed ATROPOS_API_URL and
-    ATROPOS_TIMEOUT.
+    `from_yaml` and `from_config`, but not the constructor, read the variables ATROPOS_API_URL and ATROPOS_TIMEOUT.
 
     >>> AtroposClient(batch_size=16, max_token_len=2048, num_steps=100).api_url
     'http://127.0.0.1:8000'
 
     Raises:
-        ValueError: a number that makes no sense, or an address that is none.
+        ValueError: a number is out of its range, or `api_url` is not an address.
     """
 
     batch_size: int
@@ -69,20 +71,15 @@ class AtroposClient(Config, frozen=True):
     """Where a training that goes on goes on: `TorchTrainer.steps`."""
     api_url: str = "http://127.0.0.1:8000"
     token: str | None = None
-    """Sent as a bearer token."""
-    timeout_s: float = 30.0
-    """How long one request may take."""
-    attempts: int = 8
-    """How often a request is tried that fails in passing."""
-    away_s: float = 300.0
-    """How long a server may be away that was there: it is started anew, or the network is. A server that is not there
-    at the start is tried `attempts` times."""
-    first_pause_s: float = 0.25
-    """Bound of the first pause, between attempts and between polls; it doubles from pause to pause."""
-    longest_pause_s: float = 8.0
-    """No bound is above it."""
-    empty_s: float | None = 3600.0
-    """How long there may be no batch while the server is there; None for as long as it takes."""
+    """Sent as a bearer token; by default PENSTOCK_TOKEN."""
+    ca: str | None = None
+    """File with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system."""
+    request_timeout_s: float = 30.0
+    """Bound on one attempt at a request; one that fails in passing is made again, eight times in all."""
+    reconnect_timeout_s: float = 300.0
+    """Bound on the time that a server may be away which has answered before."""
+    batch_timeout_s: float | None = 3600.0
+    """Bound on the time without a batch while the server answers; None for no bound."""
     lease_s: float | None = 1800.0
     """How long a gateway waits to hear that all of a batch has ended, before it gives it out again: more than the
     longest time from poll to optimizer step. What came before is not trained again. None for at most once, as with the
@@ -96,10 +93,10 @@ class AtroposClient(Config, frozen=True):
     save_checkpoint_interval: int = 0
 
     def __post_init__(self) -> None:
-        normalize_counts(self, "batch_size", "max_token_len", "attempts", "candidates")
+        normalize_counts(self, "batch_size", "max_token_len", "candidates")
         normalize_counts(self, "num_steps", "starting_step", "save_checkpoint_interval", least=0)
-        normalize_numbers(self, "timeout_s", "empty_s", "lease_s")
-        normalize_numbers(self, "first_pause_s", "longest_pause_s", "away_s", zero=True)
+        normalize_numbers(self, "request_timeout_s", "batch_timeout_s", "lease_s")
+        normalize_numbers(self, "reconnect_timeout_s", zero=True)
         if self.num_steps < self.starting_step:
             raise ValueError(f"num_steps: expected at least starting_step, {self.starting_step}, got {self.num_steps}")
         check_url(self.api_url, "api_url")
@@ -107,85 +104,77 @@ class AtroposClient(Config, frozen=True):
             raise ValueError("token: expected none beside the one in api_url, got one")
 
     def __repr__(self) -> str:
-        return f"<AtroposClient of {shown(self.api_url)}, steps {self.starting_step} to {self.num_steps}>"
+        return f"<AtroposClient of {without_token(self.api_url)}, steps {self.starting_step} to {self.num_steps}>"
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:
-        """The client that a mapping describes, as YAML or JSON would give it.
+        """Return the client that a mapping describes, as YAML or JSON would give it.
 
-        ATROPOS_API_URL and ATROPOS_TIMEOUT count more, where they are set: whoever starts a run says where.
+        ATROPOS_API_URL and ATROPOS_TIMEOUT, where they are set, take the place of `api_url` and `request_timeout_s`.
 
         Raises:
             InvalidConfig: it does not fit; the message gives the path of the value, what was expected and came.
         """
-        return parse_config(cls, values, root="atropos")._here()  # noqa: SLF001 (its own)
+        return parse_config(cls, values, root="atropos")._with_variables()  # noqa: SLF001 (its own)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """The client that a YAML file describes; as `from_config`."""
-        return load_config(cls, path, root="atropos")._here()  # noqa: SLF001 (its own)
+        """Return the client that a YAML file describes; as `from_config`."""
+        return load_config(cls, path, root="atropos")._with_variables()  # noqa: SLF001 (its own)
 
-    def _here(self) -> Self:
-        """The same, as the variables of this process say."""
-        said: dict[str, Any] = {}
+    def _with_variables(self) -> Self:
+        changed: dict[str, Any] = {}
         if url := os.environ.get("ATROPOS_API_URL"):
-            said["api_url"] = url
+            changed["api_url"] = url
         if timeout := os.environ.get("ATROPOS_TIMEOUT"):
             try:
-                said["timeout_s"] = float(timeout)
+                changed["request_timeout_s"] = float(timeout)
             except ValueError:
                 raise InvalidConfig(f"ATROPOS_TIMEOUT: expected seconds, got {timeout!r}") from None
         try:
-            return type(self)(**(msgspec.structs.asdict(self) | said))
+            return type(self)(**(msgspec.structs.asdict(self) | changed))
         except ValueError as error:
             raise InvalidConfig(f"ATROPOS_API_URL, ATROPOS_TIMEOUT: {error}") from None
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`. When the last batch was sent it stays until the server has heard what became of it.
+        """See `Source`. After the last batch it waits until all batches have ended and are acknowledged.
 
         Raises:
             AtroposAPIError: the server does not answer as it should.
             MissingExtra: aiohttp is not installed.
         """
-        draw = jitter(current().worker)
-        backoff = Backoff(self.attempts, self.first_pause_s, self.longest_pause_s)
-        times = {"timeout_s": self.timeout_s, "away_s": self.away_s}
+        http_api = load_http_api("AtroposClient")
+        timeouts = {"request_timeout_s": self.request_timeout_s, "reconnect_timeout_s": self.reconnect_timeout_s}
         with alone():
             async with (
-                _api().open(self.api_url, self.token, backoff, **times, draw=draw) as api,
+                http_api.open(self.api_url, token=self.token, ca=self.ca, **timeouts) as api,
                 anyio.create_task_group() as tasks,
             ):
-                await _Training(self, api, outbox, tasks, draw).run()
+                await _Training(self, api, outbox, tasks).run()
                 await outbox.aclose()
 
 
 class _Training:
-    """What the server is asked, from registering to the last batch."""
+    """One training, from its registration to the last batch."""
 
     def __init__(
-        self,
-        rules: AtroposClient,
-        api: Api,
-        outbox: SendChannel[TrajectoryGroup],
-        tasks: TaskGroup,
-        draw: Callable[[], float],
+        self, rules: AtroposClient, api: HttpApi, outbox: SendChannel[TrajectoryGroup], tasks: TaskGroup
     ) -> None:
         self._rules = rules
         self._api = api
         self._outbox = outbox
         self._tasks = tasks
-        self._draw = draw
         self._step = rules.starting_step
-        """Batches that came, those before this training included."""
+        """Batches received, those before this training included."""
         self._name = secrets.token_hex(4)
-        """Of this training: what groups are called in it, no other calls them."""
+        """Part of every instance id, so that no other training has the same ids."""
         self._numbers = count()
-        """Of batches that have no name of their own."""
+        """Of batches without an id."""
         self._sent: dict[str, list[TrajectoryId]] = {}
-        """What came in each batch that has one; empty when it has ended."""
+        """Trajectories of each batch with an id; empty once all have ended."""
 
     async def run(self) -> None:
-        """Send what comes until it was all."""
+        """Send every batch, to the last one."""
         await self._api.greet()
         await self._register()
         while self._step < self._rules.num_steps:
@@ -207,31 +196,33 @@ class _Training:
         )
 
     async def _next(self) -> BatchAnswer:
-        """The next batch; asked for less and less often while there is none."""
+        """Return the next batch; the pauses between requests grow while there is none."""
         rules = self._rules
         began = empty_since = time.monotonic()
-        pauses = Backoff(WITHOUT_END, rules.first_pause_s, rules.longest_pause_s).pauses(self._draw)
+        pauses = POLLS.pauses(jitter(current().worker))
         while True:
             failures, asked_at = self._api.failures, time.monotonic()
             answer = await self._api.batch(rules.lease_s)
             if answer.status == "error":
-                log.warning("trainer_unknown", url=shown(rules.api_url), told=answer.message, step=self._step)
+                log.warning(
+                    "trainer_not_registered", url=without_token(rules.api_url), answer=answer.message, step=self._step
+                )
                 await self._register()
             elif answer.batch:
-                current().metrics.mean("atropos/waited_s", time.monotonic() - began)
+                current().metrics.mean("timing_s/atropos_wait", time.monotonic() - began)
                 return answer
             if answer.status == "error":
                 empty_since = time.monotonic()
-            elif self._api.failures > failures:  # a server that was away had nothing to be empty of
+            elif self._api.failures > failures:  # while it is away, the server's queue is not known to be empty
                 empty_since += time.monotonic() - asked_at
-            if rules.empty_s is not None and time.monotonic() - empty_since > rules.empty_s:
-                raise self._api.empty(rules.empty_s)
+            if rules.batch_timeout_s is not None and time.monotonic() - empty_since > rules.batch_timeout_s:
+                raise self._api.empty(rules.batch_timeout_s)
             await anyio.sleep(next(pauses))
 
     async def _send(self, answer: BatchAnswer) -> None:
         """Send the groups of a batch, one after another: each is decoded while the one before is on its way.
 
-        It is a step where there was one that was not sent before: in this run, or in one that it goes on with.
+        The batch counts as a step unless all of it was sent before, in this run or in the one that it continues.
         """
         name = f"{self._name}.{next(self._numbers)}" if answer.batch_id is msgspec.UNSET else answer.batch_id
         again = name in self._sent
@@ -240,27 +231,27 @@ class _Training:
         if not again and answer.batch_id is not msgspec.UNSET:
             self._sent[name] = sent
         if again or (sent and not new):
-            log.warning("batch_came_again", batch=name)
-            current().metrics.total("atropos/again")
+            log.warning("duplicate_batch", batch=name)
+            current().metrics.total("atropos/duplicates")
         self._step += not again and (new > 0 or not sent)
         if answer.lease is not msgspec.UNSET:
             self._tasks.start_soon(self._acknowledge, answer.lease, sent, self._step == self._rules.num_steps)
 
     async def _send_new(self, answer: BatchAnswer, name: str, sent: list[TrajectoryId]) -> int:
-        """Send those groups that are in no queue yet; `sent` is filled with all. Returns how many it were."""
+        """Send the groups that the ledger does not know, and return their number; `sent` is filled with all."""
         new = 0
         for number, piece in enumerate(answer.batch or ()):
             try:
                 group = self._group(bytes(piece), f"{name}.{number}")
-            except InvalidRecord as error:  # the others of the batch are as good as they would be without it
-                log.warning("group_refused", url=shown(self._rules.api_url), reason=str(error))
+            except InvalidRecord as error:  # the others of the batch can be trained on
+                log.warning("group_refused", url=without_token(self._rules.api_url), reason=str(error))
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
             if mask_of(group.repetition_ids.tolist()) & ~current().ledger.known(group.id):
                 new += 1
                 await self._outbox.send(group)
-            del group  # it is another stage's now
+            del group  # the next stage owns it
         return new
 
     def _group(self, piece: bytes, instance_id: str) -> TrajectoryGroup:
@@ -274,7 +265,7 @@ class _Training:
         )
 
     async def _acknowledge(self, lease: int | str, sent: list[TrajectoryId], last: bool) -> None:  # noqa: FBT001
-        """When all of a batch has ended, the server need not keep it: also where that ended the run."""
+        """Acknowledge a batch when all of it has ended, also where that ended the run."""
         ledger = current().ledger
         try:
             for trajectory in sent:
@@ -282,24 +273,14 @@ class _Training:
         finally:
             if not any(map(ledger.is_open, sent)):
                 sent.clear()
-                with anyio.move_on_after(LEAVING_S, shield=True):
-                    await self._tell_ended(lease, last=last)
+                with anyio.move_on_after(ACKNOWLEDGE_TIMEOUT_S, shield=True):
+                    await self._end_lease(lease, last=last)
 
-    async def _tell_ended(self, lease: int | str, *, last: bool) -> None:
+    async def _end_lease(self, lease: int | str, *, last: bool) -> None:
         try:
-            if last:  # who handed batches out counted one that came back once only: we know better
+            if last:  # the server counted a batch that came twice as one step: this client knows
                 await self._register()
             await self._api.acknowledge(lease)
-        except AtroposAPIError as error:  # at worst the batch comes once more, as another one
-            log.warning("not_acknowledged", lease=lease, reason=error.told)
+        except AtroposAPIError as error:  # at worst the batch comes once more
+            log.warning("not_acknowledged", lease=lease, reason=error.summary)
             current().metrics.total("atropos/not_acknowledged")
-
-
-def _api() -> type[Api]:
-    try:
-        from .api import Api  # noqa: PLC0415 (the extra is wanted by those who run a client)
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"AtroposClient needs {error.name}, which is not installed: pip install 'penstock[http]'"
-        ) from error
-    return Api

@@ -32,6 +32,7 @@ __all__ = [
     "Received",
     "Registered",
     "ScoredData",
+    "SubmitAnswer",
     "TrainerRegistration",
     "Untrainable",
     "decode_scored",
@@ -149,6 +150,14 @@ class ListReceived(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     groups_processed: int
     buffered: int | msgspec.UnsetType = msgspec.UNSET
     last_buffer_size: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class SubmitAnswer(msgspec.Struct, frozen=True):
+    """Answers /scored_data and /scored_data_list, as far as a sender needs it."""
+
+    status: str
+    rejected: tuple[str, ...] = ()
+    """Why groups cannot be trained on; the others were accepted. The original server trains on anything."""
 
 
 # -- scored data -------------------------------------------------------------------------------------------------------

@@ -246,7 +246,8 @@ class TrajectoryQueue(Generic[G]):
             self._hear(now, env)
         if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
             return replace(receipt, duplicate=True)
-        self._check_sizes(submissions)
+        for submission in submissions:
+            self.check_size(submission.sequences)
         buffers, queued, receipt = self._envs.planned(submissions)
         self._check_room(now, submissions, list(senders.values()))
         for env_id, buffer in buffers.items():
@@ -264,14 +265,17 @@ class TrajectoryQueue(Generic[G]):
             self._waiting.append(self._lane(submission), submission)
             self.latest = submission
 
-    def _check_sizes(self, submissions: Sequence[Submission[G]]) -> None:
+    def check_size(self, sequences: int) -> None:
+        """Check the size of a group.
+
+        Raises:
+            UnpackableGroupSize: no batch of the trainer can hold it.
+        """
         most = self._batch_size or math.inf
-        for submission in submissions:
-            if not 1 <= submission.sequences <= most:
-                raise UnpackableGroupSize(
-                    f"expected groups of 1 to {most} sequences, got {submission.sequences}: such a group can never be "
-                    f"in a batch"
-                )
+        if not 1 <= sequences <= most:
+            raise UnpackableGroupSize(
+                f"expected groups of 1 to {most} sequences, got {sequences}: such a group can never be in a batch"
+            )
 
     def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
         enough = self._waiting.queue.sequences >= self._batch_size

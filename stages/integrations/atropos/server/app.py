@@ -1,44 +1,69 @@
-"""The gateway as an ASGI application: which endpoint is where, who may ask, how errors are answered."""
+"""The gateway as an ASGI application: routes, access, compression, and how errors are answered. Knows no queue."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hmac
+import math
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, BaseUser, SimpleUser
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..shm.shm_way_in import PATH
-from .access import Access
-from .answers import REFUSALS, Handler, endpoint, refused
+from .....schemas import InvalidRecord
+from ..queue.records import QueueFull, RequestRejected
+from ..shm.receiver import PATH
 from .endpoints import Endpoints
+from .limits import BodyRefused
+from .serve import ServerConfig
 
-__all__ = ["application"]
+__all__ = ["application", "refusal"]
 
 G = TypeVar("G")
 
-OPEN = {"/"}
-"""What is answered to everybody: that a gateway is there."""
+COMPRESSED_FROM_BYTES = 1000
+"""As in the original."""
+
+COMPRESSION_LEVEL = 1
+"""A batch is read once, by a trainer that is near: level 9 makes it a tenth smaller, for five times the work."""
+
+OWN_SITES = ("none", "same-origin")
+"""Values of Sec-Fetch-Site for what was typed into a browser, or comes from a page of the gateway itself."""
+
+Handler = Callable[[Request], Awaitable[Any]]
+"""Answers a request with a value that has a JSON form, or with an ASGI application."""
 
 
-def application(endpoints: Endpoints[G], access: Access) -> Starlette:
-    """Everything that `endpoints` answers, to whom `access` admits."""
-    middleware = [Middleware(_Door, access)]
-    if access.cors:  # in front of the door: a browser asks without a token whether it may ask
-        every = ["*"]
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=every, allow_methods=every, allow_headers=every))
+def application(endpoints: Endpoints[G], config: ServerConfig, address: str) -> Starlette:
+    """Return everything that `endpoints` answers, to clients that `config` admits; `address` is where it listens."""
+    middleware = [
+        Middleware(AuthenticationMiddleware, backend=_Access(config.token), on_error=_denial),
+        Middleware(RequestBodyLimitMiddleware, max_body_size=config.limits.request_bytes),
+        Middleware(GZipMiddleware, minimum_size=COMPRESSED_FROM_BYTES, compresslevel=COMPRESSION_LEVEL),
+    ]
+    if config.token is None:  # a page whose name leads to this server reads its answers; a token it does not know
+        hosts = ["localhost", "localhost.", "127.0.0.1", "[::1]", config.host, address]
+        middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
     return Starlette(routes=_routes(endpoints), middleware=middleware, exception_handlers=REFUSALS)
 
 
 def _routes(endpoints: Endpoints[G]) -> list[Route]:
     listed: list[tuple[str, str, Handler]] = [
         ("GET", "/", endpoints.root),
-        ("POST", "/register", endpoints.trainers.register),
+        ("POST", "/register", endpoints.register),
         ("POST", "/register-env", endpoints.register_env),
         ("POST", "/disconnect-env", endpoints.disconnect_env),
         ("GET", "/wandb_info", endpoints.wandb_info),
@@ -47,45 +72,144 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         ("GET", "/status-env", endpoints.status_env),
         ("POST", "/scored_data", endpoints.scored_data),
         ("POST", "/scored_data_list", endpoints.scored_data_list),
-        ("GET", "/batch", endpoints.trainers.batch),
-        ("POST", "/acknowledge", endpoints.trainers.acknowledge),
+        ("GET", "/batch", endpoints.batch),
+        ("POST", "/acknowledge", endpoints.acknowledge),
         ("GET", "/latest_example", endpoints.latest_example),
         ("GET", "/reset_data", endpoints.reset_data),
-        ("GET", "/metrics", endpoints.metrics),
     ]
-    if endpoints.intake is not None:
+    if endpoints.ingest is not None:
         listed.append(("GET", PATH, endpoints.shm))
-    refuses = endpoints.desk.refuses
+    unavailable = endpoints.backend.unavailable
     routes = [
-        Route(path, endpoint(_refusing(refuses[path]) if path in refuses else handler), methods=[method])
+        Route(path, _endpoint(_unavailable(unavailable[path]) if path in unavailable else handler), methods=[method])
         for method, path, handler in listed
     ]
     for route in routes:
-        route.methods = (route.methods or set()) - {"HEAD"}  # which is to change nothing, and GET /batch does
+        route.methods = (route.methods or set()) - {"HEAD"}  # which must change nothing, and GET /batch does
     return routes
 
 
-def _refusing(why: str) -> Handler:
-    async def answer(_: Request) -> object:
-        return refused(HTTPStatus.CONFLICT, why)
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def answering(request: Request) -> Any:
+        answer = await handler(request)
+        return answer if callable(answer) else Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return answering
+
+
+def _unavailable(reason: str) -> Handler:
+    async def answer(_: Request) -> Response:
+        return refusal(HTTPStatus.CONFLICT, reason)
 
     return answer
 
 
-class _Door:
-    """Lets in whom `access` admits."""
+# -- access ------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        if (why := self._access.mistrusts(headers)) is not None:
-            await refused(HTTPStatus.FORBIDDEN, why, {"Connection": "close"})(scope, receive, send)
-        elif scope["path"] in OPEN or self._access.admits(headers.get("authorization")):
-            await self._app(scope, receive, send)
-        else:
-            told = "expected Authorization: Bearer <token>, or the token in the URL as http://anyone:<token>@host:port"
-            challenge = {"WWW-Authenticate": 'Bearer realm="penstock"', "Connection": "close"}
-            await refused(HTTPStatus.UNAUTHORIZED, told, challenge)(scope, receive, send)
+class _Denied(AuthenticationError):
+    """A request is not answered."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Access(AuthenticationBackend):
+    """Admits requests that bring the token, if there is one, and that no web page sent."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, BaseUser] | None:
+        """See starlette's AuthenticationBackend. That a gateway is there is told to everyone."""
+        headers = conn.headers
+        site = headers.get("sec-fetch-site", OWN_SITES[0])
+        if (origin := headers.get("origin")) is not None or site not in OWN_SITES:
+            raise _Denied(HTTPStatus.FORBIDDEN, f"expected no request of a web page, got one of {origin or site}")
+        if conn.url.path != "/" and not self._admits(headers.get("authorization", "")):
+            raise _Denied(
+                HTTPStatus.UNAUTHORIZED,
+                "expected Authorization: Bearer <token>, or the token in the URL as http://anyone:<token>@host:port",
+            )
+        return AuthCredentials(), SimpleUser("client")
+
+    def _admits(self, authorization: str) -> bool:
+        """Return whether the header brings the token, in a time that tells nothing about it.
+
+        `Basic` is what HTTP clients make of `http://anyone:<token>@host:port`, so that a URL is enough for them.
+        """
+        if self._token is None:
+            return True
+        kind, _, brought = authorization.partition(" ")
+        if kind.lower() == "basic":
+            brought = _password(brought)
+        elif kind.lower() != "bearer":
+            return False
+        return hmac.compare_digest(brought.encode(), self._token.encode())
+
+
+def _password(credentials: str) -> str:
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _denial(_: HTTPConnection, error: AuthenticationError) -> Response:
+    status = error.status if isinstance(error, _Denied) else HTTPStatus.UNAUTHORIZED
+    headers = {"Connection": "close"}
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = 'Bearer realm="penstock"'
+    return refusal(status, str(error), headers)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def refusal(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
+    """Return an answer with the reason, in the form that errors have in the original."""
+    body = msgspec.json.encode({"detail": detail})
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+async def _of_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 (by the table below)
+    return refusal(error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def _of_record(_: Request, error: Exception) -> Response:
+    detail = [{"type": "value_error", "loc": ["body"], "msg": str(error)}]
+    return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
+
+
+async def _of_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyRefused)  # noqa: S101 (by the table below)
+    headers = {"Connection": "close"}  # the rest of it is not waited for
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = "1"
+    if error.status == HTTPStatus.BAD_REQUEST:  # as in the original
+        return Response(str(error), error.status, headers=headers, media_type="text/plain")
+    return refusal(error.status, str(error), headers)
+
+
+async def _of_queue(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRejected)  # noqa: S101 (by the table below)
+    if error.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+        return await _of_record(request, error)
+    later = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
+    return refusal(error.status, str(error), later)
+
+
+async def _of_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: the client is gone
+
+
+REFUSALS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    HTTPException: _of_http,
+    InvalidRecord: _of_record,
+    BodyRefused: _of_body,
+    RequestRejected: _of_queue,
+    ClientDisconnect: _of_disconnect,
+}
+"""How each error is answered."""

@@ -1,50 +1,79 @@
-"""What the gateway answers everybody, and environments, from its queue. Knows nothing of who may ask.
+"""The endpoints of a gateway, for environments and for trainers. Knows nothing of access and of sockets.
 
-Groups are read in a thread where they are large, and enter the queue on the event loop, so the queue have one user.
-Whoever went away before it could be told what became of its groups will send them again, and the queue know.
+Large bodies are decoded and encoded in threads; groups enter the queue on the event loop, so the queue has one user.
+Every batch is under a lease. To a trainer that asked for none the end of its batch is sent only when the lease has been
+ended for it, so that a trainer which is gone by then has a truncated batch, and the next one that asks has it whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import anyio
+import anyio.to_thread
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
+from .....pipeline.errors import PenstockError
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord, TrajectoryGroup
 from ..coercion import decode
 from ..contract import (
-    Buffered,
-    Disconnected,
     EnvReference,
-    EnvRegistered,
     EnvRegistration,
-    Greeting,
-    ListReceived,
-    Received,
+    TrainerRegistration,
+    Untrainable,
     decode_scored,
 )
-from ..queue.records import EnvStatus, Info, Receipt, Status, Submission, UnknownEnvironment, WandbInfo
+from ..queue.records import (
+    Batch,
+    EnvStatus,
+    Info,
+    NoTrainer,
+    Receipt,
+    RequestRejected,
+    Submission,
+    UnknownEnvironment,
+    UnknownLease,
+    WandbInfo,
+)
 from ..queue.trajectory_queue import TrajectoryQueue
-from ..shm.shm_way_in import WayInAnswer
-from .answers import Delivery, answered
-from .bodies import Bodies
-from .desk import Desk
-from .intake import Intake
-from .prometheus import exposition
-from .reading import Reading
-from .trainer_endpoints import TrainerEndpoints
+from .backend import Backend
+from .limits import Bodies, BodyRefused, Limits, Refusals
+from .shm_ingest import ShmIngest
 
 __all__ = ["Endpoints"]
 
 G = TypeVar("G")
+T = TypeVar("T")
+
+THREADS = 2
+"""Groups that are decoded, or batches that are encoded, at once beside the event loop: each may hold a hundred MB."""
+
+LARGE_BYTES = 256 * 1024
+"""What is larger takes more than a millisecond or two, and is done in a thread; /status-env is answered meanwhile."""
+
+END_BYTES = 64
+"""The end of a batch that is held back: without it neither JSON nor gzip can be read."""
+
+SENDING_TIMEOUT_S = 60.0
+"""Bound on the time a batch takes to a trainer without a lease; then the next that asks has it, whole."""
+
+MAX_LEASE_S = 86_400
+"""A day: for a trainer that died longer than that is not waited."""
+
+COMPLETE_QUEUE = 10**9
+"""Groups that /status-env reports once the run is complete. An environment stops when its step and the batches in the
+queue exceed its own `total_steps`, whatever that is; with this it stops at its next look."""
 
 NO_EXAMPLE = (
     "tokens",
@@ -57,53 +86,83 @@ NO_EXAMPLE = (
     "messages",
     "images",
 )
-"""What `/latest_example` holds, empty, before there is one."""
+"""Keys of /latest_example, all empty, before there is one."""
 
 
-class _Read(NamedTuple, Generic[G]):
-    """What was in a body."""
+class Acknowledgement(msgspec.Struct, frozen=True):
+    """POST /acknowledge."""
+
+    lease: int
+
+
+class _Received(NamedTuple, Generic[G]):
+    """The groups in a body."""
 
     submissions: list[Submission[G]]
+    rejected: list[tuple[int | None, PenstockError]]
+    """Those that cannot be trained on: whose, and why."""
     digest: bytes
 
 
+class RunComplete(RequestRejected):
+    """A group came after the last step."""
+
+    status = HTTPStatus.CONFLICT
+
+
+class _Invalid(InvalidRecord):
+    """A body is not scored data."""
+
+    def __init__(self, message: str, env_id: int | None) -> None:
+        super().__init__(message)
+        self.env_id = env_id
+
+
 class Endpoints(Generic[G]):
-    """One method an endpoint."""
+    """One method for each endpoint."""
 
     def __init__(
         self,
         queue: TrajectoryQueue[G],
-        desk: Desk[G],
-        bodies: Bodies,
+        backend: Backend[G],
+        limits: Limits,
+        refusals: Refusals,
         *,
-        intake: Intake[G] | None = None,
+        ingest: ShmIngest[G] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = queue
-        self.desk = desk
-        self.intake = intake
-        self._now = clock
+        self.backend = backend
+        self.ingest = ingest
+        self.refusals = refusals
         self.room = Waiters()
-        """Wakes whoever waits for room in the queue."""
-        self._reading = Reading(bodies)
-        self.trainers = TrainerEndpoints(queue, desk, self._reading, self.room, clock)
-        """Those for trainers."""
+        """Wakes tasks that wait for room in the queue, or for environments to hear of the end."""
+        self.told_complete = set[int]()
+        """Ids of environments that were told that the run is complete."""
+        self._now = clock
+        self._bodies = Bodies(limits)
+        self._threads = anyio.CapacityLimiter(THREADS)
 
     def _in_step(self) -> TrajectoryQueue[G]:
-        """The queue, with the step that is now."""
-        if self.desk.step is not None:
-            self.queue.step = self.desk.step
+        if self.backend.step is not None:
+            self.queue.step = self.backend.step
         return self.queue
 
-    # -- for everybody -------------------------------------------------------------------------------------------------
+    # -- for everyone --------------------------------------------------------------------------------------------------
 
-    async def root(self, _: Request) -> Greeting:
+    async def root(self, _: Request) -> Any:
         """GET /."""
-        return Greeting(message="AtroposLib API")
+        return {"message": "AtroposLib API"}
 
-    async def status(self, _: Request) -> Status:
-        """GET /status."""
-        return self._in_step().status(downstream=self.desk.downstream)
+    async def status(self, _: Request) -> Any:
+        """GET /status; the original has the first two keys."""
+        queue = self._in_step()
+        return {
+            **asdict(queue.status(downstream=self.backend.downstream)),
+            "environments": [asdict(env) for env in queue.statistics(self._now())],
+            "refused": self.refusals.counts,
+            "stalls": queue.stalls(),
+        }
 
     async def info(self, _: Request) -> Info:
         """GET /info."""
@@ -113,23 +172,17 @@ class Endpoints(Generic[G]):
         """GET /wandb_info."""
         return self.queue.wandb_info()
 
-    async def latest_example(self, request: Request) -> Response | dict[str, list[Any]]:
+    async def latest_example(self, _: Request) -> Any:
         """GET /latest_example."""
         latest = self.queue.latest
         if latest is None:
             return {name: [] for name in NO_EXAMPLE}
-        return await self._reading.heavy(latest.nbytes, lambda: answered(request, self.desk.json(latest.payload)))
+        return _json(await self._beside(latest.nbytes, partial(self.backend.json, latest.payload)))
 
-    async def metrics(self, _: Request) -> Response:
-        """GET /metrics."""
-        now = self._now()
-        queue = self._in_step()
-        return PlainTextResponse(exposition(queue.status(), queue.statistics(now), queue.stalls()))
-
-    async def shm(self, _: Request) -> WayInAnswer:
+    async def shm(self, _: Request) -> Any:
         """GET /shm."""
-        assert self.intake is not None  # noqa: S101 (there is no such route without one)
-        return WayInAnswer(url=self.intake.url)
+        assert self.ingest is not None  # noqa: S101 (there is no such route without one)
+        return {"url": self.ingest.url}
 
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
@@ -139,96 +192,262 @@ class Endpoints(Generic[G]):
 
     # -- for environments ----------------------------------------------------------------------------------------------
 
-    async def register_env(self, request: Request) -> EnvRegistered:
+    async def register_env(self, request: Request) -> Any:
         """POST /register-env."""
-        registration = await self._reading.decoded(request, EnvRegistration)
+        registration = await self._decoded(request, EnvRegistration)
         admitted = self._in_step().register_env(self._now(), registration)
         if admitted is None:
-            return EnvRegistered(status="wait for trainer to start")
-        return EnvRegistered(status="success", **asdict(admitted))
+            return {"status": "wait for trainer to start"}
+        return {"status": "success", **asdict(admitted)}
 
-    async def disconnect_env(self, request: Request) -> Disconnected:
+    async def disconnect_env(self, request: Request) -> Any:
         """POST /disconnect-env."""
-        env_id = (await self._reading.decoded(request, EnvReference)).env_id
+        env_id = (await self._decoded(request, EnvReference)).env_id
         try:
             self.queue.disconnect_env(env_id)
         except UnknownEnvironment as error:
-            return Disconnected(status="failure", error=str(error))
-        return Disconnected(status="success")
+            return {"status": "failure", "error": str(error)}
+        self.room.wake_all()
+        return {"status": "success"}
 
     async def status_env(self, request: Request) -> EnvStatus:
-        """GET /status-env, the id in a body or, for what stands between and drops those, in the query."""
+        """GET /status-env, the id in a body or, where a proxy drops those, in the query."""
         if (asked := request.query_params.get("env_id")) is not None:
             env_id = decode(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
         else:
-            env_id = (await self._reading.decoded(request, EnvReference)).env_id
-        said = self._in_step().env_status(self._now(), env_id, downstream=self.desk.downstream)
-        waiting = self.intake.waiting(env_id) if self.intake is not None else 0
-        return replace(said, queue_size=said.queue_size + waiting, self_queue_size=said.self_queue_size + waiting)
+            env_id = (await self._decoded(request, EnvReference)).env_id
+        status = self._in_step().env_status(self._now(), env_id, downstream=self.backend.downstream)
+        waiting = self.ingest.waiting(env_id) if self.ingest is not None else 0
+        if self.backend.complete:
+            self.told_complete.add(env_id)
+            self.room.wake_all()
+            waiting = COMPLETE_QUEUE
+        return replace(status, queue_size=status.queue_size + waiting, self_queue_size=status.self_queue_size + waiting)
 
-    async def scored_data(self, request: Request) -> Delivery:
+    async def scored_data(self, request: Request) -> Any:
         """POST /scored_data."""
-        read = await self._read(request, many=False)
-        receipt = self.accept(read.submissions, digest=read.digest)
-        told = Received() if receipt.buffer_size is None else Buffered(buffer_size=receipt.buffer_size)
-        return self._receipt(request, read, receipt, told)
-
-    async def scored_data_list(self, request: Request) -> Delivery:
-        """POST /scored_data_list."""
-        read = await self._read(request, many=True)
-        receipt = self.accept(read.submissions, digest=read.digest)
-        received = ListReceived(status="received", groups_processed=receipt.groups)
+        received, receipt = await self._submit(request, many=False)
         if receipt.buffer_size is not None:
-            received = msgspec.structs.replace(
-                received, buffered=receipt.buffered, last_buffer_size=receipt.buffer_size
-            )
-        return self._receipt(request, read, receipt, received)
+            return {"status": "buffered", "buffer_size": receipt.buffer_size}
+        return {"status": "received", **_reasons(received)}
 
-    def _receipt(self, request: Request, read: _Read[G], receipt: Receipt, told: Any) -> Delivery:
-        """The answer `told`; where nobody is there to read it, the same body will come again."""
+    async def scored_data_list(self, request: Request) -> Any:
+        """POST /scored_data_list."""
+        received, receipt = await self._submit(request, many=True)
+        answer = {"status": "received", "groups_processed": len(received.submissions) + len(received.rejected)}
+        if receipt.buffer_size is not None:
+            answer |= {"buffered": receipt.buffered, "last_buffer_size": receipt.buffer_size}
+        return {**answer, **_reasons(received)}
+
+    async def _submit(self, request: Request, *, many: bool) -> tuple[_Received[G], Receipt]:
+        """Enter the groups of a request into the queue, all that can be trained on or none."""
+        try:
+            received = await self._read(request, partial(self._received, many=many))
+        except (InvalidRecord, BodyRefused) as error:
+            self.refuse(getattr(error, "env_id", None), error)
+            raise
+        for env_id, reason in received.rejected:
+            self.refuse(env_id, reason)
+        key = request.headers.get("idempotency-key")
+        digest = received.digest if key is None else hashlib.sha256(key.encode()).digest()
+        receipt = self.accept(received.submissions, digest=digest)
         accepted_by = self.queue.incarnation
+        if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.incarnation:
+            self.queue.remember_undelivered(self._now(), digest, receipt)  # the same will come again
+        return received, receipt
 
-        def settle(there: bool) -> bool:  # noqa: FBT001
-            if not there and accepted_by == self.queue.incarnation:
-                self.queue.remember_undelivered(self._now(), read.digest, receipt)
-            return there
-
-        return Delivery(answered(request, msgspec.json.encode(told)), settle)
-
-    async def _read(self, request: Request, *, many: bool) -> _Read[G]:
-        return await self._reading.read(request, partial(self._submissions, many=many))
-
-    def _submissions(self, plain: bytes, *, many: bool) -> _Read[G]:
-        """The groups in a body. May block, and run in a thread."""
+    def _received(self, plain: bytes, *, many: bool) -> _Received[G]:
+        """Return the groups in a body. May block, and run in a thread."""
         if plain.lstrip()[:1] != (b"[" if many else b"{"):
             raise InvalidRecord(f"body: expected {'a list of groups' if many else 'a group'}, got {plain[:20]!r}…")
-        submissions = [
-            self._submission(self.desk.of_scored(scored, self._name(scored.env_id)), len(scored.tokens), scored.env_id)
-            for scored in decode_scored(plain)
-        ]
-        return _Read(submissions, hashlib.sha256(plain).digest())
+        try:
+            groups = decode_scored(plain)
+        except InvalidRecord as error:
+            raise _Invalid(str(error), _sender(plain)) from None
+        received: _Received[G] = _Received([], [], hashlib.sha256(plain).digest())
+        for scored in groups:
+            try:
+                payload = self.backend.of_scored(scored, self._name(scored.env_id))
+                received.submissions.append(self._submission(payload, len(scored.tokens), scored.env_id))
+            except (Untrainable, RequestRejected) as error:
+                received.rejected.append((scored.env_id, error))
+        return received
 
     async def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
-        """A group that came decoded, as the queue take it.
+        """Return a group that came decoded, as the queue takes it.
 
         Raises:
-            InvalidRecord: it cannot be trained on.
+            Untrainable: it cannot be trained on.
+            RequestRejected: no batch can hold it, or the run is complete.
         """
-        return await self._reading.heavy(group.nbytes, partial(self._of_group, group, env_id))
+        return await self._beside(group.nbytes, partial(self._of_group, group, env_id))
 
     def _of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
         env = group.env if env_id is None else self._name(env_id)
-        return self._submission(self.desk.of_group(group, env), len(group), env_id)
+        return self._submission(self.backend.of_group(group, env), len(group), env_id)
 
     def _submission(self, payload: G, sequences: int, env_id: int | None) -> Submission[G]:
-        return Submission(payload, sequences=sequences, nbytes=self.desk.nbytes(payload), env_id=env_id)
+        self.queue.check_size(sequences)
+        if self.backend.complete:
+            raise RunComplete("the run is complete: nothing more is trained")
+        return Submission(payload, sequences=sequences, nbytes=self.backend.nbytes(payload), env_id=env_id)
 
     def _name(self, env_id: int | None) -> str:
-        """The name of an environment in the ids of its groups; one for all that did not register."""
+        """Return the name of an environment in the ids of its groups; one for all that did not register."""
         return self.queue.name(env_id) or "atropos"
 
     def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
-        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for what it raises."""
-        receipt = self.queue.submit(self._now(), submissions, digest=digest)
-        self.desk.arrived([] if receipt.duplicate else submissions)
+        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for its errors, which are counted."""
+        try:
+            receipt = self.queue.submit(self._now(), submissions, digest=digest)
+        except RequestRejected as error:
+            for submission in submissions:
+                self.refuse(submission.env_id, error)
+            raise
+        self.backend.arrived([] if receipt.duplicate else submissions)
         return receipt
+
+    def refuse(self, env_id: int | None, error: PenstockError) -> None:
+        """Count what an environment sent and what is not trained."""
+        kind = type(error).__name__
+        if isinstance(error, InvalidRecord):
+            kind = error.fault if isinstance(error, Untrainable) else "invalid"
+        self.refusals.add(self.queue.name(env_id), kind, str(error))
+
+    # -- for trainers --------------------------------------------------------------------------------------------------
+
+    async def register(self, request: Request) -> Any:
+        """POST /register."""
+        uuid = self.queue.register_trainer(await self._decoded(request, TrainerRegistration))
+        self.backend.registered()
+        self.room.wake_all()
+        return {"uuid": uuid}
+
+    async def batch(self, request: Request) -> Any:
+        """GET /batch; with `?lease_s=…` the batch has to be acknowledged within that time."""
+        lease_s = _lease_s(request.query_params.get("lease_s"))
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        try:
+            batch = (
+                None if self.backend.complete else self.queue.batch(self._now(), lease_s=lease_s or SENDING_TIMEOUT_S)
+            )
+        except NoTrainer:
+            return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+        self.backend.asked(batch)
+        if batch is None:
+            return {"batch": None}
+        self.room.wake_all()
+        weight = sum(group.nbytes for group in batch.groups)
+        answer = await self._beside(weight, partial(self._batch, batch, leased=lease_s is not None))
+        return _Delivery(answer, partial(self._settle, batch, leased=lease_s is not None))
+
+    def _batch(self, batch: Batch[G], *, leased: bool) -> bytes:
+        """Return the answer that holds `batch`. May block, and run in a thread."""
+        answer: dict[str, Any] = {"batch": [msgspec.Raw(self.backend.json(group.payload)) for group in batch.groups]}
+        if leased:
+            answer |= {"lease": str(batch.lease), "batch_id": batch.batch_id}
+        return msgspec.json.encode(answer)
+
+    def _settle(self, batch: Batch[G], connected: bool, *, leased: bool) -> bool:  # noqa: FBT001
+        """Return whether to send the end of the batch, which ends the lease of a trainer that asked for none."""
+        assert batch.lease is not None  # noqa: S101 (every batch is leased here)
+        if not connected:
+            self.queue.return_batch(batch.lease)
+            return False
+        if leased:
+            return True
+        with suppress(UnknownLease):  # it took longer than SENDING_TIMEOUT_S, and another has the batch
+            self._end_lease(batch.lease, acknowledged=False)
+            return True
+        return False
+
+    async def acknowledge(self, request: Request) -> Any:
+        """POST /acknowledge."""
+        self._end_lease((await self._decoded(request, Acknowledgement)).lease, acknowledged=True)
+        return {"status": "success"}
+
+    def _end_lease(self, lease: int, *, acknowledged: bool) -> None:
+        batch = self.queue.acknowledge(self._now(), lease)
+        self.room.wake_all()
+        self.backend.delivered(batch, acknowledged=acknowledged)
+
+    # -- bodies --------------------------------------------------------------------------------------------------------
+
+    async def _decoded(self, request: Request, wanted: type[T]) -> T:
+        return await self._read(request, partial(decode, wanted=wanted))
+
+    async def _read(self, request: Request, work: Callable[[bytes], T]) -> T:
+        """Return what `work` makes of a body, inflated where it has to be."""
+        async with self._json_body(request) as body:
+            if "gzip" not in request.headers.get("content-encoding", "").lower():
+                return await self._beside(len(body), partial(work, body))
+            return await self._beside(self._bodies.inflated_bytes(body), lambda: work(self._bodies.inflate(body)))
+
+    @asynccontextmanager
+    async def _json_body(self, request: Request) -> AsyncGenerator[bytes]:
+        """Yield a body that is declared to be JSON, which a web page may not send to another server unasked."""
+        async with self._bodies.read(request) as body:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+                raise InvalidRecord(f"body: expected Content-Type: application/json, got {kind or 'none'}")
+            yield body
+
+    async def _beside(self, weight: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns; in a thread where `weight` bytes take long."""
+        if weight < LARGE_BYTES:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """The answer that holds a batch, and whose end is held back until it is known whether the trainer is there."""
+
+    body: bytes
+    settle: Callable[[bool], bool]
+    """Is called with whether the client was connected when all but the end was written; returns whether to send it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. A client that was gone has a truncated answer, and can tell."""
+        end = max(0, len(self.body) - END_BYTES)
+        headers = _json(self.body).raw_headers
+        connected = wanted = False
+        try:
+            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
+            await send({"type": "http.response.body", "body": self.body[:end], "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until that was written
+            connected = not await Request(scope, receive).is_disconnected()
+        finally:
+            wanted = self.settle(connected)
+        if wanted:
+            await send({"type": "http.response.body", "body": self.body[end:]})
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _reasons(received: _Received[Any]) -> dict[str, list[str]]:
+    """Return why groups of a request are not trained on, for its answer."""
+    reasons = [str(error) for _, error in received.rejected]
+    return {"rejected": reasons} if reasons else {}
+
+
+def _sender(body: bytes) -> int | None:
+    """Return the id of the environment that sent an invalid body, where it can be read."""
+    with suppress(InvalidRecord):
+        return decode(body, EnvReference).env_id
+    return None
+
+
+def _lease_s(asked: str | None) -> float | None:
+    if asked is None:
+        return None
+    try:
+        lease_s = float(asked)
+    except ValueError:
+        lease_s = 0.0
+    if not 0 < lease_s <= MAX_LEASE_S:
+        raise InvalidRecord(f"lease_s: expected seconds above 0, and at most {MAX_LEASE_S}, got {asked!r}")
+    return lease_s

@@ -1,14 +1,15 @@
 """AtroposTrainers: trainers that were written for Atropos as the sink of a pipeline. They register, and poll `/batch`.
 
 What a trainer was handed is committed when it acknowledged it, or when it was written to one that acknowledges nothing;
-a batch that was neither goes to the next who asks. While nobody asks the pipeline waits.
+a batch that was neither goes to the next that asks. While no trainer asks the pipeline waits. A trainer polls until it
+is answered `{"batch": null}`, and then trains what it has, so the sink stays for that after the last batch.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,16 @@ from .....pipeline.context import current, drop
 from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import TrainBatch, TrajectoryGroup
+from .....schemas.numbers import normalize_numbers
 from ....sink_trainer import batch_metrics
-from ..contract import ScoredData, TrainerRegistration
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group
-from .door import Door
-from .listening import Listening
-from .opening import opened
+from .backend import Backend
+from .serve import Listening, ServerConfig, open_server
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints
-    from .hosting import Hosted
 
 __all__ = ["AtroposTrainers"]
 
@@ -41,43 +40,51 @@ AHEAD = 2
 """Batches that may wait for a trainer: one that it takes next, and one that is being made. More of them only age."""
 
 LEFT_OVER = 8
-"""Batches' worth that may wait and were in none when one was asked for: they may fit with what comes. The oldest beyond
-are rejected."""
+"""Batches' worth of groups that may wait and were in no batch when one was asked for: they may fit with later ones. The
+oldest beyond are rejected."""
 
-A_PIPELINE = "this gateway serves groups of a pipeline: environments need `penstock gateway`, or AtroposGateway"
+UNAVAILABLE = "this gateway serves groups of a pipeline: environments need `penstock gateway`, or AtroposGateway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposTrainers:
     """Serve groups to trainers that poll. The stream may end before they have all; then it waits until they do.
 
-    Groups whose sizes make up no batch are passed over; what was passed over for long is rejected ("never packed").
+    Groups whose sizes make up no batch are passed over; those that were for long are rejected ("never packed").
 
-    >>> AtroposTrainers().door.port
+    >>> AtroposTrainers().server.port
     8000
     """
 
-    door: Door = field(default_factory=Door)
-    """Where to listen, and for whom."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Address, access and limits."""
+    departure_timeout_s: float = 30.0
+    """Bound on the time after the last batch in which the trainer is answered that there is none."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
-    """`await trainers.listening.url()` returns where, as soon as it does."""
+    """`await trainers.listening.url()` returns the URL as soon as there is one."""
+
+    def __post_init__(self) -> None:
+        normalize_numbers(self, "departure_timeout_s")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
 
         Raises:
-            InvalidConfig: the host is beyond loopback, and there is no token.
+            InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
             MissingExtra: the packages for an HTTP server are not installed.
             OSError: the host is unknown, or the port is taken.
         """
         queue: TrajectoryQueue[_Offered] = TrajectoryQueue(capacity=None, capacity_bytes=None)
-        desk = _Outlet()
-        async with opened(self.door, queue, desk, "AtroposTrainers") as gateway:
-            with self.listening.at(gateway.url):
+        backend = _SinkBackend(queue)
+        async with open_server(self.server, queue, backend, "AtroposTrainers") as running:
+            with self.listening.at(running.url):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_offer_all, inbox, gateway, desk)
-                    await _commit_all(gateway, desk)
+                    tasks.start_soon(_offer_all, inbox, running.endpoints, backend)
+                    await _commit_all(running.endpoints, backend)
                     tasks.cancel_scope.cancel()
+                with anyio.move_on_after(self.departure_timeout_s):
+                    while not backend.dismissed:
+                        await backend.changed.wait()
         while (left := queue.take(time.monotonic())) is not None:
             drop(left.payload.group, "lost", "no trainer took it")
 
@@ -87,79 +94,82 @@ class _Offered:
     """A group in the queue."""
 
     group: TrajectoryGroup
-    """What is needed to commit it."""
+    """Its columns that are needed to commit it."""
     json: bytes
     """As a trainer gets it."""
     number: int = -1
-    """Its place in the order in which they were offered; -1 when it is not counted among those that wait: before, and
-    when a trainer was handed it, though it wait once more where that did not acknowledge it."""
+    """Its place in the order in which groups were offered; −1 while it does not wait: before, and when a trainer was
+    handed it, also where it waits once more because that did not acknowledge it."""
 
 
-class _Outlet:
-    """The desk of a sink: notes what trainers have, for the task that commits it."""
+class _SinkBackend(Backend[_Offered]):
+    """Notes what trainers have, for the task that commits it, and how much waits, for the task that offers more."""
 
-    refuses: Mapping[str, str] = dict.fromkeys(
+    unavailable = dict.fromkeys(
         ("/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list", "/reset_data"),
-        A_PIPELINE,
+        UNAVAILABLE,
     )
     takes_groups = False
-    step = None
-    downstream = 0
 
-    def __init__(self) -> None:
+    def __init__(self, queue: TrajectoryQueue[_Offered]) -> None:
         self.handed: deque[Batch[_Offered]] = deque()
         """Batches that trainers have, and that are not committed."""
         self.changed = Waiters()
         self.ended = False
         """Whether the pipeline sends nothing more."""
+        self._queue = queue
+        self._acknowledges = False
+        """Whether the trainer acknowledged the last batch; one that does not collects batches until there is none."""
         self._starved = False
-        """Whether the last who asked got nothing, and nothing came since."""
+        """Whether the last request was answered with no batch, and nothing came since."""
         self._offered = 0
-        """Groups, so far."""
+        """Groups offered so far."""
         self._seen = 0
-        """So many of those had been offered when somebody last got nothing: the first of them are in no batch."""
+        """Value of `_offered` when a request was last answered with no batch: those groups are in none."""
         self._fresh = 0
         """Sequences that came since then, and that no trainer was handed."""
         self._left_over = 0
         """Sequences that came before, and that no trainer was handed."""
 
-    def enough(self, trainer: TrainerRegistration | None) -> bool:
-        """Whether so much waits that more would only age; before a trainer says what it trains, anything does.
-
-        What makes up no batch is not waited for: more has to come.
-        """
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that more would only age; groups that make up no batch do not count."""
+        trainer = self._queue.trainer
         return trainer is None or self._fresh >= AHEAD * trainer.batch_size
 
-    def too_much_left(self, trainer: TrainerRegistration | None) -> bool:
+    @property
+    def overfull(self) -> bool:
         """Whether so much was passed over that it will not be in a batch any more."""
+        trainer = self._queue.trainer
         return trainer is not None and self._left_over > LEFT_OVER * trainer.batch_size
 
-    def done(self, queue: TrajectoryQueue[_Offered]) -> bool:
-        """Whether nobody will get anything more: the trainer has had its steps, or there is no batch left."""
-        if queue.outstanding:
+    @property
+    def complete(self) -> bool:
+        """Whether no trainer gets anything more: it has had its steps, or no batch is left. See `Backend`."""
+        if self._queue.outstanding:
             return False
-        if queue.trainer is not None and queue.step >= queue.trainer.num_steps:
-            return True
-        return self.ended and (self._starved or not queue.status().queue_size)
+        return self._steps_done or (self.ended and (self._starved or not self._queue.status().queue_size))
 
-    def of_scored(self, scored: ScoredData, env: str) -> _Offered:
-        """No environment sends here; see `Desk`."""
-        raise NotImplementedError
+    @property
+    def dismissed(self) -> bool:
+        """Whether no trainer asks again: there is none, it acknowledges, or it had its steps and was answered null."""
+        return self._queue.trainer is None or self._acknowledges or (self._steps_done and self._starved)
 
-    def of_group(self, group: TrajectoryGroup, env: str) -> _Offered:
-        """No environment sends here; see `Desk`."""
-        raise NotImplementedError
+    @property
+    def _steps_done(self) -> bool:
+        trainer = self._queue.trainer
+        return trainer is not None and self._queue.step >= trainer.num_steps
 
     def nbytes(self, payload: _Offered) -> int:
-        """See `Desk`."""
+        """See `Backend`."""
         return len(payload.json)
 
     def json(self, payload: _Offered) -> bytes:
-        """See `Desk`."""
+        """See `Backend`."""
         return payload.json
 
     def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:
-        """There may be a batch again; see `Desk`."""
+        """Count them: there may be a batch again."""
         self._starved = False
         for submission in submissions:
             submission.payload.number = self._offered
@@ -167,13 +177,13 @@ class _Outlet:
             self._fresh += submission.sequences
 
     def registered(self) -> None:
-        """What made up no batch of one size may make up one of another; see `Desk`."""
+        """Count all groups as fresh: what made up no batch of one size may make up one of another."""
         self._fresh += self._left_over
         self._left_over = self._seen = 0
         self.changed.wake_all()
 
     def asked(self, batch: Batch[_Offered] | None) -> None:
-        """See `Desk`."""
+        """See `Backend`."""
         self._starved = batch is None
         if batch is None:
             self._seen = self._offered
@@ -181,63 +191,66 @@ class _Outlet:
             self._fresh = 0
         else:
             for submission in batch.groups:
-                self.gone(submission)
+                self.remove(submission)
         self.changed.wake_all()
 
-    def gone(self, submission: Submission[_Offered]) -> None:
-        """It waits no more."""
+    def remove(self, submission: Submission[_Offered]) -> None:
+        """Count a group that waits no more."""
         number, submission.payload.number = submission.payload.number, -1
         if number >= self._seen:
             self._fresh -= submission.sequences
         elif number >= 0:
             self._left_over -= submission.sequences
 
-    def delivered(self, batch: Batch[_Offered]) -> None:
-        """See `Desk`."""
+    def delivered(self, batch: Batch[_Offered], *, acknowledged: bool) -> None:
+        """See `Backend`."""
+        self._acknowledges = acknowledged
         self.handed.append(batch)
         self.changed.wake_all()
 
 
-async def _offer_all(inbox: ReceiveChannel[TrajectoryGroup], gateway: Hosted[_Offered], desk: _Outlet) -> None:
+async def _offer_all(
+    inbox: ReceiveChannel[TrajectoryGroup], endpoints: Endpoints[_Offered], backend: _SinkBackend
+) -> None:
     async for group in inbox:
         offered = _Offered(_bare(group), await anyio.to_thread.run_sync(from_group, group))
         del group  # its slots are free while a trainer is waited for
-        await _offer(offered, gateway.endpoints, desk)
-    desk.ended = True
-    desk.changed.wake_all()
+        await _offer(offered, endpoints, backend)
+    backend.ended = True
+    backend.changed.wake_all()
 
 
-async def _offer(offered: _Offered, gateway: Endpoints[_Offered], desk: _Outlet) -> None:
-    while desk.enough(gateway.queue.trainer):
-        await gateway.room.wait()
-    while desk.too_much_left(gateway.queue.trainer) and (left := gateway.queue.take(time.monotonic())) is not None:
-        desk.gone(left)
+async def _offer(offered: _Offered, endpoints: Endpoints[_Offered], backend: _SinkBackend) -> None:
+    while backend.full:
+        await endpoints.room.wait()
+    while backend.overfull and (left := endpoints.queue.take(time.monotonic())) is not None:
+        backend.remove(left)
         log.warning("group_rejected", reason="no batch could be made with it", sequences=left.sequences)
         drop(left.payload.group, "rejected", "never packed")
     try:
-        gateway.accept([Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))])
+        endpoints.accept([Submission(offered, sequences=len(offered.group), nbytes=len(offered.json))])
     except UnpackableGroupSize as error:
         log.warning("group_rejected", reason=str(error))
         drop(offered.group, "rejected", "never packed")
 
 
-async def _commit_all(gateway: Hosted[_Offered], desk: _Outlet) -> None:
-    """Count as trained what trainers have, until there is nothing left that they could get."""
+async def _commit_all(endpoints: Endpoints[_Offered], backend: _SinkBackend) -> None:
+    """Commit what trainers have, until there is nothing left that they could get."""
     context = current()
     while True:
-        while desk.handed:
-            batch = TrainBatch.pack(taken.payload.group for taken in desk.handed.popleft().groups)
+        while backend.handed:
+            batch = TrainBatch.pack(taken.payload.group for taken in backend.handed.popleft().groups)
             step = context.ledger.step + 1
             context.ledger.commit(batch, step)
             context.metrics.emit(step, batch_metrics(batch, step - 1))
-        if desk.done(gateway.endpoints.queue):
+        if backend.complete:
             return
-        await desk.changed.wait()
-        gateway.endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come
+        await backend.changed.wait()
+        endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come
 
 
 def _bare(group: TrajectoryGroup) -> TrajectoryGroup:
-    """What is needed to commit it, in private memory."""
+    """Return what is needed to commit a group, in private memory."""
     return TrajectoryGroup(
         env=group.env,
         instance_id=group.instance_id,

@@ -1,7 +1,7 @@
 """Groups that come through shared memory enter the same queue as those that come over HTTP.
 
-While the queue have no room for an environment its groups are kept where they lie, so that it gets no credit; those of
-others pass it by.
+While the queue has no room for an environment its groups stay in their slots, so that it gets no credit; groups of
+other environments pass them.
 """
 
 from __future__ import annotations
@@ -11,59 +11,57 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
-from .....pipeline.telemetry import get_logger
-from .....schemas import InvalidRecord, TrajectoryGroup
+from .....schemas import TrajectoryGroup
+from ..contract import Untrainable
 from ..queue.records import QueueFull, RequestRejected, Submission
-from ..shm.shm_way_in import ShmWayIn
+from ..shm.receiver import ShmReceiver
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints
 
-__all__ = ["Intake"]
+__all__ = ["ShmIngest"]
 
 G = TypeVar("G")
 
-LOOK_S = 1.0
-"""How often those that wait are tried where no room was made: nobody tells that an environment fell silent."""
-
-log = get_logger("penstock.atropos")
+RETRY_S = 1.0
+"""Interval in which groups are tried again though nothing made room: nobody tells that an environment fell silent."""
 
 
-class Intake(Generic[G]):
-    """Takes groups from `way_in` while `run` runs."""
+class ShmIngest(Generic[G]):
+    """Takes groups from `receiver` while `run` runs."""
 
-    def __init__(self, way_in: ShmWayIn) -> None:
-        self._way_in = way_in
+    def __init__(self, receiver: ShmReceiver) -> None:
+        self._receiver = receiver
         self._kept: dict[int | None, deque[tuple[TrajectoryGroup, Submission[G]]]] = {}
-        """Those for which there was no room, by environment; the group keeps its sender from having credit."""
+        """Groups without room, by environment; holding a group keeps its sender from having credit."""
 
     @property
     def url(self) -> str:
-        """What environments connect to."""
-        return self._way_in.url
+        """Address that environments connect to."""
+        return self._receiver.url
 
     def waiting(self, env_id: int) -> int:
-        """Groups of an environment that have come and are not in the queue."""
-        return self._way_in.waiting(env_id) + len(self._kept.get(env_id, ()))
+        """Return the number of groups of an environment that have come and are not in the queue."""
+        return self._receiver.waiting(env_id) + len(self._kept.get(env_id, ()))
 
     async def run(self, endpoints: Endpoints[G]) -> None:
         """Enter everything that comes into the queue of `endpoints`."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._try_again, endpoints)
-            async for env_id, group in self._way_in:
+            tasks.start_soon(self._retry, endpoints)
+            async for env_id, group in self._receiver:
                 try:
                     submission = await endpoints.submission_of_group(group, env_id)
-                except InvalidRecord as error:
-                    _tell(env_id, error)
+                except (Untrainable, RequestRejected) as error:
+                    endpoints.refuse(env_id, error)
                     continue
                 if env_id in self._kept or not _entered(submission, endpoints):
                     self._kept.setdefault(env_id, deque()).append((group, submission))
                 del group, submission
             tasks.cancel_scope.cancel()
 
-    async def _try_again(self, endpoints: Endpoints[G]) -> None:
+    async def _retry(self, endpoints: Endpoints[G]) -> None:
         while True:
-            with anyio.move_on_after(LOOK_S):
+            with anyio.move_on_after(RETRY_S):
                 await endpoints.room.wait()
             for env_id, line in list(self._kept.items()):
                 while line and _entered(line[0][1], endpoints):
@@ -73,15 +71,11 @@ class Intake(Generic[G]):
 
 
 def _entered(submission: Submission[G], endpoints: Endpoints[G]) -> bool:
-    """Whether there was room; what is refused for another reason is gone."""
+    """Return whether there was room; a group that is refused for another reason is dropped, and was counted."""
     try:
         endpoints.accept([submission])
     except QueueFull:
         return False
-    except RequestRejected as error:
-        _tell(submission.env_id, error)
+    except RequestRejected:
+        pass
     return True
-
-
-def _tell(env_id: int | None, error: Exception) -> None:
-    log.warning("group_refused", env_id=env_id, reason=str(error))

@@ -1,0 +1,265 @@
+"""HttpApi: requests to a server of the Atropos contract, as a trainer or as an environment makes them.
+
+Failures that may pass are retried, others are raised as `AtroposAPIError`. Knows the endpoints, and nothing of groups.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import ssl
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import aiohttp
+import msgspec
+
+from ....pipeline.context import current
+from ....pipeline.errors import InvalidConfig
+from ....pipeline.telemetry import get_logger
+from ....schemas import InvalidRecord
+from ...engines.backoff import Backoff, jitter
+from ...engines.retrying import Failure, retried
+from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
+from .api_error import AtroposAPIError, Situation
+from .coercion import decode
+from .contract import BatchAnswer, Greeting, Registered, SubmitAnswer, TrainerRegistration
+from .queue.records import Info
+from .shm.receiver import PATH, ShmAnswer
+
+__all__ = ["HttpApi"]
+
+log = get_logger("penstock.atropos_client")
+
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+BACKOFF = Backoff(attempts=8, first_s=0.25, longest_s=8.0)
+"""Attempts at a request, and the pauses between them."""
+
+T = TypeVar("T")
+
+
+class HttpApi:
+    """The server at one address. One event loop uses it."""
+
+    def __init__(
+        self, client: ServerClient, draw: Callable[[], float], *, request_timeout_s: float, reconnect_timeout_s: float
+    ) -> None:
+        self.failures = 0
+        """Attempts that failed and were followed by another, so far."""
+        self.url = client.url
+        self._client = client
+        self._draw = draw
+        self._request_timeout_s = request_timeout_s
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._answered = False
+        """Whether the server has ever answered: only then is it waited for, for the address may be wrong."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, url: str, *, token: str | None, ca: str | None, request_timeout_s: float, reconnect_timeout_s: float
+    ) -> AsyncGenerator[HttpApi]:
+        """Open a client of the server at `url` within the `async with`.
+
+        Args:
+            url: http:// or https://, with host and port.
+            token: sent as a bearer token; by default PENSTOCK_TOKEN.
+            ca: file with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system.
+            request_timeout_s: bound on one attempt.
+            reconnect_timeout_s: bound on the time that a server which has answered before may be away.
+
+        Raises:
+            InvalidConfig: `ca` cannot be read.
+        """
+        parts = urlsplit(url)
+        token = token or (None if parts.username else os.environ.get("PENSTOCK_TOKEN"))
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        if parts.hostname in LOOPBACK:  # compressing costs both ends more than the copy
+            headers["Accept-Encoding"] = "identity"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, request_timeout_s))
+        connector = aiohttp.TCPConnector(limit=0, ssl=True if ca is None else _trusting(ca))
+        draw = jitter(current().worker)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+            client = ServerClient(url, session, BACKOFF, timeout_s=request_timeout_s, random=draw)
+            yield cls(client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
+
+    # -- as a trainer --------------------------------------------------------------------------------------------------
+
+    async def greet(self) -> None:
+        """Make sure that the server is there, and is one of the contract.
+
+        Raises:
+            AtroposAPIError: it is not.
+        """
+        await self._request("GET", "/", Greeting)
+
+    async def register(self, registration: TrainerRegistration) -> None:
+        """Register a trainer, and make sure that it counts.
+
+        Raises:
+            AtroposAPIError: it does not, or could not be done.
+        """
+        await self._request("POST", "/register", Registered, msgspec.json.encode(registration))
+        found = await self._request("GET", "/info", Info)
+        expected = Info(registration.batch_size, registration.max_token_len)
+        if found != expected:
+            raise self._error("another trainer", "GET /info", f"expected {expected}, as was registered, got {found}")
+
+    async def batch(self, lease_s: float | None) -> BatchAnswer:
+        """Return a batch, if there is one; under a lease where the server supports leases.
+
+        Raises:
+            AtroposAPIError: the server does not answer as it should.
+        """
+        query = "" if lease_s is None else "?" + urlencode({"lease_s": f"{lease_s:g}"})
+        return await self._request("GET", "/batch" + query, BatchAnswer)
+
+    async def acknowledge(self, lease: int | str) -> None:
+        """End a lease: the server need not keep the batch.
+
+        Raises:
+            AtroposAPIError: the server does not know the lease any more, or does not answer as it should.
+        """
+        await self._request("POST", "/acknowledge", msgspec.Raw, msgspec.json.encode({"lease": lease}))
+
+    def empty(self, waited_s: float) -> AtroposAPIError:
+        """Return the error for a queue that had no batch for too long."""
+        return self._error("empty", "GET /batch", f"expected a batch within {waited_s:g} s, got none")
+
+    # -- as an environment ---------------------------------------------------------------------------------------------
+
+    async def submit(self, body: bytes, *, to_gateway: bool) -> None:
+        """POST the JSON of a group, or of a list of groups. Each attempt carries the same idempotency key.
+
+        A penstock gateway accepts a key once. Another server does not know keys, and is sent nothing twice that it may
+        have received.
+
+        Raises:
+            AtroposAPIError: it was refused, or could not be sent.
+        """
+        path = "/scored_data_list" if body[:1] == b"[" else "/scored_data"
+        key = {"Idempotency-Key": secrets.token_hex(16)}
+        answer = await self._request("POST", path, SubmitAnswer, body, headers=key, repeatable=to_gateway)
+        if answer.rejected:
+            raise self._error(
+                "rejected", f"POST {path}", f"expected groups to train on, got {'; '.join(answer.rejected)}"
+            )
+
+    async def shm_url(self) -> str | None:
+        """Return the address of the gateway's shared-memory receiver; None where the server is no gateway.
+
+        Raises:
+            OSError: it does not answer; it is not asked again.
+        """
+        try:
+            answer = await self._client.body("GET", PATH)
+        except Failed as error:
+            if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise OSError(str(error)) from error
+            return None
+        except aiohttp.ClientError as error:
+            raise OSError(str(error)) from error
+        try:
+            return msgspec.json.decode(answer, type=ShmAnswer).url
+        except msgspec.MsgspecError:
+            return None
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        wanted: type[T],
+        body: bytes = b"",
+        *,
+        headers: dict[str, str] | None = None,
+        repeatable: bool = True,
+    ) -> T:
+        began = time.monotonic()
+
+        def judge(error: Exception, number: int) -> Failure | None:
+            if not isinstance(error, aiohttp.ClientError | OSError | Failed):
+                return None
+            situation, found = self._explain(error)
+            tries = f" (attempt {number}, after {time.monotonic() - began:.1f} s)" if number > 1 else ""
+            final = situation == "certificate" or not (repeatable or _certainly_not_received(error))
+            return Failure(
+                self._error(situation, f"{method} {path}", found + tries),
+                passing=not final
+                and (situation != "rejected" or (isinstance(error, Failed) and error.status in PASSING)),
+                away=not final and _is_away(error),
+                wanted_s=wanted_s(error),
+            )
+
+        answer = await retried(
+            lambda: self._client.body(method, path, body, headers),
+            judge,
+            BACKOFF,
+            self._draw,
+            noted=self._note,
+            away_s=self._reconnect_timeout_s if self._answered else 0.0,
+        )
+        try:
+            decoded = decode(answer, wanted)
+        except InvalidRecord as error:
+            found = f"expected the JSON of a {wanted.__name__}, got {answer[:200]!r}: {error}"
+            raise self._error("no JSON", f"{method} {path}", found) from error
+        self._answered = True
+        return decoded
+
+    def _note(self, failure: Failure) -> None:
+        self.failures += 1
+        assert isinstance(failure.error, AtroposAPIError)  # noqa: S101 (`judge` makes no other)
+        log.warning("request_retried", reason=failure.error.summary)
+        current().metrics.total("atropos/retries")
+
+    def _explain(self, error: Exception) -> tuple[Situation, str]:
+        match error:
+            case Failed():
+                rejected = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+                return "rejected" if rejected else "failed", f"expected an answer, got {error}"
+            case TimeoutError():
+                unconnected = isinstance(error, aiohttp.ConnectionTimeoutError)
+                bound_s = min(CONNECT_S, self._request_timeout_s) if unconnected else self._request_timeout_s
+                return (
+                    "timed out",
+                    f"expected {'a connection' if unconnected else 'an answer'} within {bound_s:g} s, got none",
+                )
+            case aiohttp.ClientSSLError():
+                return "certificate", f"expected a server whose certificate is trusted, got {error}"
+            case aiohttp.ClientConnectorError() if error.os_error.errno == errno.ECONNREFUSED:
+                return "refused", f"expected a server, got no connection: nothing listens there ({error})"
+            case aiohttp.ClientConnectorError() | aiohttp.InvalidURL():
+                return "unreachable", f"expected a server, got no way to one ({error})"
+        return "failed", f"expected an answer, got none: {type(error).__name__}: {error}"
+
+    def _error(self, situation: Situation, request: str, found: str) -> AtroposAPIError:
+        return AtroposAPIError(situation, self.url, request, found)
+
+
+def _trusting(ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # an SSLError is one
+        raise InvalidConfig(f"ca: expected a file with certificates in PEM, got {ca}: {error}") from None
+
+
+def _certainly_not_received(error: Exception) -> bool:
+    """Whether the server answered that it refuses, or was never connected to."""
+    return isinstance(error, Failed | aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether there is no server, only a host or a proxy before it; or it asks to be tried again later."""
+    if isinstance(error, Failed):
+        return error.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT} or error.retry_after_s > 0
+    return isinstance(
+        error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError | aiohttp.ServerDisconnectedError
+    )

@@ -1,0 +1,148 @@
+"""Serving a gateway: its configuration, and `penstock gateway`, where environments and trainers both talk HTTP.
+
+Imports no HTTP server, so that `penstock --help` and a pipeline's description need none; `open_server` does.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from .....pipeline.errors import InvalidConfig, MissingExtra
+from .....pipeline.waiting import Waiters
+from .....schemas.numbers import normalize_counts
+from ..queue.trajectory_queue import TrajectoryQueue
+from ..shm.receiver import CAPACITY_BYTES
+from .backend import Backend, RelayBackend
+from .limits import Limits
+
+if TYPE_CHECKING:
+    from .running import RunningServer
+
+__all__ = ["DEFAULT_PORT", "Listening", "ServerConfig", "open_server", "serve"]
+
+G = TypeVar("G")
+
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Address, access and limits of a gateway.
+
+    >>> ServerConfig(token="from the environment").port
+    8000
+
+    Raises:
+        InvalidConfig: the token cannot be sent in a header, a key comes without its certificate, or a size is none.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen at; beyond loopback only with a token."""
+    port: int = DEFAULT_PORT
+    """0 for a free one."""
+    token: str | None = field(default=None, repr=False)
+    """Secret that clients send, as a bearer token or as the password in their URL."""
+    certfile: str | None = None
+    """Path of the certificate chain in PEM; with it the gateway speaks https."""
+    keyfile: str | None = None
+    """Path of the certificate's key in PEM; None where `certfile` holds it too."""
+    limits: Limits = field(default_factory=Limits)
+    """Bounds on requests and connections."""
+    shm_bytes: int = CAPACITY_BYTES
+    """Shared memory for each environment on this host that sends through it. A larger group goes over HTTP."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "shm_bytes")
+        normalize_counts(self, "port", least=0)
+        token = self.token
+        if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
+            raise InvalidConfig(
+                "ServerConfig.token: expected printable ASCII that neither begins nor ends with a space, which is what "
+                f"headers carry, got {'an empty one' if not token else 'another'}; without a token it is None"
+            )
+        if self.keyfile is not None and self.certfile is None:
+            raise InvalidConfig(
+                "ServerConfig.keyfile: expected a certfile beside it, got none: name the certificate that the key "
+                "belongs to (certfile=, --certfile)"
+            )
+
+
+class Listening:
+    """The URL of a stage, while it has one. One event loop uses it."""
+
+    def __init__(self) -> None:
+        self._url: str | None = None
+        self._waiting = Waiters()
+
+    def __repr__(self) -> str:
+        return f"<Listening at {self._url}>" if self._url else "<Listening nowhere>"
+
+    async def url(self) -> str:
+        """Return the URL as soon as there is one."""
+        while self._url is None:
+            await self._waiting.wait()
+        return self._url
+
+    @contextmanager
+    def at(self, url: str) -> Iterator[None]:
+        """Set the URL within the body."""
+        self._url = url
+        self._waiting.wake_all()
+        try:
+            yield
+        finally:
+            self._url = None
+
+
+@asynccontextmanager
+async def open_server(
+    config: ServerConfig, queue: TrajectoryQueue[G], backend: Backend[G], name: str
+) -> AsyncGenerator[RunningServer[G]]:
+    """Serve `queue` within the body; `name` is for errors.
+
+    Raises:
+        MissingExtra: the packages for an HTTP server are not installed.
+        InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
+        OSError: the host is unknown, or the port is taken.
+    """
+    await anyio.to_thread.run_sync(_import_server, name)
+    from .running import run_server  # noqa: PLC0415 (needs packages of an extra)
+
+    async with run_server(config, queue, backend) as running:
+        yield running
+
+
+def _import_server(name: str) -> None:
+    """Blocks."""
+    try:
+        import_module(f"{__package__}.running")
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"{name} needs {error.name}, which is not installed: pip install 'penstock[gateway]'"
+        ) from error
+
+
+# -- penstock gateway --------------------------------------------------------------------------------------------------
+
+
+async def serve(config: ServerConfig, queue: TrajectoryQueue[bytes], on_listening: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `on_listening` is called with the URL.
+
+    Raises:
+        MissingExtra: the packages for an HTTP server are not installed.
+        InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
+        OSError: the host is unknown, or the port is taken.
+    """
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with open_server(config, queue, RelayBackend(), "penstock gateway") as running:
+            on_listening(running.url)
+            async for _ in signals:
+                return
