@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from penstock import AdvantageNormalizer, SendChannel, TrajectoryGroup, source
 from penstock.pipeline.context import current
-from penstock.stages.integrations.atropos import AtroposTrainers, Door
+from penstock.stages.integrations.atropos import AtroposTrainers, ServerConfig
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -85,7 +85,7 @@ def trainer(url: str, model: Path, port: int, checkout: Path, folder: Path) -> E
 async def trained(
     groups: int, checkout: Path, workspace: Path, folder: Path, port: int
 ) -> tuple[Mapping[str, int], Environment]:
-    trainers = AtroposTrainers(door=Door(port=0))
+    trainers = AtroposTrainers(server=ServerConfig(port=0))
     pipeline = source(Groups(groups)).then(AdvantageNormalizer("grpo")).sink(trainers)
     model = save_model(folder / "model", workspace / "tokenizer")
     with anyio.fail_after(2 * FAILSAFE_S):

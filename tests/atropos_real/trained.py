@@ -14,7 +14,7 @@ from tests.atropos_real.processes import Environment
 from tests.failsafe import FAILSAFE_S
 
 from penstock import AdvantageNormalizer, Batcher, Pipeline, SinkTrainer, TrainBatch, source
-from penstock.stages.integrations.atropos import AtroposGateway, Door
+from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
 
 __all__ = ["Recorder", "Sequence", "gateway_for", "sent_sequences", "train_on"]
 
@@ -63,7 +63,9 @@ def sent_sequences(groups: Iterable[Mapping[str, Any]]) -> Counter[Sequence]:
 
 
 def gateway_for(steps: int = STEPS, **options: Any) -> AtroposGateway:
-    return AtroposGateway(batch_size=SEQUENCES, max_token_len=LONGEST, num_steps=steps, door=Door(port=0), **options)
+    return AtroposGateway(
+        batch_size=SEQUENCES, max_token_len=LONGEST, num_steps=steps, server=ServerConfig(port=0), **options
+    )
 
 
 async def train_on(gateway: AtroposGateway, trainer: Any, environment: Any, steps: int = STEPS) -> Environment:
