@@ -8,9 +8,12 @@ from typing import Annotated
 import anyio
 import typer
 
-from .stages.integrations.atropos.queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
-from .stages.integrations.atropos.queue.room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES
-from .stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from .stages.integrations.atropos.queue.trajectory_queue import (
+    DEFAULT_CAPACITY,
+    DEFAULT_CAPACITY_BYTES,
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    TrajectoryQueue,
+)
 from .stages.integrations.atropos.server.limits import Limits
 from .stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
 from .stages.integrations.atropos.shm.receiver import CAPACITY_BYTES

@@ -8,7 +8,7 @@ from penstock.stages.integrations.atropos.contract import EnvRegistration, Train
 from penstock.stages.integrations.atropos.queue.records import Batch, Submission
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
-__all__ = ["admitted", "env", "group", "payloads", "running_queue", "taken", "trainer"]
+__all__ = ["admitted", "env", "group", "next_batch", "payloads", "running_queue", "taken", "trainer"]
 
 
 def trainer(batch_size: int = 8, **other: Any) -> TrainerRegistration:
@@ -49,16 +49,24 @@ def running_queue(*envs: EnvRegistration, batch_size: int = 8, **other: Any) -> 
     """A trainer asked for its first batch at 0, and these environments registered."""
     made: TrajectoryQueue[Any] = TrajectoryQueue(**other)
     made.register_trainer(trainer(batch_size))
-    assert made.batch(0) is None
+    assert next_batch(made, 0) is None
     for each in envs:
         admitted(made, each)
     return made
 
 
 def admitted(queue: TrajectoryQueue[Any], said: EnvRegistration, now: float = 0) -> int:
-    env = queue.register_env(now, said)
-    assert env is not None
-    return env.env_id
+    admitted = queue.register_env(now, said)
+    assert admitted is not None
+    return admitted.env_id
+
+
+def next_batch(queue: TrajectoryQueue[Any], now: float = 0) -> Batch[Any] | None:
+    """Return the next batch, acknowledged at once."""
+    one = queue.batch(now, lease_s=1)
+    if one is not None:
+        queue.acknowledge(now, one.lease)
+    return one
 
 
 def payloads(batch: Batch[Any] | None) -> list[Any] | None:

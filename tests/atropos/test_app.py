@@ -226,7 +226,7 @@ def test_the_status_tells_of_every_environment(gateway: Client) -> None:
 
     (told,) = gateway.get("/status")["environments"]
 
-    assert (told["name"], told["env_id"], told["connected"]) == ('sums "of" two_0', env_id, True)
+    assert (told["name"], told["env_id"], told["active"]) == ('sums "of" two_0', env_id, True)
     assert (told["submitted"], told["queued"], told["taken"]) == (4, 4, 0)
 
 

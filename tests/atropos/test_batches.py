@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
-from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.atropos.builders import admitted, env, group, payloads, running_queue
+from tests.atropos.builders import env, group, next_batch, payloads, running_queue
 
-from penstock.stages.integrations.atropos.queue.exact_sums import first_summing_to
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock.stages.integrations.atropos.queue import packing
+from penstock.stages.integrations.atropos.queue.packing import exact_subset, form_batch
+from penstock.stages.integrations.atropos.queue.scheduling import ANONYMOUS, PendingGroups, QueuedGroup
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
 MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])
@@ -47,16 +50,6 @@ def environments(draw: st.DrawFn) -> list[Env]:
     return draw(st.lists(each, min_size=1, max_size=4))
 
 
-def in_queue(envs: list[Env], batch_size: int) -> TrajectoryQueue[Any]:
-    made = running_queue(batch_size=batch_size)
-    for each in envs:
-        admitted(
-            made,
-            env(each.group_size, weight=each.weight, minimum=each.minimum),
-        )
-    return made
-
-
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["submit"] * 3 + ["batch"]),
@@ -73,7 +66,7 @@ def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leave
     made = running_queue(batch_size=4)
     made.submit(0, [group(number) for number in range(3)])
 
-    left = [(payloads(made.batch(0)), made.status().current_step) for _ in range(4)]
+    left = [(payloads(next_batch(made, 0)), made.status().current_step) for _ in range(4)]
 
     assert left == [([0], 1), ([1], 2), ([2], 3), (None, 3)]
 
@@ -90,7 +83,7 @@ def test_there_is_a_batch_whenever_groups_sum_to_it_and_the_oldest_is_in_it_wher
         some for n in range(1, 10) for some in combinations(range(len(fits)), n) if sum_of(fits, some) == batch_size
     ]
 
-    batch = payloads(made.batch(0))
+    batch = payloads(next_batch(made, 0))
 
     if not possible:
         assert batch is None
@@ -109,24 +102,31 @@ def test_batches_are_those_of_the_slow_rules(
     envs: list[Env], batch_size: int, steps: list[tuple[str, int, int | None]]
 ) -> None:
     envs = [each for each in envs if each.group_size <= batch_size]
-    made = in_queue(envs, batch_size)
+    minima = {env_id: int(batch_size * each.minimum) for env_id, each in enumerate(envs) if each.minimum is not None}
+    pending: PendingGroups[Group] = PendingGroups()
     waiting: list[Group] = []
     for number, (step, pick, size) in enumerate(steps):
         env_id = pick if pick < len(envs) else None
         if step == "submit":
             own = min(size or 4, batch_size) if env_id is None else envs[env_id].group_size
             waiting.append(Group(number, own, env_id))
-            made.submit(0, [group(waiting[-1], own, env_id=env_id)])
+            pending.append(ANONYMOUS if env_id is None else env_id, group(waiting[-1], own))
         else:
-            in_turn = made._waiting.turns.in_turn(made._waiting.queue)
-            expected = slow_batch([each.submission.payload for each in in_turn], envs, batch_size)
-            assert payloads(made.batch(0)) == expected
+            formed = form_batch(pending, partial(by_arrival, pending), batch_size, minima)
+            expected = slow_batch(waiting, minima, batch_size)
+            assert [each.submission.payload for each in formed or []] == (expected or [])
+            for each in formed or []:
+                pending.remove(each)
             waiting = [each for each in waiting if each not in (expected or [])]
 
 
-def slow_batch(waiting: list[Group], envs: list[Env], batch_size: int) -> list[Group] | None:
+def by_arrival(pending: PendingGroups[Group]) -> list[QueuedGroup[Group]]:
+    groups = [each for lane in pending.lanes.values() for each in lane.groups.values()]
+    return sorted(groups, key=lambda each: each.number)
+
+
+def slow_batch(waiting: list[Group], least: dict[int, int], batch_size: int) -> list[Group] | None:
     """First the minima, then what sums to the rest, the oldest wherever that can be; or without minima."""
-    least = {env_id: int(batch_size * each.minimum) for env_id, each in enumerate(envs) if each.minimum}
     own = {env_id: [each for each in waiting if each.env_id == env_id] for env_id in least if least[env_id]}
     if not all(own.values()):
         return None
@@ -183,41 +183,93 @@ def test_sizes_are_found_that_sum_to_a_number_if_there_are_any_and_the_first_tha
 ) -> None:
     groups = [Group(number, size) for number, size in enumerate(sizes)]
 
-    found = first_summing_to(sizes, wanted)
+    found = exact_subset(sizes, wanted)
 
     assert [groups[index] for index in found or []] == oldest_first(groups, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "possible"),
+    [
+        ([257] * 4_095 + [2**20 - 257 * 4_000], True),
+        ([*range(1_001, 5_097)], True),
+        ([3 * size for size in range(200, 4_296)], False),
+    ],
+)
+def test_the_largest_batch_is_formed_of_a_full_queue_in_little_memory(sizes: list[int], possible: bool) -> None:  # noqa: FBT001
+    made = running_queue(batch_size=2**20)
+    for size in sizes:
+        made.submit(0, [group(size=size)])
+    tracemalloc.start()
+    try:
+        batch = made.batch(0, lease_s=1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert (batch is not None) == possible
+    assert peak < 16 * 2**20
+
+
+@pytest.mark.parametrize("wanted", [100, 2**14, 2**20])
+def test_the_work_of_one_search_is_bounded(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    searched: list[int] = []
+    usable = packing._usable
+
+    def counted(sizes: list[int], start: int, missing: int) -> list[int]:
+        found = usable(sizes, start, missing)
+        searched.append(len(found) * missing)
+        return found
+
+    monkeypatch.setattr(packing, "_usable", counted)
+    draw = random.Random(0)  # noqa: S311 (sizes)
+
+    assert exact_subset([3 * draw.randrange(1, 2_000) for _ in range(4_096)], wanted) is None
+    assert len(searched) <= 8
+    assert sum(searched) < 8 * (packing.WORK_BITS + wanted)
 
 
 def test_groups_that_do_not_divide_the_largest_are_not_left_behind() -> None:
     made = running_queue(batch_size=7)
     made.submit(0, [group("a", 3), group("b", 4), group("c", 4), group("d", 3)])
 
-    assert [payloads(made.batch(0)) for _ in range(3)] == [["a", "b"], ["c", "d"], None]
+    assert [payloads(next_batch(made, 0)) for _ in range(3)] == [["a", "b"], ["c", "d"], None]
 
 
 def test_groups_without_an_environment_are_packed_beside_minima() -> None:
     made = running_queue(env(minimum=0.5))
     made.submit(0, [group("nobody's"), group("its own", env_id=0)])
 
-    assert payloads(made.batch(0)) == ["its own", "nobody's"]
+    assert payloads(next_batch(made, 0)) == ["its own", "nobody's"]
 
 
 def test_an_environment_with_a_minimum_is_waited_for() -> None:
     made = running_queue(env(minimum=0.5, name="slow"), env(name="fast"))
     made.submit(0, [group(number, env_id=1) for number in range(4)])
-    before = made.batch(0), made.stalls()
+    before = next_batch(made, 0), made.stalls()
     made.submit(0, [group("slow", env_id=0)])
 
     assert before == (None, ["batches wait for slow_0, which is to have 4 of 8 and has none that waits"])
-    assert payloads(made.batch(0)) == ["slow", 0]
+    assert payloads(next_batch(made, 0)) == ["slow", 0]
+
+
+def test_an_environment_that_disconnects_is_waited_for_no_longer() -> None:
+    made = running_queue(env(minimum=0.5), env())
+    made.submit(0, [group(number, env_id=1) for number in range(4)])
+    waited = next_batch(made)
+    made.disconnect_env(0)
+
+    assert waited is None
+    assert payloads(next_batch(made)) == [0, 1]
+    assert made.env_status(0, 1).unallocated_fraction == 1
 
 
 def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
     made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
 
-    assert payloads(made.batch(59)) is None
-    assert payloads(made.batch(60)) == [0, 1]
+    assert payloads(next_batch(made, 59)) is None
+    assert payloads(next_batch(made, 60)) == [0, 1]
 
 
 def test_one_that_is_heard_of_again_counts_again() -> None:
@@ -226,25 +278,25 @@ def test_one_that_is_heard_of_again_counts_again() -> None:
     made.expire(60)
     made.env_status(60, 0)
 
-    assert made.batch(60) is None
+    assert next_batch(made, 60) is None
 
 
 def test_minima_that_leave_no_exact_sum_yield() -> None:
     made = running_queue(env(3, minimum=0.25), env(4))
     made.submit(0, [group("a", 3, env_id=0), group("b", env_id=1), group("c", env_id=1)])
 
-    assert payloads(made.batch(0)) == ["b", "c"]
+    assert payloads(next_batch(made, 0)) == ["b", "c"]
 
 
 def test_minima_that_are_scaled_to_nothing_are_a_group() -> None:
     made = running_queue(env(1, minimum=0.25), env(1, minimum=0.9), env(1, minimum=0.9), batch_size=4)
     made.submit(0, [group(lane, 1, env_id=lane) for lane in (1, 2, 1, 2, 1, 2, 0)])
 
-    assert payloads(made.batch(0)) == [0, 1, 2, 1]
+    assert payloads(next_batch(made, 0)) == [0, 1, 2, 1]
 
 
 def test_minima_that_are_more_than_a_batch_are_scaled() -> None:
     made = running_queue(env(2, minimum=0.75), env(2, minimum=0.75))
     made.submit(0, [group(f"{lane}{n}", 2, env_id=lane) for lane in (0, 1) for n in range(4)])
 
-    assert payloads(made.batch(0)) == ["00", "01", "10", "11"]
+    assert payloads(next_batch(made, 0)) == ["00", "01", "10", "11"]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.atropos.builders import env, group, payloads, running_queue
+from tests.atropos.builders import env, group, next_batch, payloads, running_queue, taken
 
 from penstock.stages.integrations.atropos.contract import EnvRegistration
+from penstock.stages.integrations.atropos.queue.environments import shares
 from penstock.stages.integrations.atropos.queue.records import QueueFull
+from penstock.stages.integrations.atropos.queue.scheduling import MIN_SHARE
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
-from penstock.stages.integrations.atropos.queue.turns import LEAST_PART, parts
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
 ENVIRONMENTS = st.lists(
@@ -40,9 +41,7 @@ def expected(envs: list[EnvRegistration]) -> dict[int, float]:
     """Parts among those that registered."""
     weights = {env_id: each.weight for env_id, each in enumerate(envs)}
     promised = {env_id: each.min_batch_allocation or 0.0 for env_id, each in enumerate(envs)}
-    with_nobody = parts({-1: 1.0} | weights, promised)
-    together = sum(part for lane, part in with_nobody.items() if lane >= 0)
-    return {lane: part / together for lane, part in with_nobody.items() if lane >= 0}
+    return shares(weights, promised)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -55,15 +54,15 @@ def expected(envs: list[EnvRegistration]) -> dict[int, float]:
         ([1, 1, 2], [0.4, 0, 0], [0.4, 0.2, 0.4]),
         ([1, 1, 2], [0.1, 0, 0], [0.25, 0.25, 0.5]),
         ([0, 0], [0, 0], [0.5, 0.5]),
-        ([-1, 1], [0, 0], [LEAST_PART / 2, 1 - LEAST_PART / 2]),
-        ([1, 1], [2.0, 0], [1 - LEAST_PART, LEAST_PART]),
-        ([1, 1, 1], [0.9, 0.9, 0], [(1 - LEAST_PART) / 2, (1 - LEAST_PART) / 2, LEAST_PART]),
+        ([-1, 1], [0, 0], [MIN_SHARE / 2, 1 - MIN_SHARE / 2]),
+        ([1, 1], [2.0, 0], [1 - MIN_SHARE, MIN_SHARE]),
+        ([1, 1, 1], [0.9, 0.9, 0], [(1 - MIN_SHARE) / 2, (1 - MIN_SHARE) / 2, MIN_SHARE]),
     ],
 )
 def test_parts_are_by_weight_and_at_least_the_minimum(
     weights: list[float], minima: list[float], told: list[float]
 ) -> None:
-    found = parts(dict(enumerate(weights)), dict(enumerate(minima)))
+    found = shares(dict(enumerate(weights)), dict(enumerate(minima)))
 
     assert list(found.values()) == pytest.approx(told)
 
@@ -73,19 +72,19 @@ def test_parts_are_by_weight_and_at_least_the_minimum(
 def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple[float, float]]) -> None:
     promised = sum(minimum for _, minimum in said)
 
-    found = parts(
+    found = shares(
         {lane: weight for lane, (weight, _) in enumerate(said)},
         {lane: minimum for lane, (_, minimum) in enumerate(said)},
     )
 
     assert sum(found.values()) == pytest.approx(1)
     for lane, (_, minimum) in enumerate(said):
-        assert found[lane] >= minimum * min(1, (1 - LEAST_PART) / promised if promised else 1) - 1e-9
-        assert found[lane] >= LEAST_PART / len(said) - 1e-9
+        assert found[lane] >= minimum * min(1, (1 - MIN_SHARE) / promised if promised else 1) - 1e-9
+        assert found[lane] >= MIN_SHARE / len(said) - 1e-9
 
 
 def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> None:
-    found = parts({lane: 1.0 + lane % 2 for lane in range(300)}, {})
+    found = shares({lane: 1.0 + lane % 2 for lane in range(300)}, {})
 
     assert found[1] / found[0] == pytest.approx(2)
 
@@ -116,12 +115,12 @@ def test_all_in_turn_is_what_taking_one_after_the_other_gives(
     envs: list[EnvRegistration], steps: list[tuple[int, int]]
 ) -> None:
     made = running_queue(*envs, capacity=None)
-    for pick, taken in steps:
+    for pick, count in steps:
         env_id = pick % len(envs)
         made.submit(0, [group(env_id, envs[env_id].group_size, env_id=env_id)] * 3)
-        for _ in range(taken):
+        for _ in range(count):
             made.take(0)
-    foreseen = [queued.submission.payload for queued in made._waiting.turns.in_turn(made._waiting.queue)]
+    foreseen = [queued.submission.payload for queued in made._scheduler.in_turn(made._pending.lanes)]
 
     assert [one.payload for one in iter(lambda: made.take(0), None)] == foreseen
 
@@ -129,15 +128,53 @@ def test_all_in_turn_is_what_taking_one_after_the_other_gives(
 def test_batches_are_filled_by_weight() -> None:
     made = filled([env(1, weight=3), env(1, weight=1)], 200, batch_size=16)
 
-    batches = [payloads(made.batch(0)) or [] for _ in range(10)]
+    batches = [payloads(next_batch(made, 0)) or [] for _ in range(10)]
 
     assert [Counter(batch) for batch in batches] == [Counter({0: 12, 1: 4})] * 10
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_lanes_without_an_environment_take_no_share_from_those_that_have_one(batches: bool) -> None:  # noqa: FBT001
+    made = filled([env(weight=0.75), env(weight=0.25), env(weight=5), env(weight=5)], 200, batch_size=16)
+    made.submit(0, [group(None)] * 200)
+    for left in (2, 3):
+        made.disconnect_env(left)
+
+    if batches:
+        left_queue = [each for _ in range(60) for each in payloads(next_batch(made)) or []]
+    else:
+        left_queue = [one.payload for _ in range(240) if (one := made.take(0))]
+
+    shares_of = {lane: groups / 240 for lane, groups in Counter(left_queue).items()}
+    assert shares_of[0] == pytest.approx(0.75, abs=0.015)
+    assert shares_of[1] == pytest.approx(0.25, abs=0.015)
+
+
+def test_groups_of_lanes_without_an_environment_are_delivered_oldest_first_even_if_others_are_always_full() -> None:
+    made = running_queue(env(1), env(1), env(1), capacity=None, heartbeat_timeout_s=60)
+    made.submit(0, [group("left", 1, env_id=1), group("silent", 1, env_id=2), group("anonymous", 1)])
+    made.disconnect_env(1)
+    delivered = []
+    for _ in range(400):
+        made.submit(100, [group("active", 1, env_id=0)])
+        one = made.take(100)
+        assert one is not None
+        delivered.append(one.payload)
+
+    assert [each for each in delivered if each != "active"] == ["left", "silent", "anonymous"]
+
+
+def test_lanes_without_an_environment_have_all_that_the_others_leave() -> None:
+    made = running_queue(env(), capacity=None)
+    made.submit(0, [group("active", env_id=0), *[group("anonymous")] * 20])
+
+    assert Counter(one.payload for one in taken(made)) == Counter({"anonymous": 20, "active": 1})
 
 
 def test_a_minimum_holds_in_every_batch() -> None:
     made = filled([env(1, weight=9), env(1, minimum=0.5), env(1)], 100, batch_size=16)
 
-    assert all(Counter(payloads(made.batch(0)))[1] >= 8 for _ in range(10))
+    assert all(Counter(payloads(next_batch(made, 0)))[1] >= 8 for _ in range(10))
 
 
 def test_shares_are_of_sequences_not_of_groups() -> None:
@@ -155,7 +192,7 @@ def test_shares_are_of_sequences_not_of_groups() -> None:
 def test_the_weight_of_nothing_is_not_starved() -> None:
     made = filled([env(1, weight=1), env(1, weight=0)], 1_000)
 
-    assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * LEAST_PART / 3
+    assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * MIN_SHARE / 3
 
 
 def test_what_was_not_used_is_not_saved_up() -> None:
@@ -184,20 +221,13 @@ def test_who_never_has_more_than_one_group_waiting_has_no_more_than_its_part() -
     made.submit(0, [group(0, 1, env_id=0)] * 300)
     taken = Counter[int]()
     for _ in range(200):
-        if not made.statistics(0)[1].queued:
+        if not made.environments(0)[1].queued:
             made.submit(0, [group(1, 1, env_id=1)])
         one = made.take(0)
         assert one is not None
         taken[one.payload] += 1
 
     assert taken[1] == pytest.approx(40, abs=2)
-
-
-def test_who_left_or_fell_silent_still_has_its_groups_handed_out() -> None:
-    made = filled([env(1), env(1, minimum=0.5)], 20)
-    made.disconnect_env(1)
-
-    assert Counter(one.payload for _ in range(20) if (one := made.take(0)))[1] >= 5
 
 
 # -- room to wait in ---------------------------------------------------------------------------------------------------
@@ -244,16 +274,16 @@ def test_room_for_a_first_batch_is_for_whoever_comes() -> None:
 def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
     made = running_queue(env(name="fast"), env(minimum=0.5, name="late"), capacity=2)
     flood(made, 0)
-    waited = made.batch(0), made.stalls()
+    waited = next_batch(made, 0), made.stalls()
     assert flood(made, 1) == 0
 
     assert waited == (None, ["batches wait for late_0, which is to have 4 of 8 and has none that waits"])
     assert made.stalls() == []
-    assert payloads(made.batch(0)) == [0, 0]
+    assert payloads(next_batch(made, 0)) == [0, 0]
     made.submit(0, [group(1, env_id=1)] * 2)
-    made.batch(0)
+    next_batch(made, 0)
     made.submit(0, [group(0, env_id=0)] * 2)
-    assert made.batch(0) is None  # it found room, and is waited for again
+    assert next_batch(made, 0) is None  # it found room, and is waited for again
 
 
 def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
@@ -266,7 +296,7 @@ def test_room_is_shared_equally_where_all_submit_as_fast_as_they_can() -> None:
             except QueueFull:
                 refused.add(env_id)
 
-    held = [each.queued // 4 for each in made.statistics(0)]
+    held = [each.queued // 4 for each in made.environments(0)]
 
     assert max(held) - min(held) <= 1
     assert sum(held) == pytest.approx(100, abs=5)

@@ -124,8 +124,8 @@ def test_statistics_say_what_became_of_what_was_submitted() -> None:
     made.take(5)
     made.disconnect_env(1)
 
-    said, other = made.statistics(7)
+    said, other = made.environments(7)
 
-    assert (said.env_id, said.name, said.connected, said.silent_s) == (0, "maze_0", True, 2)
-    assert (other.env_id, other.name, other.connected, other.silent_s) == (1, "env_0", False, 7)
+    assert (said.env_id, said.name, said.active) == (0, "maze_0", True)
+    assert (other.env_id, other.name, other.active) == (1, "env_0", False)
     assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 4, 3)

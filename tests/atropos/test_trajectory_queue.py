@@ -109,13 +109,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert receipt.groups == len(sent)
 
     def everything(self) -> object:
-        statistics = [(each.queued, each.buffered, each.submitted) for each in self.made.statistics(self.now)]
+        statistics = [(each.queued, each.buffered, each.submitted) for each in self.made.environments(self.now)]
         return self.made.status(), self.made.latest, statistics
 
     @rule(leased=st.booleans())
     def batch(self, leased: bool) -> None:  # noqa: FBT001
         back = min((out for out in self.out.values() if out.due <= self.now), key=lambda out: out.place, default=None)
-        batch = self.made.batch(self.now, lease_s=LEASE_S if leased else None)
+        batch = self.made.batch(self.now, lease_s=LEASE_S)
         if batch is None:
             assert back is None
             return
@@ -127,7 +127,8 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             self.steps += 1
             self.leave_the_queue(numbers)
-        if batch.lease is None:
+        if not leased:
+            self.made.acknowledge(self.now, batch.lease)
             self.handed_out(numbers)
         else:
             self.out[batch.lease] = Out(self.steps if back is None else back.place, numbers, self.now + LEASE_S)
@@ -164,9 +165,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_it_accepted_and_no_more_than_it_may(self) -> None:
-        assert (self.made.status().current_step, self.made._room.held) == (self.steps, len(self.inside))
+        assert (self.made.status().current_step, self.made._groups.held) == (self.steps, len(self.inside))
         assert len(self.inside) <= CAPACITY
-        assert sum(each.sent.nbytes for each in self.inside.values()) == self.made._room.held_bytes <= CAPACITY_BYTES
+        assert sum(each.sent.nbytes for each in self.inside.values()) == self.made._bytes.held <= CAPACITY_BYTES
 
     def teardown(self) -> None:
         """Everything comes out, but for what waits for others to make up a whole group."""
@@ -177,7 +178,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(self.made.status().queue_size):
             self.take()
         assert self.made.status().queue_size == 0
-        buffered = sum(each.buffered for each in self.made.statistics(self.now))
+        buffered = sum(each.buffered for each in self.made.environments(self.now))
         assert sum(each.sent.sequences for each in self.inside.values()) == buffered
         assert all(each.held_back for each in self.inside.values())
 

@@ -1,1 +1,1 @@
-"""What the gateway knows: environments, groups that wait, batches, leases. No clock, no socket, no event loop."""
+"""The state of the gateway: environments, groups that wait, batches that are handed out. No clock, socket or loop."""

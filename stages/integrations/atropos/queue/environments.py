@@ -1,74 +1,69 @@
-"""Environments: who registered, who is still heard of, and what each holds back to make up whole groups."""
+"""Registered environments: allocation, weights, silence, leaving, and how much waits as they are told it."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..contract import EnvRegistration
-from .exact_sums import first_summing_to, fitting
-from .records import EnvStatistics, InvalidRegistration, Receipt, Submission, UnknownEnvironment, UnpackableGroupSize
+from .packing import exact_subset
+from .records import InvalidRegistration, Submission, UnknownEnvironment, UnpackableGroupSize
+from .scheduling import MIN_SHARE
 
-__all__ = ["DEFAULT_HEARTBEAT_TIMEOUT_S", "Buffer", "Environment", "Environments"]
+__all__ = ["Allocation", "Buffer", "Environment", "Environments", "QueueDepth", "shares"]
 
 G = TypeVar("G")
 
-MOST_BUFFERED = 16
-"""So many whole groups' sequences may wait for others that would complete a group. What has not added up by then, with
-sizes of less than a group each, is of sizes that do not."""
+MAX_BUFFERED = 16
+"""So many whole groups' sequences may be buffered. What has not added up to a whole group by then is of sizes that do
+not."""
 
-
-DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
-"""An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
-
-MOST_SAID = 1e12
-"""No environment says a larger number of itself: those of all have to have a sum."""
+MAX_NUMBER = 1e12
+"""The largest number an environment may register: those of all environments have to have a sum."""
 
 
 @dataclass(slots=True)
 class Buffer(Generic[G]):
-    """Groups of other sizes than their environment's, until some of them make up its size."""
+    """Groups smaller than their environment's group_size, until some of them make up a whole group."""
 
     group_size: int
     """Sequences of a whole group."""
     groups: list[Submission[G]] = field(default_factory=list)
     """In order of arrival."""
+    sequences: int = 0
+    """Of all groups."""
 
-    @property
-    def sequences(self) -> int:
-        """All that wait."""
-        return sum(group.sequences for group in self.groups)
-
-    def is_whole(self, group: Submission[G]) -> bool:
-        """Whether a group has to wait for no others."""
-        return group.sequences >= self.group_size
-
-    def add(self, group: Submission[G]) -> list[Submission[G]]:
-        """A group arrived; returns those that make up a whole one with it, in order of arrival."""
+    def add(self, group: Submission[G]) -> None:
+        """Add a group."""
         self.groups.append(group)
-        whole = self._whole()
-        released = [group for index, group in enumerate(self.groups) if index in whole]
-        self.groups = [group for index, group in enumerate(self.groups) if index not in whole]
-        return released
+        self.sequences += group.sequences
 
-    def _whole(self) -> set[int]:
-        """Where groups are that make up a whole one: those that fit from the front, or else the newest that will do."""
-        sizes = [group.sequences for group in self.groups]
-        chosen = fitting(sizes, self.group_size)
-        if sum(sizes[index] for index in chosen) == self.group_size:
-            return set(chosen)
-        newest = first_summing_to(sizes[::-1], self.group_size) or []
-        return {len(sizes) - 1 - index for index in newest}
+    def pop_whole(self) -> list[Submission[G]]:
+        """Remove and return the groups that make up a whole one, in order of arrival; [] where none do."""
+        if self.sequences < self.group_size:
+            return []
+        whole = {*(exact_subset((group.sequences for group in self.groups), self.group_size) or ())}
+        return self._pop(whole)
 
-    def check(self) -> None:
-        """Whether what waits is still likely to be completed.
+    def pop_all(self) -> list[Submission[G]]:
+        """Remove and return all groups."""
+        return self._pop({*range(len(self.groups))})
+
+    def _pop(self, indices: set[int]) -> list[Submission[G]]:
+        popped = [group for index, group in enumerate(self.groups) if index in indices]
+        self.groups = [group for index, group in enumerate(self.groups) if index not in indices]
+        self.sequences -= sum(group.sequences for group in popped)
+        return popped
+
+    def check(self, sequences: int) -> None:
+        """Check that it may hold so many sequences more.
 
         Raises:
-            UnpackableGroupSize: it is too much for that.
+            UnpackableGroupSize: so many that they are unlikely to add up.
         """
-        if self.sequences > MOST_BUFFERED * self.group_size:
+        if self.sequences + sequences > MAX_BUFFERED * self.group_size:
             sizes = sorted({group.sequences for group in self.groups})
             raise UnpackableGroupSize(
                 f"expected groups that add up to the group_size of {self.group_size}, got {self.sequences} sequences "
@@ -87,68 +82,152 @@ class Environment(Generic[G]):
     max_token_length: int
     """Tokens of its longest sequence."""
     weight: float
-    """As it registered."""
+    """As registered."""
     minimum: float | None
     """The least part of a batch, if it asked for one."""
     buffer: Buffer[G]
-    """What it submitted in other sizes."""
-    heard: float
-    """When it last asked or submitted anything."""
+    """Its groups that wait for others to make up a whole one."""
+    last_heard: float
+    """The time of its last request."""
     connected: bool = True
-    """It did not say goodbye."""
-    silent: bool = False
-    """Nothing was heard of it for too long."""
+    """False once it disconnected."""
+    active: bool = True
+    """Connected, and heard of within the heartbeat timeout: others have to share with it."""
     submitted: int = 0
-    """Sequences that were accepted."""
+    """Sequences accepted."""
     taken: int = 0
-    """Sequences that were handed out."""
-    rejected: int = 0
-    """Submissions for which there was no room."""
+    """Sequences handed out."""
+    queued: int = 0
+    """Sequences that wait."""
     crowded_out: bool = False
-    """There was no room for its last one."""
+    """There was no room for its last submission."""
 
-    def statistics(self, now: float, queued: int) -> EnvStatistics:
-        """For metrics; `queued` sequences of it wait."""
-        return EnvStatistics(
-            env_id=self.env_id,
-            name=self.name,
-            connected=self.connected,
-            silent_s=now - self.heard,
-            queued=queued,
-            buffered=self.buffer.sequences,
-            submitted=self.submitted,
-            taken=self.taken,
-            rejected=self.rejected,
+    @property
+    def buffered(self) -> int:
+        """Return the number of sequences that wait for others to make up a whole group."""
+        return self.buffer.sequences
+
+    def counters(self) -> dict[str, Any]:
+        """Return its counters by name, as JSON has them."""
+        names = "env_id", "name", "active", "submitted", "taken", "queued", "buffered"
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The shares and minima of the active environments. Others have neither."""
+
+    shares: Mapping[int, float]
+    """Of the sequences that are handed out, by lane; they sum to 1."""
+    minima: Mapping[int, int]
+    """Least sequences of a batch, by lane of those that asked for a minimum."""
+    unallocated: float
+    """The part of a batch that no environment has as its minimum."""
+    group_sizes: frozenset[int]
+    """Sequences of the groups that they registered with."""
+    tokens_by_weight: float
+    """The sum of longest sequence times weight."""
+
+    @classmethod
+    def of(cls, envs: Sequence[Environment[Any]], batch_size: int) -> Allocation:
+        """Return the allocation among these."""
+        minima = {env.env_id: max(0.0, env.minimum) for env in envs if env.minimum is not None}
+        return cls(
+            shares=shares({env.env_id: env.weight for env in envs}, minima),
+            minima={lane: int(batch_size * minimum) for lane, minimum in minima.items()},
+            unallocated=1.0 - min(1.0, sum(minima.values())),
+            group_sizes=frozenset(env.buffer.group_size for env in envs),
+            tokens_by_weight=sum(env.max_token_length * max(0.0, env.weight) for env in envs),
         )
+
+    def weight(self, env: Environment[Any]) -> float:
+        """Return the part of one environment among all, by tokens, as /status-env gives it."""
+        if not self.tokens_by_weight:
+            return MIN_SHARE
+        return max(MIN_SHARE, env.max_token_length * env.weight / self.tokens_by_weight)
+
+
+def shares(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[int, float]:
+    """Return the share of each: by its weight, at least its minimum, and never nothing. They sum to 1.
+
+    >>> shares({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.5})
+    {0: 0.5, 1: 0.25, 2: 0.25}
+
+    Minima that sum to more than what `MIN_SHARE` leaves are scaled down to that.
+    """
+    least = MIN_SHARE / max(1, len(weights))
+    total = sum(minima.values())
+    scale = min(1.0, (1 - MIN_SHARE) / total) if total else 1.0
+    floors = {lane: max(least, minima.get(lane, 0.0) * scale) for lane in weights}
+    fixed: dict[int, float] = {}
+    while True:
+        free = {lane: max(0.0, weight) for lane, weight in weights.items() if lane not in fixed}
+        left, together = 1 - sum(fixed.values()), sum(free.values())
+        by_weight = {lane: left * (w / together if together else 1 / len(free)) for lane, w in free.items()}
+        below = {lane: floors[lane] for lane, share in by_weight.items() if share < floors[lane]}
+        if not below:
+            return {lane: fixed.get(lane) or by_weight[lane] for lane in weights}
+        fixed |= below
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """How much waits, by lane, in sequences: as environments are told it for their flow control."""
+
+    largest: int
+    """Sequences of the largest group, at least 1."""
+    own: Mapping[int, int]
+    """All that wait."""
+    beyond: Mapping[int, int]
+    """Those that others are told of: in whole groups of the largest size, beyond the lane's minimum.
+
+    Empty where every group has one sequence: then no group waits for others to be packed with."""
+
+    @classmethod
+    def of(
+        cls, sizes: Mapping[int, Mapping[int, int]], unpackable: frozenset[int], minima: Mapping[int, int]
+    ) -> QueueDepth:
+        """Return the depth of lanes with groups by size; groups of `unpackable` sizes are in nobody else's way."""
+        own = {lane: sum(size * n for size, n in groups.items()) for lane, groups in sizes.items()}
+        largest = max((size for groups in sizes.values() for size in groups if size not in unpackable), default=1)
+        beyond: dict[int, int] = {}
+        for lane, groups in sizes.items() if largest > 1 else ():
+            sequences = own[lane] - sum(size * groups[size] for size in unpackable & groups.keys())
+            beyond[lane] = max(0, -(-sequences // largest) * largest - minima.get(lane, 0))
+        return cls(largest, own, beyond)
 
 
 class Environments(Generic[G]):
-    """All that registered. Ids are never used again: one that comes back is another one."""
+    """All environments that registered. Ids are never used again: one that comes back is another one.
+
+    The active ones are those that did not disconnect and were heard of within the heartbeat timeout. Only these count
+    for others: they have shares and minima, and want room.
+    """
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._all: list[Environment[G]] = []
         self._named: Counter[str] = Counter()
-        self._by_silence: OrderedDict[int, None] = OrderedDict()
-        """Those that count, the one that was heard last at the end."""
+        self._active: OrderedDict[int, Environment[G]] = OrderedDict()
+        """The one that was heard of last at the end."""
 
     def __iter__(self) -> Iterator[Environment[G]]:
         return iter(self._all)
 
-    def counted(self) -> list[Environment[G]]:
-        """Those that others have to reckon with, by id."""
-        return [self._all[env_id] for env_id in sorted(self._by_silence)]
+    def active(self) -> list[Environment[G]]:
+        """Return the active ones, by id."""
+        return [self._active[env_id] for env_id in sorted(self._active)]
 
-    def others(self, env_id: int) -> int:
-        """How many count besides this one."""
-        return len(self._by_silence) - (env_id in self._by_silence)
+    def others_active(self, env_id: int) -> bool:
+        """Return whether any but this one is active."""
+        return len(self._active) > (env_id in self._active)
 
     def find(self, env_id: int | None) -> Environment[G] | None:
-        """The one with this id, if there is one."""
+        """Return the one with this id, if there is one."""
         return self._all[env_id] if env_id is not None and 0 <= env_id < len(self._all) else None
 
     def get(self, env_id: int) -> Environment[G]:
-        """The one with this id.
+        """Return the one with this id.
 
         Raises:
             UnknownEnvironment: there is none.
@@ -161,81 +240,65 @@ class Environments(Generic[G]):
             )
         return found
 
-    def admit(self, now: float, said: EnvRegistration) -> Environment[G]:
-        """A new one.
+    def admit(self, now: float, registration: EnvRegistration) -> Environment[G]:
+        """Add a new one.
 
         Raises:
-            InvalidRegistration: it says numbers of itself that cannot be reckoned with.
+            InvalidRegistration: a number is outside the supported range.
         """
-        numbers = said.max_token_length, said.weight, said.min_batch_allocation or 0.0
-        if not all(-MOST_SAID <= number <= MOST_SAID for number in numbers):
+        numbers = registration.max_token_length, registration.weight, registration.min_batch_allocation or 0.0
+        if not all(-MAX_NUMBER <= number <= MAX_NUMBER for number in numbers):
             raise InvalidRegistration(
-                f"expected max_token_length, weight and min_batch_allocation from {-MOST_SAID:g} to {MOST_SAID:g}, "
+                f"expected max_token_length, weight and min_batch_allocation from {-MAX_NUMBER:g} to {MAX_NUMBER:g}, "
                 f"got {numbers}"
             )
         env = Environment[G](
             env_id=len(self._all),
-            name=f"{said.desired_name}_{self._named[said.desired_name]}",
-            max_token_length=said.max_token_length,
-            weight=said.weight,
-            minimum=said.min_batch_allocation,
-            buffer=Buffer(max(1, said.group_size)),
-            heard=now,
+            name=f"{registration.desired_name}_{self._named[registration.desired_name]}",
+            max_token_length=registration.max_token_length,
+            weight=registration.weight,
+            minimum=registration.min_batch_allocation,
+            buffer=Buffer(registration.group_size),
+            last_heard=now,
         )
-        self._named[said.desired_name] += 1
+        self._named[registration.desired_name] += 1
         self._all.append(env)
-        self._by_silence[env.env_id] = None
+        self._active[env.env_id] = env
         return env
 
     def hear(self, now: float, env: Environment[G]) -> bool:
-        """It is there; returns whether it counts now and did not before."""
-        env.heard = now
+        """Note a request of an environment; return whether it is active now and was not before."""
+        env.last_heard = now
         if not env.connected:
             return False
-        returned, env.silent = env.silent, False
-        self._by_silence[env.env_id] = None
-        self._by_silence.move_to_end(env.env_id)
+        returned, env.active = not env.active, True
+        self._active[env.env_id] = env
+        self._active.move_to_end(env.env_id)
         return returned
 
     def disconnect(self, env: Environment[G]) -> None:
-        """It left."""
-        env.connected = False
-        self._by_silence.pop(env.env_id, None)
-
-    def planned(
-        self, submissions: Sequence[Submission[G]]
-    ) -> tuple[dict[int, Buffer[G]], list[Submission[G]], Receipt]:
-        """What buffers would hold, what would be queued, and what would be said of it. Nothing is changed.
-
-        A group that is larger than its environment's waits for no others, nor does any of one that left: they would
-        wait in vain.
-
-        Raises:
-            UnpackableGroupSize: a buffer would hold too much.
-        """
-        buffers: dict[int, Buffer[G]] = {}
-        queued: list[Submission[G]] = []
-        held_back, buffer_size = 0, None
-        for submission in submissions:
-            env = self.find(submission.env_id)
-            if env is None or env.buffer.is_whole(submission) or not env.connected:
-                queued.append(submission)
-                continue
-            buffer = buffers.setdefault(env.env_id, Buffer(env.buffer.group_size, list(env.buffer.groups)))
-            queued += buffer.add(submission)
-            held_back, buffer_size = held_back + 1, buffer.sequences
-        for buffer in buffers.values():
-            buffer.check()
-        return buffers, queued, Receipt(len(submissions), held_back, buffer_size)
+        """Note that an environment left."""
+        env.connected = env.active = False
+        self._active.pop(env.env_id, None)
 
     def expire(self, now: float) -> list[Environment[G]]:
-        """Those that fall silent now."""
-        fallen = []
-        while self._by_silence:
-            env = self._all[next(iter(self._by_silence))]
-            if now - env.heard < self._heartbeat_timeout_s:
+        """Return those that fell silent; they are no longer active."""
+        silent = []
+        while self._active:
+            env = next(iter(self._active.values()))
+            if now - env.last_heard < self._heartbeat_timeout_s:
                 break
-            env.silent = True
-            del self._by_silence[env.env_id]
-            fallen.append(env)
-        return fallen
+            del self._active[env.env_id]
+            env.active = False
+            silent.append(env)
+        return silent
+
+    def buffer(self, submission: Submission[G]) -> Buffer[G] | None:
+        """Return the buffer that a group goes to, or None where it waits for no others.
+
+        Groups of at least their environment's group_size do not, nor does any of one that disconnected.
+        """
+        env = self.find(submission.env_id)
+        if env is None or not env.connected or submission.sequences >= env.buffer.group_size:
+            return None
+        return env.buffer

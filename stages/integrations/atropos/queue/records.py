@@ -1,4 +1,4 @@
-"""What goes into the gateway's queue and comes out: submissions, batches, and what is said of the queue.
+"""Values that enter and leave the queue, and the errors that it raises.
 
 Names of fields are those of the Atropos contract wherever it has them, so that these values are its JSON.
 """
@@ -14,7 +14,6 @@ from .....pipeline.errors import PenstockError
 __all__ = [
     "Batch",
     "EnvAdmitted",
-    "EnvStatistics",
     "EnvStatus",
     "Info",
     "InvalidRegistration",
@@ -39,27 +38,27 @@ class Submission(Generic[G]):
     """One group as an environment submits it."""
 
     payload: G
-    """The group; the queue never look inside."""
+    """The group; the queue never looks inside."""
     sequences: int
-    """How many completions it holds."""
+    """Number of completions."""
     nbytes: int
-    """What it takes of the queue's bytes."""
+    """Bytes that count towards the queue's capacity."""
     env_id: int | None = None
-    """Whose it is; an id that nobody has counts as None."""
+    """The sender; an id that is not registered counts as None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of accepted submissions."""
+    """The answer to an accepted submission."""
 
     groups: int
-    """How many were accepted: all that were submitted."""
+    """Accepted groups: all that were submitted."""
     buffered: int
-    """How many of those are of another size than their environment's, and were held back to make up whole groups."""
+    """Those that were smaller than their environment's group_size, and were buffered to make up whole groups."""
     buffer_size: int | None
-    """Sequences that the environment of the last buffered group has in its buffer now; None if none was buffered."""
+    """Sequences now in the buffer of the last buffered group's environment; None if none was buffered."""
     duplicate: bool = field(default=False, compare=False)
-    """Whether they were accepted before, when nobody could be told so."""
+    """Whether the same body was accepted before, and its answer could not be delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +67,24 @@ class Batch(Generic[G]):
 
     groups: tuple[Submission[G], ...]
     """In the order in which the trainer gets them."""
-    lease: int | None
-    """What the trainer acknowledges; None where it did not ask for that, and then it is gone when it is lost."""
+    lease: int
+    """The number by which the batch is acknowledged or returned."""
     batch_id: str
-    """The same however often it is handed out, and that of no other batch."""
+    """The same each time this batch is handed out; unique among all batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvAdmitted:
-    """What a registered environment is told."""
+    """The answer to an environment that registered."""
 
     env_id: int
     """Its id from now on."""
     wandb_name: str
-    """Its name, with the number of earlier environments of that name."""
+    """Its desired name, with the number of earlier environments of that name."""
     checkpoint_dir: str
     """The trainer's."""
     starting_step: int
-    """The step that is now."""
+    """The current step."""
     checkpoint_interval: int
     """The trainer's."""
     num_steps: int
@@ -94,7 +93,7 @@ class EnvAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What environments ask before they begin; −1 where no trainer registered."""
+    """The trainer's limits; −1 before a trainer registered."""
 
     batch_size: int
     """Sequences of a batch."""
@@ -104,12 +103,12 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class WandbInfo:
-    """Where environments log; None where no trainer registered."""
+    """Where environments log; None before a trainer registered."""
 
     group: str | None
-    """As the trainer said."""
+    """As the trainer registered it."""
     project: str | None
-    """As the trainer said."""
+    """As the trainer registered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +116,19 @@ class Status:
     """Where the run is."""
 
     current_step: int
-    """Batches that were handed out, from the trainer's `starting_step` on."""
+    """Batches that were handed out, counted from the trainer's `starting_step`."""
     queue_size: int
     """Groups that wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvStatus:
-    """What an environment controls its own flow with. Groups are counted in groups of its own size."""
+    """The numbers with which an environment controls its flow. Groups are counted in groups of its own size."""
 
     current_step: int
     """As in `Status`."""
     queue_size: int
-    """Groups that wait, of itself and, where there are groups of more than one, of others beyond their minimum."""
+    """Groups that wait: its own and, where there are groups of more than one, those of others beyond their minimum."""
     unallocated_fraction: float
     """Part of a batch that no environment has as its minimum."""
     self_queue_size: int
@@ -140,69 +139,45 @@ class EnvStatus:
     """Its part of the weights, by tokens; at least 0.01."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvStatistics:
-    """One environment, for metrics and for those who wonder what is waited for."""
-
-    env_id: int
-    """Its id."""
-    name: str
-    """Its name, numbered."""
-    connected: bool
-    """Whether it has not said goodbye."""
-    silent_s: float
-    """How long nothing was heard of it."""
-    queued: int
-    """Sequences that wait."""
-    buffered: int
-    """Sequences that wait for others to make up whole groups."""
-    submitted: int
-    """Sequences that were accepted so far."""
-    taken: int
-    """Sequences that were handed out so far."""
-    rejected: int
-    """Submissions for which there was no room."""
-
-
 class RequestRejected(PenstockError):
-    """The gateway does not do what it was asked to do; nothing changed."""
+    """The gateway rejects a request; nothing changed."""
 
     status: ClassVar[HTTPStatus] = HTTPStatus.BAD_REQUEST
-    """How HTTP says so. A client of Atropos tries again at 500 and above, and gives up below."""
+    """The HTTP status. A client of Atropos tries again at 500 and above, and gives up below."""
 
 
 class NoTrainer(RequestRejected):
-    """No trainer registered, and what was asked for depends on what it says."""
+    """No trainer registered, and the answer depends on its registration."""
 
     status = HTTPStatus.CONFLICT
 
 
 class UnknownEnvironment(RequestRejected):
-    """No environment has this id: it did not register since the gateway was started, or reset."""
+    """No environment has this id: none registered with it since the gateway was started, or reset."""
 
     status = HTTPStatus.NOT_FOUND
 
 
 class UnknownLease(RequestRejected):
-    """A batch is acknowledged that is not out: its lease expired, or it was acknowledged before."""
+    """The lease to acknowledge does not exist: it expired and the batch went out again, or it was acknowledged."""
 
     status = HTTPStatus.NOT_FOUND
 
 
 class InvalidRegistration(RequestRejected):
-    """A trainer or an environment says a number of itself that none has, and that would be in everybody's way."""
+    """A trainer or an environment registers with a number outside the supported range."""
 
     status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class UnpackableGroupSize(RequestRejected):
-    """Groups of this size can never be part of a batch, or never add up to what their environment said."""
+    """Groups of this size can never be part of a batch, or never add up to the registered group_size."""
 
     status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class SubmissionTooLarge(RequestRejected):
-    """More groups or bytes at once than the queue may ever hold."""
+    """A submission has more groups or bytes than the queue may ever hold."""
 
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
@@ -211,8 +186,5 @@ class QueueFull(RequestRejected):
     """The queue has no room now. Nothing of the submission was accepted: all of it may be sent again."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        """When there may be room."""
+    retry_after_s: ClassVar[float] = 1.0
+    """Time after which to submit again."""

@@ -1,28 +1,26 @@
-"""TrajectoryQueue: what the gateway knows. Trainers, environments, groups that wait, batches that are out.
+"""TrajectoryQueue: the state of the gateway. Trainers, environments, groups that wait, batches that are handed out.
 
-It decides and counts; it knows nothing about HTTP, clocks or event loops, nor about what is in a group. Whatever is
-accepted is handed out exactly once, unless a lease on it expires: then it is handed out again.
+It decides and counts; it knows nothing about HTTP, clocks or event loops, nor about the content of a group. Every group
+that is accepted is handed out exactly once, unless a lease on it ends without an acknowledgement: then again.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from .....pipeline.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
-from .demands import Demands
-from .environments import DEFAULT_HEARTBEAT_TIMEOUT_S, Environment, Environments
-from .exact_sums import MOST_SEQUENCES
-from .group_queue import NOBODY
-from .outgoing import Formed, Outgoing
+from .environments import Allocation, Buffer, Environment, Environments, QueueDepth
+from .leases import IdempotencyCache, LeaseTable, PreparedBatch
+from .packing import MAX_BATCH_SIZE, StallDetector, form_batch, size_stalls, unpackable
 from .records import (
     Batch,
     EnvAdmitted,
-    EnvStatistics,
     EnvStatus,
     Info,
     InvalidRegistration,
@@ -34,14 +32,25 @@ from .records import (
     UnpackableGroupSize,
     WandbInfo,
 )
-from .room import DEFAULT_CAPACITY, DEFAULT_CAPACITY_BYTES, Room
-from .stuck import Stuck, Watch
-from .undelivered import Undelivered
-from .waiting import Waiting
+from .scheduling import ANONYMOUS, AdmissionControl, FairScheduler, PendingGroups, QueuedGroup
 
-__all__ = ["TrajectoryQueue"]
+__all__ = [
+    "DEFAULT_CAPACITY",
+    "DEFAULT_CAPACITY_BYTES",
+    "DEFAULT_HEARTBEAT_TIMEOUT_S",
+    "TrajectoryQueue",
+]
 
 G = TypeVar("G")
+
+DEFAULT_CAPACITY = 4_096
+DEFAULT_CAPACITY_BYTES = 2**30
+
+DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
+"""An environment asks for its status every 0.1 to 1 s, unless its event loop is held up."""
+
+MAX_DOWNSTREAM = 4_096
+"""Groups in the pipeline's channel that are remembered for `env_status`; bounded, for no environment may ever ask."""
 
 log = get_logger("penstock.atropos.queue")
 
@@ -52,10 +61,10 @@ class TrajectoryQueue(Generic[G]):
     `now` is a clock's reading in seconds that never goes back: the caller's `time.monotonic()`.
 
     Args:
-        capacity: groups that may wait, be formed into batches, or be out on a lease; None for any number.
+        capacity: groups that may be held: buffered, waiting, or handed out under a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
-        heartbeat_timeout_s: an environment that is not heard of for so long does not count until it is.
-        batches: whether trainers ask for batches; not where a pipeline takes groups one by one.
+        heartbeat_timeout_s: an environment that makes no request for so long has no share or minimum until it does.
+        batches: whether trainers ask for batches; False where a pipeline takes groups one by one.
     """
 
     def __init__(
@@ -66,55 +75,60 @@ class TrajectoryQueue(Generic[G]):
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
         batches: bool = True,
     ) -> None:
-        self._stuck = Stuck(capacity, batches)
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._batches = batches
         self.reset()
 
     def reset(self) -> None:
-        """Be as new: no trainer, no environments, no groups."""
+        """Forget everything: the trainer, all environments and all groups."""
         self.incarnation = secrets.token_hex(8)
-        """Of these queue, since they were made or reset: no others, of this process or another, have the same."""
+        """Names this queue since it was made or reset; no other has the same."""
         self.step = 0
-        """The trainer's step: `batch` counts it; whoever takes groups for a pipeline sets it."""
+        """The trainer's step: `batch` counts it; a pipeline that takes groups sets it."""
         self.latest: Submission[G] | None = None
         """The group that was queued last."""
         self.trainer: TrainerRegistration | None = None
-        """Who counts as the trainer."""
+        """The registration that counts: the last one."""
         self._started = False
-        """A trainer asked for a batch, or a pipeline for a group."""
+        """Whether a trainer asked for a batch, or a pipeline for a group."""
         self._envs: Environments[G] = Environments(self._heartbeat_timeout_s)
-        self._room = Room(self._capacity, self._capacity_bytes)
-        self._waiting: Waiting[G] = Waiting()
-        self._outgoing: Outgoing[G] = Outgoing(self.incarnation)
-        self._undelivered = Undelivered()
-        self._watch = Watch()
-        self._recount()
+        self._groups = AdmissionControl("groups", self._capacity)
+        self._bytes = AdmissionControl("bytes", self._capacity_bytes)
+        self._pending: PendingGroups[G] = PendingGroups()
+        self._scheduler = FairScheduler()
+        self._leases: LeaseTable[G] = LeaseTable()
+        self._formed = 0
+        self._undelivered = IdempotencyCache()
+        self._stalls = StallDetector()
+        self._downstream: deque[tuple[int, int]] = deque(maxlen=MAX_DOWNSTREAM)
+        """Lane and size of groups that were taken, the oldest first, as far as they may still be in the channel."""
+        self._allocate()
 
-    # -- who there is --------------------------------------------------------------------------------------------------
+    # -- registrations -------------------------------------------------------------------------------------------------
 
     def register_trainer(self, registration: TrainerRegistration) -> int:
-        """A trainer is there; returns the number it is known by. It is the one that runs, whoever registered before.
+        """Register a trainer, in place of any before; return its number, of 128 bits.
 
         Raises:
-            InvalidRegistration: its batches hold nothing, or more than any does.
+            InvalidRegistration: `batch_size` is outside the supported range.
         """
-        if not 1 <= registration.batch_size <= MOST_SEQUENCES:
+        if not 1 <= registration.batch_size <= MAX_BATCH_SIZE:
             raise InvalidRegistration(
-                f"expected a batch_size from 1 to {MOST_SEQUENCES}, got {registration.batch_size}"
+                f"expected a batch_size from 1 to {MAX_BATCH_SIZE}, got {registration.batch_size}"
             )
         self.trainer = registration
         self.step = registration.starting_step
-        self._recount()
+        self._allocate()
         return secrets.randbits(128)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
-        """An environment is there; None while no trainer asked for a batch yet: it is to ask again.
+        """Register an environment. Return None while no trainer asked for a batch yet: it is to ask again.
 
         Raises:
             UnpackableGroupSize: groups of its size can never be in a batch.
-            InvalidRegistration: it says numbers of itself that cannot be reckoned with.
+            InvalidRegistration: a number is outside the supported range.
         """
         self.expire(now)
         trainer = self.trainer
@@ -126,7 +140,7 @@ class TrajectoryQueue(Generic[G]):
                 f"{registration.group_size}: such groups can never be in a batch"
             )
         env = self._envs.admit(now, registration)
-        self._recount()
+        self._allocate()
         return EnvAdmitted(
             env_id=env.env_id,
             wandb_name=env.name,
@@ -137,7 +151,7 @@ class TrajectoryQueue(Generic[G]):
         )
 
     def disconnect_env(self, env_id: int) -> None:
-        """An environment leaves; what it submitted stays.
+        """Take away an environment's share and minimum; what it submitted stays.
 
         Raises:
             UnknownEnvironment: there is no such environment.
@@ -145,55 +159,60 @@ class TrajectoryQueue(Generic[G]):
         env = self._envs.get(env_id)
         self._envs.disconnect(env)
         self._release(env)
-        self._recount()
+        self._allocate()
+
+    def expire(self, now: float) -> None:
+        """Take away the shares and minima of environments that fell silent, and log stalls."""
+        if silent := self._envs.expire(now):
+            for env in silent:
+                log.warning("environment_silent", name=env.name, silent_s=now - env.last_heard)
+                self._release(env)
+            self._allocate()
+        self._stalls.look(now, self.stalls)
+
+    def _release(self, env: Environment[G]) -> None:
+        """Queue the buffered groups of an environment that is gone: nothing will complete them."""
+        self._enqueue(env.buffer.pop_all())
+
+    def _hear(self, now: float, env: Environment[G]) -> None:
+        if self._envs.hear(now, env):
+            self._allocate()
+
+    def _allocate(self) -> None:
+        """Compute what follows from who is active."""
+        self._allocation = Allocation.of(self._envs.active(), self._batch_size)
+        self._scheduler.set_shares(self._allocation.shares)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Note that what waits, or who is active, has changed."""
+        self._depth: QueueDepth | None = None
+        self._no_batch = False
+        """No batch can be formed, and nothing has changed since that was found out."""
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
 
     def wandb_info(self) -> WandbInfo:
-        """Where environments log."""
+        """Return where environments log."""
         if self.trainer is None:
             return WandbInfo(None, None)
         return WandbInfo(self.trainer.wandb_group, self.trainer.wandb_project)
 
     def info(self) -> Info:
-        """What environments ask before they begin."""
+        """Return the trainer's limits."""
         return Info(-1, -1) if self.trainer is None else Info(self.trainer.batch_size, self.trainer.max_token_len)
 
-    def expire(self, now: float) -> None:
-        """What was due until `now` happens: leases end, environments fall silent. All that is told `now` does this."""
-        self._outgoing.expire(now)
-        if fallen := self._envs.expire(now):
-            for env in fallen:
-                log.warning("environment_silent", name=env.name, silent_s=now - env.heard)
-                self._release(env)
-            self._recount()
-        self._watch.look(now, self.stalls)
-
-    def _release(self, env: Environment[G]) -> None:
-        """What is held back of an environment that is gone waits for nothing: it is queued as it is."""
-        self._enqueue(env.buffer.groups)
-        env.buffer.groups = []
-
-    def _hear(self, now: float, env: Environment[G]) -> None:
-        if self._envs.hear(now, env):
-            self._recount()
-
-    def _recount(self) -> None:
-        """What follows from who counts, and from what they asked for."""
-        self._demands = Demands.of(self._envs.counted(), self._batch_size)
-        self._waiting.heed(self._demands.parts, self._demands.least)
-
     def name(self, env_id: int | None) -> str | None:
-        """What an environment is called, if there is one of this id."""
+        """Return the numbered name of an environment, or None if it did not register."""
         env = self._envs.find(env_id)
         return None if env is None else env.name
 
-    # -- what they ask -------------------------------------------------------------------------------------------------
-
     def status(self, *, downstream: int = 0) -> Status:
-        """Where the run is; `downstream` as in `env_status`."""
-        return Status(self.step, len(self._waiting.queue) + downstream)
+        """Return where the run is; `downstream` as in `env_status`."""
+        return Status(self.step, len(self._pending) + downstream)
 
     def env_status(self, now: float, env_id: int, *, downstream: int = 0) -> EnvStatus:
-        """What an environment controls its flow with.
+        """Return the numbers with which an environment controls its flow.
 
         `downstream` is how many groups that `take` returned still wait in the pipeline's channel, first in, first out:
         the last so many that were taken are counted as if they waited here.
@@ -206,22 +225,36 @@ class TrajectoryQueue(Generic[G]):
         self._check_trainer()
         env = self._envs.get(env_id)
         self._hear(now, env)
-        depth = self._waiting.depth
-        depth.passed(downstream)
-        depth.leave_out(self._stuck.unpackable(self._waiting.queue, self._batch_size, self._demands))
-        own, size = depth.own(env_id), env.buffer.group_size
+        depth = self._current_depth(downstream)
+        own, size = depth.own.get(env_id, 0), env.buffer.group_size
         return EnvStatus(
             current_step=self.step,
-            queue_size=(own + depth.others(env_id)) // size,
-            unallocated_fraction=self._demands.unallocated,
+            queue_size=(own + sum(depth.beyond.values()) - depth.beyond.get(env_id, 0)) // size,
+            unallocated_fraction=self._allocation.unallocated,
             self_queue_size=own // size,
             max_group_size=depth.largest,
-            env_weight=self._demands.weight(env),
+            env_weight=self._allocation.weight(env),
         )
+
+    def _current_depth(self, downstream: int) -> QueueDepth:
+        while len(self._downstream) > downstream:
+            self._downstream.popleft()
+            self._depth = None
+        if self._depth is None:
+            sizes = {lane: own.sizes.copy() for lane, own in self._pending.lanes.items()}
+            for lane, size in self._downstream:
+                sizes.setdefault(lane, Counter())[size] += 1
+            never = unpackable(self._sizes(), self._batch_size) if self._batches else frozenset[int]()
+            self._depth = QueueDepth.of(sizes, never, self._allocation.minima)
+        return self._depth
+
+    def _sizes(self) -> frozenset[int]:
+        """Return the sizes of groups that wait, and of those that active environments registered with."""
+        return self._allocation.group_sizes | self._pending.sizes()
 
     @property
     def _batch_size(self) -> int:
-        """0 where no trainer registered."""
+        """Return 0 where no trainer registered."""
         return 0 if self.trainer is None else self.trainer.batch_size
 
     def _check_trainer(self) -> None:
@@ -233,7 +266,7 @@ class TrajectoryQueue(Generic[G]):
     def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Accept all submissions, or none.
 
-        `digest` is of the bytes that brought them, as `undelivered` is told it.
+        `digest` is of the body that brought them, see `remember_undelivered`.
 
         Raises:
             QueueFull: there is no room now; the original client tries again.
@@ -244,26 +277,47 @@ class TrajectoryQueue(Generic[G]):
         senders = {env.env_id: env for each in submissions if (env := self._envs.find(each.env_id)) is not None}
         for env in senders.values():
             self._hear(now, env)
-        if digest is not None and (receipt := self._undelivered.receipt(now, digest)) is not None:
+        if digest is not None and (receipt := self._undelivered.pop(now, digest)) is not None:
             return replace(receipt, duplicate=True)
         for submission in submissions:
             self.check_size(submission.sequences)
-        buffers, queued, receipt = self._envs.planned(submissions)
-        self._check_room(now, submissions, list(senders.values()))
-        for env_id, buffer in buffers.items():
-            senders[env_id].buffer = buffer
+            if (buffer := self._envs.buffer(submission)) is not None:
+                buffer.check(submission.sequences)
+        self._check_room(submissions, list(senders.values()))
+        return self._accept(submissions)
+
+    def _accept(self, submissions: Sequence[Submission[G]]) -> Receipt:
+        buffered: list[Buffer[G]] = []
         for submission in submissions:
-            lane = self._lane(submission)
-            self._room.hold(lane, submission)
-            if lane in senders:
-                senders[lane].submitted += submission.sequences
-        self._enqueue(queued)
-        return receipt
+            self._hold(submission, 1)
+            if (sender := self._envs.find(submission.env_id)) is not None:
+                sender.submitted += submission.sequences
+            if (buffer := self._envs.buffer(submission)) is None:
+                self._enqueue([submission])
+            else:
+                buffer.add(submission)
+                buffered.append(buffer)
+        for buffer in {id(buffer): buffer for buffer in buffered}.values():
+            while whole := buffer.pop_whole():
+                self._enqueue(whole)
+        return Receipt(len(submissions), len(buffered), buffered[-1].sequences if buffered else None)
 
     def _enqueue(self, submissions: list[Submission[G]]) -> None:
         for submission in submissions:
-            self._waiting.append(self._lane(submission), submission)
+            self._pending.append(self._lane(submission), submission)
+            self._count(self._lane(submission), queued=submission.sequences)
             self.latest = submission
+        self._changed()
+
+    def _count(self, lane: int, *, queued: int, taken: int = 0) -> None:
+        if (env := self._envs.find(lane)) is not None:
+            env.queued += queued
+            env.taken += taken
+
+    def _hold(self, submission: Submission[G], groups: int) -> None:
+        """Count a group as held (1), or no longer (-1)."""
+        self._groups.hold(self._lane(submission), groups)
+        self._bytes.hold(self._lane(submission), groups * submission.nbytes)
 
     def check_size(self, sequences: int) -> None:
         """Check the size of a group.
@@ -277,15 +331,18 @@ class TrajectoryQueue(Generic[G]):
                 f"expected groups of 1 to {most} sequences, got {sequences}: such a group can never be in a batch"
             )
 
-    def _check_room(self, now: float, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
-        enough = self._waiting.queue.sequences >= self._batch_size
+    def _check_room(self, submissions: Sequence[Submission[G]], senders: list[Environment[G]]) -> None:
+        """Check the room; once a batch's worth waits, it is shared with the other active environments."""
+        enough = self._pending.sequences >= self._batch_size
+        nbytes = sum(submission.nbytes for submission in submissions)
         try:
             for lane in sorted({self._lane(submission) for submission in submissions}):
-                self._room.check(now, lane, submissions, crowd=enough and self._envs.others(lane) > 0)
+                shared = enough and self._envs.others_active(lane)
+                self._groups.check(lane, len(submissions), shared=shared)
+                self._bytes.check(lane, nbytes, shared=shared)
         except QueueFull:
-            self._waiting.reconsider()
+            self._no_batch = False
             for env in senders:
-                env.rejected += 1
                 env.crowded_out = True
             raise
         for env in senders:
@@ -293,18 +350,18 @@ class TrajectoryQueue(Generic[G]):
 
     def _lane(self, submission: Submission[G]) -> int:
         env = self._envs.find(submission.env_id)
-        return NOBODY if env is None else env.env_id
+        return ANONYMOUS if env is None else env.env_id
 
     def remember_undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
-        """Who submitted the body of `digest` went away before it could be told: the same body gets `receipt`, once."""
-        self._undelivered.note(now, digest, receipt)
+        """Give `receipt` to the next submission of the body with this digest: its sender got no answer."""
+        self._undelivered.remember(now, digest, receipt)
 
     # -- what goes out -------------------------------------------------------------------------------------------------
 
-    def batch(self, now: float, *, lease_s: float | None = None) -> Batch[G] | None:
-        """The next batch, or None while there is none.
+    def batch(self, now: float, *, lease_s: float) -> Batch[G] | None:
+        """Return the next batch, or None while there is none.
 
-        With `lease_s` it has to be acknowledged within that time, or it is handed out again, before any other.
+        It has to be acknowledged within `lease_s`, or it is handed out again, before any other.
 
         Raises:
             NoTrainer: no trainer registered.
@@ -312,97 +369,110 @@ class TrajectoryQueue(Generic[G]):
         self.expire(now)
         self._check_trainer()
         self._started = True
-        while (formed := self._next()) is not None and formed.sequences != self._batch_size:
-            self._put_back(formed)  # it was formed for a trainer before this one
-        if formed is None:
+        prepared = self._due(now) or self._form()
+        return None if prepared is None else self._leases.lend(prepared, now + lease_s)
+
+    def _due(self, now: float) -> PreparedBatch[G] | None:
+        """Return a batch to be handed out again; those that were formed for another batch_size are taken apart."""
+        while (prepared := self._leases.pop_due(now)) is not None and prepared.sequences != self._batch_size:
+            self._pending.put_back(prepared.groups)
+            for queued in prepared.groups:
+                self._count(queued.lane, queued=queued.sequences, taken=-queued.sequences)
+            self._changed()
+        return prepared
+
+    def _form(self) -> PreparedBatch[G] | None:
+        if self._no_batch:
             return None
-        if lease_s is not None:
-            return formed.batch(self._outgoing.lend(formed, now + lease_s))
-        self._gone(now, formed)
-        return formed.batch(None)
+        groups = form_batch(
+            self._pending,
+            lambda: self._scheduler.in_turn(self._pending.lanes),
+            self._batch_size,
+            self._awaited_minima(),
+        )
+        if groups is None:
+            self._no_batch = True
+            return None
+        for queued in groups:
+            self._leave(queued)
+        self.step += 1
+        self._formed += 1
+        return PreparedBatch(self._formed, f"{self.incarnation}.{self._formed}", groups)
+
+    def _awaited_minima(self) -> dict[int, int]:
+        """Return the minima that batches wait for.
+
+        An environment that found no room is not waited for: room is made by batches alone, so it would be for ever.
+        """
+        return {
+            lane: wanted
+            for lane, wanted in self._allocation.minima.items()
+            if lane in self._pending.lanes or not self._envs.get(lane).crowded_out
+        }
+
+    def _leave(self, queued: QueuedGroup[G]) -> None:
+        self._pending.remove(queued)
+        self._scheduler.charge(queued.lane, queued.sequences)
+        self._count(queued.lane, queued=-queued.sequences, taken=queued.sequences)
+        self._changed()
 
     def acknowledge(self, now: float, lease: int) -> Batch[G]:
-        """The batch of this lease has arrived: in time, or before anybody else was handed it.
+        """Forget the batch of this lease, which has arrived, and return it: in time, or before it was handed out again.
 
         Raises:
             UnknownLease: it was acknowledged before, or was not in time and was handed out again.
         """
         self.expire(now)
-        formed = self._outgoing.end(lease)
-        self._gone(now, formed)
-        return formed.batch(lease)
+        prepared = self._leases.acknowledge(lease)
+        for queued in prepared.groups:
+            self._hold(queued.submission, -1)
+        return prepared.batch(lease)
 
     @property
     def outstanding(self) -> int:
-        """Batches that were formed and are nobody's for good: ready, out, or come back."""
-        return len(self._outgoing)
+        """Return the number of batches that were formed and are not acknowledged."""
+        return len(self._leases)
 
     def return_batch(self, lease: int) -> None:
-        """The batch of this lease never arrived: it goes to the next who asks."""
-        self._outgoing.return_batch(lease)
-
-    def _put_back(self, formed: Formed[G]) -> None:
-        """Groups of a batch that is none any more are the first of the queue again."""
-        self._waiting.put_back(formed.groups)
-        for queued in formed.groups:
-            self._count_taken(queued.lane, -queued.size)
-
-    def _gone(self, now: float, formed: Formed[G]) -> None:
-        for queued in formed.groups:
-            self._room.free(now, queued.lane, queued.submission)
-
-    def _next(self) -> Formed[G] | None:
-        if (formed := self._outgoing.again() or self._outgoing.newest()) is None:
-            self._form()
-            formed = self._outgoing.newest()
-        return formed
-
-    def _form(self) -> None:
-        """Form a batch, if there is one."""
-        if (groups := self._waiting.batch(self._batch_size, self._least_now())) is not None:
-            for queued in groups:
-                self._count_taken(queued.lane, queued.size)
-            self._outgoing.form(groups)
-            self.step += 1
-
-    def _least_now(self) -> dict[int, int]:
-        """One that found no room is not waited for: it would be for ever, for room is made by batches alone."""
-        return {
-            lane: wanted
-            for lane, wanted in self._demands.least.items()
-            if lane in self._waiting.queue.lanes or not self._envs.get(lane).crowded_out
-        }
-
-    def _count_taken(self, lane: int, sequences: int) -> None:
-        if (env := self._envs.find(lane)) is not None:
-            env.taken += sequences
+        """Hand out the batch of this lease at the next `batch`: it never arrived."""
+        self._leases.return_batch(lease)
 
     def take(self, now: float) -> Submission[G] | None:
-        """The next group for a pipeline, or None while there is none.
+        """Return the next group for a pipeline, or None while there is none.
 
-        Environments have their parts by weight, and at least their minimum, in sequences: batches, group sizes and
+        Environments have their shares by weight, and at least their minimum, in sequences: batches, group sizes and
         minima are counted in sequences, and an environment whose sequences are long is not to have fewer for that.
-        Whoever has groups waiting gets its part, however many others have; what it did not use it does not save up.
-        As `batch` does, it lets environments in.
+        As with `batch`, environments may register from the first call on.
         """
         self.expire(now)
         self._started = True
-        queued = self._waiting.next()
+        queued = next(self._scheduler.in_turn(self._pending.lanes), None)
         if queued is None:
             return None
-        self._count_taken(queued.lane, queued.size)
-        self._room.free(now, queued.lane, queued.submission)
+        self._leave(queued)
+        self._downstream.append((queued.lane, queued.sequences))
+        self._hold(queued.submission, -1)
         return queued.submission
 
-    # -- what is to be known -------------------------------------------------------------------------------------------
+    # -- what is observed ----------------------------------------------------------------------------------------------
 
     def stalls(self) -> list[str]:
-        """What will not move by itself: one sentence for each reason."""
-        demands = replace(self._demands, least=self._least_now())
-        return [*self._stuck.reasons(self._waiting.queue, self._envs.counted(), self._batch_size, demands)]
+        """Return one sentence for each reason why something will not move by itself."""
+        if not self._batches:
+            return []
+        if self.trainer is None:
+            return ["groups wait, and no trainer registered"] if self._pending.sequences else []
+        reasons = [*size_stalls(self._sizes(), self._batch_size, self._capacity)]
+        if self._pending.sequences >= self._batch_size:
+            reasons += [
+                f"batches wait for {self.name(lane)}, which is to have {wanted} of {self._batch_size} and has none "
+                f"that waits"
+                for lane, wanted in sorted(self._awaited_minima().items())
+                if wanted > 0 and lane not in self._pending.lanes
+            ]
+        return reasons
 
-    def statistics(self, now: float) -> list[EnvStatistics]:
-        """Every environment, by id."""
+    def environments(self, now: float) -> list[Environment[G]]:
+        """Return every environment that registered, with its counters, by id."""
         self.expire(now)
-        lanes = self._waiting.queue.lanes
-        return [env.statistics(now, lanes[env.env_id].sequences if env.env_id in lanes else 0) for env in self._envs]
+        return [*self._envs]

@@ -159,7 +159,7 @@ class Endpoints(Generic[G]):
         queue = self._in_step()
         return {
             **asdict(queue.status(downstream=self.backend.downstream)),
-            "environments": [asdict(env) for env in queue.statistics(self._now())],
+            "environments": [env.counters() for env in queue.environments(self._now())],
             "refused": self.refusals.counts,
             "stalls": queue.stalls(),
         }
@@ -351,7 +351,6 @@ class Endpoints(Generic[G]):
 
     def _settle(self, batch: Batch[G], connected: bool, *, leased: bool) -> bool:  # noqa: FBT001
         """Return whether to send the end of the batch, which ends the lease of a trainer that asked for none."""
-        assert batch.lease is not None  # noqa: S101 (every batch is leased here)
         if not connected:
             self.queue.return_batch(batch.lease)
             return False

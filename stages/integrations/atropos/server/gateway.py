@@ -24,9 +24,8 @@ from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
 from .....schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration
-from ..queue.environments import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..queue.records import Submission
-from ..queue.trajectory_queue import TrajectoryQueue
+from ..queue.trajectory_queue import DEFAULT_HEARTBEAT_TIMEOUT_S, TrajectoryQueue
 from ..translation import as_if_sent, from_group, to_group
 from .backend import Backend
 from .serve import Listening, ServerConfig, open_server
@@ -155,8 +154,8 @@ class AtroposGateway:
         """Wait until every environment that is there was told that the run is complete."""
         with anyio.move_on_after(self.departure_timeout_s):
             while any(
-                env.connected and env.silent_s < self.heartbeat_timeout_s and env.env_id not in endpoints.told_complete
-                for env in endpoints.queue.statistics(time.monotonic())
+                env.active and env.env_id not in endpoints.told_complete
+                for env in endpoints.queue.environments(time.monotonic())
             ):
                 await endpoints.room.wait()
 
@@ -244,7 +243,7 @@ def _observed(context: Context, endpoints: Endpoints[TrajectoryGroup]) -> Iterat
     metrics = context.metrics
 
     def observe() -> None:
-        for env in endpoints.queue.statistics(time.monotonic()):
+        for env in endpoints.queue.environments(time.monotonic()):
             refused = endpoints.refusals.counts[env.name].total()
             before = known.get(env.name, (0, 0))
             metrics.total(f"atropos/{env.name}/sequences", env.submitted - before[0])

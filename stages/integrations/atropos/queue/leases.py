@@ -1,0 +1,111 @@
+"""Batches that were handed out and are not acknowledged, and answers that could not be delivered. No clock, no I/O."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .records import Batch, Receipt, UnknownLease
+from .scheduling import QueuedGroup
+
+__all__ = ["IdempotencyCache", "LeaseTable", "PreparedBatch"]
+
+G = TypeVar("G")
+
+LEASE_BITS = 53
+"""Leases are random, so that none of a gateway before a restart is valid after it; and numbers in any JSON."""
+
+REMEMBERED_S = 300.0
+"""How long a repeated body is recognised: the original client makes three attempts within it, each with its timeout."""
+
+MAX_REMEMBERED = 4_096
+"""Receipts that are remembered; the oldest are forgotten first."""
+
+
+@dataclass(slots=True)
+class PreparedBatch(Generic[G]):
+    """A batch that was formed and is not acknowledged."""
+
+    number: int
+    """Its place in the order of forming."""
+    batch_id: str
+    groups: list[QueuedGroup[G]]
+    due: float = math.inf
+    """When its lease ends. It may still be acknowledged until it is handed out again."""
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences of all groups."""
+        return sum(queued.sequences for queued in self.groups)
+
+    def batch(self, lease: int) -> Batch[G]:
+        """Return it as it is handed out."""
+        return Batch(tuple(queued.submission for queued in self.groups), lease, self.batch_id)
+
+
+class LeaseTable(Generic[G]):
+    """The batches that are handed out: each under one lease, until it is acknowledged or handed out again."""
+
+    def __init__(self) -> None:
+        self._leased: dict[int, PreparedBatch[G]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leased)
+
+    def lend(self, prepared: PreparedBatch[G], due: float) -> Batch[G]:
+        """Return the batch under a new lease."""
+        lease = secrets.randbits(LEASE_BITS)
+        prepared.due = due
+        self._leased[lease] = prepared
+        return prepared.batch(lease)
+
+    def acknowledge(self, lease: int) -> PreparedBatch[G]:
+        """End the lease and return its batch.
+
+        Raises:
+            UnknownLease: it does not exist.
+        """
+        if lease not in self._leased:
+            raise UnknownLease(
+                f"expected the lease of a batch that is out, got {lease}: it was acknowledged before, or was not in "
+                f"time and the batch was handed out again"
+            )
+        return self._leased.pop(lease)
+
+    def return_batch(self, lease: int) -> None:
+        """Let the batch be due at once, if this lease still exists."""
+        if lease in self._leased:
+            self._leased[lease].due = -math.inf
+
+    def pop_due(self, now: float) -> PreparedBatch[G] | None:
+        """End the lease of the earliest batch that is due, and return that batch."""
+        due = [lease for lease, prepared in self._leased.items() if prepared.due <= now]
+        return self._leased.pop(min(due, key=lambda lease: self._leased[lease].number)) if due else None
+
+
+class IdempotencyCache:
+    """Receipts that were not delivered, each given once to the next sender of the same body.
+
+    Only a body whose sender was gone before the answer is remembered. A sender that was answered may submit equal bytes
+    on purpose; one that was not knows of no submission of these bytes that succeeded, so the next one that is answered
+    is the first to succeed. The env_id is part of the body, so no other environment gets the receipt.
+    """
+
+    def __init__(self) -> None:
+        self._receipts: OrderedDict[bytes, tuple[Receipt, float]] = OrderedDict()
+        """By digest, with the time at which each is forgotten, the earliest first."""
+
+    def remember(self, now: float, digest: bytes, receipt: Receipt) -> None:
+        """Keep a receipt that was not delivered."""
+        self._receipts[digest] = receipt, now + REMEMBERED_S
+        self._receipts.move_to_end(digest)
+        if len(self._receipts) > MAX_REMEMBERED:
+            self._receipts.popitem(last=False)
+
+    def pop(self, now: float, digest: bytes) -> Receipt | None:
+        """Return the undelivered receipt of this body, if there is one, and forget it."""
+        receipt, until = self._receipts.pop(digest, (None, 0.0))
+        return receipt if now < until else None

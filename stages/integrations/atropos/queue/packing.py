@@ -1,0 +1,216 @@
+"""Forming batches of exactly `batch_size` sequences, and finding out why none can be formed.
+
+Pure functions of the groups that wait and of the order in which they are to leave. The work and the memory of one call
+are bounded, whatever the sizes: see WORK_BITS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TypeVar
+
+from .....pipeline.telemetry import get_logger
+from .scheduling import PendingGroups, QueuedGroup
+
+__all__ = ["MAX_BATCH_SIZE", "StallDetector", "exact_subset", "form_batch", "size_stalls", "unpackable"]
+
+G = TypeVar("G")
+
+MAX_BATCH_SIZE = 2**20
+
+WORK_BITS = 2**26
+"""Bits of all tables of one search: 8 MiB. Searches of 4,096 groups are complete up to a batch_size of 16,384; beyond
+that they consider the first so many groups."""
+
+LOOK_BACK_FACTOR = 4
+
+LOOK_S = 5.0
+"""Time between two looks for stalls."""
+
+log = get_logger("penstock.atropos.queue")
+
+
+def form_batch(
+    pending: PendingGroups[G],
+    in_turn: Callable[[], Iterable[QueuedGroup[G]]],
+    batch_size: int,
+    minima: Mapping[int, int],
+) -> list[QueuedGroup[G]] | None:
+    """Return groups that sum to `batch_size`: first the minimum of each lane, then the next in turn. Or None.
+
+    Where the minima leave no such sum they yield: a batch that holds less of one environment is better than none. There
+    is no batch while a lane with a minimum has no group.
+    """
+    minima = {lane: wanted for lane, wanted in minima.items() if wanted > 0}
+    if pending.sequences < batch_size or not minima.keys() <= pending.lanes.keys():
+        return None
+    first = _minima(pending, minima, batch_size)
+    return _filled(first, in_turn(), batch_size) or (_filled([], in_turn(), batch_size) if first else None)
+
+
+def _filled(
+    first: list[QueuedGroup[G]], in_turn: Iterable[QueuedGroup[G]], batch_size: int
+) -> list[QueuedGroup[G]] | None:
+    """Return `first` and those of the others that make up a batch with it, or None."""
+    taken = set(first)
+    others: list[QueuedGroup[G]] = []
+
+    def sizes() -> Iterator[int]:
+        for queued in in_turn:
+            if queued not in taken:
+                others.append(queued)
+                yield queued.sequences
+
+    found = exact_subset(sizes(), batch_size - sum(queued.sequences for queued in first))
+    return None if found is None else first + [others[index] for index in found]
+
+
+def _minima(pending: PendingGroups[G], minima: Mapping[int, int], batch_size: int) -> list[QueuedGroup[G]]:
+    """Return the oldest groups of each lane up to its minimum, leaving out those that no longer fit in a batch.
+
+    Minima of more than a batch are scaled down together, each to a group at least.
+    """
+    total = sum(minima.values())
+    taken: list[QueuedGroup[G]] = []
+    missing = batch_size
+    for lane, wanted in minima.items():
+        own = pending.lanes[lane]
+        goal = missing - (wanted if total <= batch_size else max(min(own.sizes), wanted * batch_size // total))
+        for queued in own.groups.values():
+            if missing <= goal:
+                break
+            if queued.sequences <= missing:
+                taken.append(queued)
+                missing -= queued.sequences
+    return taken
+
+
+def exact_subset(sizes: Iterable[int], wanted: int) -> list[int] | None:
+    """Return indices of sizes that sum to `wanted`, or None: the first wherever that can be, then the next, and so on.
+
+    1. Take from the front what fits. In most cases this sums to `wanted`, and no further size is looked at.
+    2. Otherwise give up the last that was taken, then 4 more, then 16 more, …, until others make up what is missing.
+       The first search that succeeds is over a small sum, so it needs small tables.
+
+    >>> exact_subset([7, 3, 3, 5], 8)
+    [1, 3]
+    """
+    seen: list[int] = []
+    chosen: list[int] = []
+    missing = wanted
+    for index, size in enumerate(sizes if wanted else ()):
+        seen.append(size)
+        if size <= missing:
+            chosen.append(index)
+            missing -= size
+        if not missing:
+            break
+    return _exchanged(seen, chosen, missing) if missing else chosen
+
+
+def _exchanged(sizes: list[int], chosen: list[int], missing: int) -> list[int] | None:
+    """Return as many of the first `chosen` indices as can stay, and others that make up what is missing then."""
+    if missing > sum(sizes) - sum(sizes[index] for index in chosen):
+        return None
+    given_up = 1
+    while chosen:
+        chosen, rest = chosen[:-given_up], chosen[-given_up:]
+        missing += sum(sizes[index] for index in rest)
+        found = _search(sizes, rest[0], missing)
+        if found is not None:
+            return chosen + found
+        given_up *= LOOK_BACK_FACTOR
+    return None
+
+
+def _search(sizes: list[int], start: int, wanted: int) -> list[int] | None:
+    """Return the first indices from `start` whose sizes sum to `wanted`, or None."""
+    usable = list(_usable(sizes, start, wanted))
+    reached = [1]
+    """Bit n of number i says whether some of the last i usable sizes sum to n."""
+    within = (1 << wanted + 1) - 1
+    for index in reversed(usable):
+        reached.append((reached[-1] | reached[-1] << sizes[index]) & within)
+    if not reached.pop() >> wanted:
+        return None
+    found = []
+    for index in usable:
+        after = reached.pop()
+        if sizes[index] <= wanted and after >> wanted - sizes[index] & 1:
+            found.append(index)
+            wanted -= sizes[index]
+    return found
+
+
+def _usable(sizes: list[int], start: int, wanted: int) -> list[int]:
+    """Return indices of the first groups: of each size no more than fit into `wanted`, in all what WORK_BITS allows."""
+    counts: Counter[int] = Counter()
+    usable: list[int] = []
+    for index in range(start, len(sizes)):
+        if len(usable) * wanted > WORK_BITS:
+            break
+        if counts[sizes[index]] < wanted // sizes[index]:
+            counts[sizes[index]] += 1
+            usable.append(index)
+    return usable
+
+
+@lru_cache(maxsize=16)
+def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
+    """Return those of `sizes` that are in no batch, however many groups of each come.
+
+    Of many sizes with a large `batch_size` (see WORK_BITS) only those that are larger than it.
+
+    >>> sorted(unpackable(frozenset({3, 4}), 8)), sorted(unpackable(frozenset({1, 3, 4}), 8))
+    ([3], [])
+    """
+    if len(sizes) * batch_size > WORK_BITS:
+        return frozenset(size for size in sizes if size > batch_size)
+    sums = _sums(sizes, batch_size)
+    return frozenset(size for size in sizes if size > batch_size or not sums >> batch_size - size & 1)
+
+
+def _sums(sizes: Iterable[int], most: int) -> int:
+    """Return a number whose bit n says whether sizes, each any number of times, sum to n."""
+    reached, within = 1, (1 << most + 1) - 1
+    for size in sorted(sizes):
+        step, redundant = size, reached >> size & 1
+        while step <= most and not redundant:
+            reached |= reached << step & within
+            step *= 2
+    return reached
+
+
+def size_stalls(sizes: frozenset[int], batch_size: int, capacity: int | None) -> Iterator[str]:
+    """Yield a sentence for each reason why groups of these sizes are in no batch."""
+    for size in sorted(unpackable(sizes, batch_size)):
+        yield f"groups of {size} are in no batch of {batch_size}: with groups of {sorted(sizes)} none sums to it"
+    largest = max(sizes, default=0)
+    if sizes and capacity is not None and capacity * largest < batch_size:
+        room = f"a capacity of {capacity} groups"
+        yield f"{room} holds no batch of {batch_size}, with groups of at most {largest}"
+
+
+class StallDetector:
+    """Logs each stall once when two looks found it, and once when it is resolved; much waits for a moment only."""
+
+    def __init__(self) -> None:
+        self._due = -math.inf
+        self._seen: set[str] = set()
+        """At the last look."""
+        self._logged: set[str] = set()
+
+    def look(self, now: float, stalls: Callable[[], Iterable[str]]) -> None:
+        """Look for stalls if LOOK_S have passed since the last look."""
+        if now < self._due:
+            return
+        self._due = now + LOOK_S
+        before, self._seen = self._seen, {*stalls()}
+        for reason in sorted(self._seen & before - self._logged):
+            log.warning("stalled", reason=reason)
+        for reason in sorted(self._logged - self._seen):
+            log.info("stall_resolved", reason=reason)
+        self._logged = self._seen & (before | self._logged)
