@@ -55,16 +55,17 @@ class Candidates(NamedTuple):
             InvalidRecord: they are not what can be said of `tokens` [T].
         """
         self._check(len(tokens))
-        widest = max(width, int(self.counts.max(initial=0)))
-        filled = np.arange(widest) < self.counts[:, None]
+        filled = np.arange(max(width, int(self.counts.max(initial=0)))) < self.counts[:, None]
         ids, logprobs = np.full(filled.shape, -1, np.int32), np.full(filled.shape, -np.inf, np.float32)
         ids[filled], logprobs[filled] = self.ids, self.logprobs
-        rank = np.where((ids == tokens[:, None]) & np.isfinite(logprobs), -np.inf, -logprobs)
+        _check_once(ids)
+        rank = -logprobs
+        rank[(ids == tokens[:, None]) & (logprobs > -np.inf)] = -np.inf
         order = rank.argsort(axis=1, kind="stable")[:, :width]
         ids, logprobs = np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
         impossible = np.isneginf(logprobs)
         ids[impossible], logprobs[impossible] = -1, 0
-        return ids, logprobs.clip(max=0)
+        return ids, np.minimum(logprobs, 0, out=logprobs)
 
     def _check(self, tokens: int) -> None:
         if len(self.counts) != tokens:
@@ -79,13 +80,13 @@ class Candidates(NamedTuple):
         wrong = ~(self.logprobs <= ROUNDING)  # NaN is neither below nor above
         if wrong.any():
             raise InvalidRecord(f"expected log-probabilities of 0 or less, got {self.logprobs[wrong.argmax()]}")
-        filled = np.arange(self.counts.max(initial=0)) < self.counts[:, None]
-        rows = np.full(filled.shape, -1, np.int32)
-        rows[filled] = self.ids
-        rows.sort(axis=1)
-        twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0)
-        if twice.any():
-            token, rank = np.argwhere(twice)[0]
-            raise InvalidRecord(
-                f"expected each candidate of a token once, got {rows[token, rank]} more often for token {token}"
-            )
+
+
+def _check_once(ids: NDArray[np.int32]) -> None:
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        token, rank = np.argwhere(twice)[0]
+        raise InvalidRecord(
+            f"expected each candidate of a token once, got {ordered[token, rank]} more often for token {token}"
+        )
