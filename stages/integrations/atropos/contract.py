@@ -21,15 +21,10 @@ __all__ = [
     "NO_LOGPROB",
     "UNTRAINED",
     "BatchAnswer",
-    "Buffered",
-    "Disconnected",
     "EnvReference",
-    "EnvRegistered",
     "EnvRegistration",
     "Fault",
     "Greeting",
-    "ListReceived",
-    "Received",
     "Registered",
     "ScoredData",
     "SubmitAnswer",
@@ -108,48 +103,6 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """`error` where no trainer is registered."""
     message: str | msgspec.UnsetType = msgspec.UNSET
     """What to do then."""
-
-
-class EnvRegistered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Answers /register-env: as a success with everything, or with the wish to wait and nothing more."""
-
-    status: str
-    env_id: int | msgspec.UnsetType = msgspec.UNSET
-    wandb_name: str | msgspec.UnsetType = msgspec.UNSET
-    checkpoint_dir: str | msgspec.UnsetType = msgspec.UNSET
-    starting_step: int | msgspec.UnsetType = msgspec.UNSET
-    checkpoint_interval: int | msgspec.UnsetType = msgspec.UNSET
-    num_steps: int | msgspec.UnsetType = msgspec.UNSET
-
-
-class Disconnected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Answers /disconnect-env."""
-
-    status: str
-    error: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class Received(msgspec.Struct, frozen=True):
-    """Answers /scored_data: the group is in the queue."""
-
-    status: str = "received"
-
-
-class Buffered(msgspec.Struct, frozen=True):
-    """Answers /scored_data: the group waits for others that make a whole one with it."""
-
-    buffer_size: int
-    """Sequences that wait."""
-    status: str = "buffered"
-
-
-class ListReceived(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Answers /scored_data_list; the last two where something was buffered."""
-
-    status: str
-    groups_processed: int
-    buffered: int | msgspec.UnsetType = msgspec.UNSET
-    last_buffer_size: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class SubmitAnswer(msgspec.Struct, frozen=True):
