@@ -1,16 +1,14 @@
-"""Pipelines that a gateway feeds, and proxies before them which lose answers, or speak TLS."""
+"""Pipelines that a gateway feeds, and proxies before them which lose answers."""
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute
-from anyio.streams.tls import TLSListener
+from anyio.abc import SocketAttribute, SocketStream
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Ledger, ReceiveChannel, TrajectoryGroup, current, source
@@ -81,20 +79,20 @@ class Proxy:
         self._cut = cut
         self._times = times
 
-    async def serve(self, stream: ByteStream) -> None:
+    async def serve(self, stream: SocketStream) -> None:
         server = await anyio.connect_tcp(str(self._to.hostname), self._to.port or 80)
         async with stream, server, anyio.create_task_group() as tasks:
             tasks.start_soon(self._requests, stream, server, tasks.cancel_scope)
             tasks.start_soon(self._answers, server, stream, tasks.cancel_scope)
 
-    async def _requests(self, stream: ByteStream, server: ByteStream, scope: anyio.CancelScope) -> None:
+    async def _requests(self, stream: SocketStream, server: SocketStream, scope: anyio.CancelScope) -> None:
         async for piece in stream:
             if (line := piece.split(b"\r\n")[0].decode(errors="replace")).endswith("HTTP/1.1"):
                 self.requests.append(line)
             await server.send(piece)
         scope.cancel()
 
-    async def _answers(self, server: ByteStream, stream: ByteStream, scope: anyio.CancelScope) -> None:
+    async def _answers(self, server: SocketStream, stream: SocketStream, scope: anyio.CancelScope) -> None:
         async for piece in server:
             self.answers.append(piece.split(b"\r\n")[0].decode(errors="replace"))
             if self._times and self.requests[-1].startswith(self._cut):
@@ -105,16 +103,11 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxied(
-    url: str, cut: str = "POST /scored_data", *, times: int = 0, tls: ssl.SSLContext | None = None
-) -> AsyncGenerator[Proxy]:
-    """A proxy before `url`, which speaks TLS where it is given a certificate."""
+async def proxied(url: str, cut: str = "POST /scored_data", *, times: int = 0) -> AsyncGenerator[Proxy]:
+    """A proxy before `url`."""
     proxy = Proxy(url, cut, times=times)
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
-        port = listener.extra(SocketAttribute.local_port)  # noqa: S610 (of a socket)
-        proxy.url = f"http{'s' if tls else ''}://127.0.0.1:{port}"
-        tasks.start_soon(
-            (TLSListener(listener, tls, standard_compatible=False) if tls else listener).serve, proxy.serve
-        )
+        proxy.url = f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"  # noqa: S610 (of a socket)
+        tasks.start_soon(listener.serve, proxy.serve)
         yield proxy
         tasks.cancel_scope.cancel()
