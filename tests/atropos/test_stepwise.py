@@ -185,10 +185,12 @@ def test_ids_of_text_that_train_beside_sampled_ones_are_left_out_with_those() ->
     assert sampled(row, [Action(text="x"), Action(text="y", tokens=[121])]).keys() == {"scores"}
 
 
-def test_of_several_turns_the_last_alone_may_train() -> None:
+@pytest.mark.parametrize("before", [[], [Action(text="a", tokens=[5])]])
+@pytest.mark.parametrize("after", [[], [Action(text="c")], [Action(text="c", tokens=[9], logprobs=[-1.0])]])
+def test_of_several_turns_one_alone_may_train(before: list[Action], after: list[Action]) -> None:
     row = {"tokens": [5, 8, 6], "masks": [-100, -100, 6], "inference_logprobs": [1.0, 1.0, -2.0]}
 
-    assert sampled(row, [Action(text="a", tokens=[5]), Action(text="b", tokens=[6], logprobs=[-2.0])]) == row
+    assert sampled(row, [*before, Action(text="b", tokens=[6], logprobs=[-2.0]), *after]) == row
 
 
 @pytest.mark.parametrize("unknown", [None, "-1"])

@@ -5,18 +5,17 @@ Nothing is downloaded: data sets and the tokenizer are made locally, and the pol
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import anyio
 import pytest
-from tests.atropos_real.local_data import save_dataset, save_tokenizer
+from tests.atropos_real.workspace import call
 from tests.fake_policy import FakePolicy, Letters
 from transformers import AutoTokenizer
 
@@ -24,24 +23,31 @@ from penstock import SourceEnv
 from penstock.schemas import TrajectoryGroup
 from penstock.stages.integrations.atropos import Action, AtroposEnvironment
 from penstock.stages.integrations.atropos.steps.messages import ModelCallRefused
-from penstock.stages.integrations.atropos.steps.stepwise import BlockingStepEnvironment
+from penstock.stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.testing import Driven, drive_source
 
 pytestmark = pytest.mark.timeout(300)
 
 PAGE = Path(__file__).parents[2] / "docs" / "atropos-stepwise.md"
-ENVIRONMENTS = Path(os.environ["ATROPOS"]) / "environments"
-REGEX = ENVIRONMENTS / "community" / "regex_generation" / "regex_env.py"
-BLACKJACK = ENVIRONMENTS / "game_environments" / "gymnasium" / "blackjack" / "blackjack_env_no_thinking.py"
+REGEX = "community/regex_generation/regex_env.py:RegexEnv"
+BLACKJACK = "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py:BlackjackEnvNoThinking"
+
+
+class MakeEnvironment(Protocol):
+    def __call__(self, where: str, *, group_size: int = 4) -> AtroposEnvironment: ...
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run in an empty folder, with a tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+def make(checkout: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEnvironment:
+    """Return what makes an environment of the checkout, where its tokenizer and data sets are found."""
+    monkeypatch.chdir(workspace)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return {"tokenizer_name": save_tokenizer(tmp_path / "tokenizer"), "max_token_length": 100_000}
+    config = {"tokenizer_name": "tokenizer", "max_token_length": 100_000}
+
+    def environment(where: str, *, group_size: int = 4) -> AtroposEnvironment:
+        return AtroposEnvironment(str(checkout / "environments" / where), config=config, group_size=group_size)
+
+    return environment
 
 
 def alternating(*answers: str) -> Callable[[str], str]:
@@ -56,29 +62,24 @@ def alternating(*answers: str) -> Callable[[str], str]:
 
 
 async def sampled(
-    environment: AtroposEnvironment, answer: Callable[[str], str], group_size: int, groups: int = 1
+    environment: AtroposEnvironment, answer: Callable[[str], str], groups: int = 1
 ) -> Driven[TrajectoryGroup]:
-    """Return groups that a source sampled with a scripted policy."""
-    source = SourceEnv(
-        environment, FakePolicy(answer=answer), Letters(), group_size=group_size, groups=groups, max_tokens=10**6
-    )
+    """Return groups of 4 that a source sampled with a scripted policy."""
+    source = SourceEnv(environment, FakePolicy(answer=answer), Letters(), group_size=4, groups=groups, max_tokens=10**6)
     return await drive_source(source)
 
 
-async def test_regex_env_scores_each_pattern(config: dict[str, Any]) -> None:
-    environment = AtroposEnvironment(f"{REGEX}:RegexEnv", config=config, group_size=4)
-
-    (group,) = await sampled(environment, alternating("<answer>.*</answer>", "<answer>[</answer>"), 4)
+async def test_regex_env_scores_each_pattern(make: MakeEnvironment) -> None:
+    (group,) = await sampled(make(REGEX), alternating("<answer>.*</answer>", "<answer>[</answer>"))
 
     assert sorted(group.rewards.tolist())[:2] == [0.0, 0.0]
     assert min(sorted(group.rewards.tolist())[2:]) > 0
 
 
-async def test_blackjack_is_played_to_its_end(config: dict[str, Any]) -> None:
-    environment = AtroposEnvironment(f"{BLACKJACK}:BlackjackEnvNoThinking", config=config, group_size=4)
+async def test_blackjack_is_played_to_its_end(make: MakeEnvironment) -> None:
     stick = '<tool_call>\n{"arguments": {"action": "stick"}, "name": "take_action"}\n</tool_call>'
 
-    groups = await sampled(environment, alternating(stick, "I fold"), 4, groups=3)
+    groups = await sampled(make(BLACKJACK), alternating(stick, "I fold"), groups=3)
 
     rewards = [reward for group in groups for reward in group.rewards.tolist()]
     assert len(rewards) == 12
@@ -86,59 +87,35 @@ async def test_blackjack_is_played_to_its_end(config: dict[str, Any]) -> None:
     assert all(group.rewards.tolist().count(-1.0) >= 2 for group in groups)
 
 
-async def test_gsm8k_scores_with_its_verifier(config: dict[str, Any]) -> None:
-    rows = [{"question": f"What is {n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(10, 16)]
-    save_dataset(Path("gsm8k"), "main", {"train": rows, "test": rows})
-    environment = AtroposEnvironment(f"{ENVIRONMENTS}/gsm8k_server.py:GSM8kEnv", config=config, group_size=4)
+async def test_gsm8k_scores_with_its_verifier(make: MakeEnvironment) -> None:
+    right = alternating("yes", "no")
 
     def answer(prompt: str) -> str:
-        number = int(prompt.rpartition("What is ")[2].partition(" ")[0])
-        turns[number] += 1
-        return f"<think>hm</think> It is \\boxed{{{2 * number if turns[number] % 2 else 7}}}"
+        return f"<think>hm</think> It is \\boxed{{{sum(numbers(prompt)) if right(prompt) == 'yes' else 1000}}}"
 
-    turns: defaultdict[int, int] = defaultdict(int)
-    groups = await sampled(environment, answer, 4, groups=6)
+    groups = await sampled(make("gsm8k_server.py:GSM8kEnv"), answer, groups=6)
 
     assert [sorted(group.rewards.tolist()) for group in groups] == [[-1.0, -1.0, 1.0, 1.0]] * 6
 
 
-CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "%s"}}\n</tool_call>'
-
-
-def conversation(number: int) -> dict[str, Any]:
-    """Two calls of a tool, each with a response and a summary, and a user's question between."""
-    said = [
-        ("system", "Tools: lookup(key)"),
-        ("human", f"Look up a{number}."),
-        ("gpt", f"<think>\nfirst\n</think>\n{CALL % f'a{number}'}"),
-        ("tool", "<tool_response>\nfound a\n</tool_response>"),
-        ("gpt", "<think>\nfound\n</think>\nIt is there."),
-        ("human", f"And b{number}?"),
-        ("gpt", f"<think>\nsecond\n</think>\n{CALL % f'b{number}'}"),
-        ("tool", "<tool_response>\nfound b\n</tool_response>"),
-        ("gpt", "<think>\nfound\n</think>\nIt is there, too."),
-    ]
-    return {"conversations": [{"from": role, "value": text} for role, text in said]}
-
-
-async def test_tool_calls_of_one_turn_are_compared(config: dict[str, Any]) -> None:
-    save_dataset(Path("NousResearch/XLAM-Atropos"), "default", {"train": [conversation(n) for n in range(110)]})
-    environment = AtroposEnvironment(
-        f"{ENVIRONMENTS}/tool_calling_server.py:SingleToolCallingEnv", config=config, group_size=4
-    )
+async def test_tool_calls_of_one_turn_are_compared(make: MakeEnvironment) -> None:
+    turns = alternating("no", "no", "yes", "no")
 
     def answer(prompt: str) -> str:
-        key = prompt.rpartition("Look up ")[2].partition(".")[0]
-        turns[key] += 1
-        return CALL % (key if turns[key] == 3 else "nothing")
+        return call(*(numbers(prompt) if turns(prompt) == "yes" else (0, 1000)))
 
-    turns: defaultdict[str, int] = defaultdict(int)
-    (group,) = await sampled(environment, answer, 4)
+    (group,) = await sampled(make("tool_calling_server.py:SingleToolCallingEnv"), answer)
 
     assert sorted(group.rewards.tolist()) == [-1.0, -1.0, -1.0, 1.0]
 
 
-@pytest.mark.usefixtures("config")
+def numbers(prompt: str) -> tuple[int, int]:
+    """Return what is to be added."""
+    left, right = re.findall(r"Add (\d+) and (\d+)\.", prompt)[-1]
+    return int(left), int(right)
+
+
+@pytest.mark.usefixtures("make")
 def test_what_the_page_shows_runs() -> None:
     environment, script = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     Path("doubling.py").write_text(environment)
@@ -147,16 +124,9 @@ def test_what_the_page_shows_runs() -> None:
     subprocess.run([sys.executable, "script.py"], check=True)
 
 
-async def test_tool_calls_of_several_turns_go_to_those_who_began_them(config: dict[str, Any]) -> None:
-    """One call in four is wrong at once; those that are right go on, each with thoughts of its own."""
-    save_dataset(
-        Path("interstellarninja/toolace_hermes_sequential_tool_use"),
-        "default",
-        {"train": [conversation(n) for n in range(40)]},
-    )
-    environment = AtroposEnvironment(
-        f"{ENVIRONMENTS}/tool_use_multiturn_server.py:MultiTurnToolCallingEnv", config=config, group_size=4
-    )
+async def test_tool_calls_of_several_turns_go_to_those_who_began_them(make: MakeEnvironment) -> None:
+    """Player 0 errs in the first turn, player 2 in the third; spelling and thoughts differ."""
+    environment = make("tool_use_multiturn_server.py:MultiTurnToolCallingEnv")
     last: list[str] = []
 
     async with anyio.create_task_group() as tasks:
@@ -167,20 +137,16 @@ async def test_tool_calls_of_several_turns_go_to_those_who_began_them(config: di
     assert sorted(last) == ["0: 1 turns, -1.0", "1: 4 turns, 1.5", "2: 3 turns, -1.0", "3: 4 turns, 1.5"]
 
 
-async def play_tools(env: Any, player: int, last: list[str]) -> None:
-    """Player 0 errs in the first turn, player 2 in the third; spelling and thoughts differ."""
+async def play_tools(env: AtroposStepEnvironment, player: int, last: list[str]) -> None:
     observation, _ = await env.reset(seed=0)
-    key = observation.rpartition("Look up a")[2].partition(".")[0]
-    letters, over, turns, reward = iter("ab"), False, 0, 0.0
-    spelled = CALL.replace("\n", "\n" * (player + 1))
+    over, turns, reward = False, 0, 0.0
     while not over:
         turns += 1
+        said = f"Player {player} found it."
         if turns % 2:
             wrong = (player, turns) in ((0, 1), (2, 3))
-            said = f"<think>player {player}</think>\n{spelled % ('nothing' if wrong else next(letters) + key)}"
-        else:
-            said = f"<think>player {player}</think>\nPlayer {player} found it."
-        observation, reward, over, *_ = await env.step(said)
+            _, _, said = call(*((0, 1000) if wrong else numbers(observation))).partition("</think>")
+        observation, reward, over, *_ = await env.step(f"<think>player {player}</think>" + "\n" * player + said)
         assert all(f"Player {other} found" not in observation for other in range(4) if other != player)
     last.append(f"{player}: {turns} turns, {reward}")
     await env.close()
@@ -221,9 +187,9 @@ class Probe(BaseEnv):
 
 
 @pytest.fixture
-def probe(config: dict[str, Any]) -> Iterator[BlockingStepEnvironment]:
-    Path("probe.py").write_text(PROBE)
-    env = AtroposEnvironment("probe.py:Probe", config=config).blocking()
+def probe(make: MakeEnvironment, tmp_path: Path) -> Iterator[BlockingStepEnvironment]:
+    (tmp_path / "probe.py").write_text(PROBE)
+    env = make(f"{tmp_path}/probe.py:Probe", group_size=1).blocking()
     yield env
     env.close()
 
@@ -259,6 +225,6 @@ def test_tools_are_rendered_into_the_prompt_and_a_refusal_that_is_caught_ends_th
     probe.step("1")
     observation, *_ = probe.step("2")
 
-    assert 'Tools: [{"type": "function", "function": {"name": "lookup"}}]' in observation
+    assert '<tools>[{"type": "function", "function": {"name": "lookup"}}]</tools>' in observation
     with pytest.raises(ModelCallRefused, match="got get_logprobs"):
         probe.step("refuse")

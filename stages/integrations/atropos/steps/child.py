@@ -8,8 +8,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from importlib.machinery import SourceFileLoader
 from multiprocessing import spawn
 from pathlib import Path
@@ -161,8 +160,7 @@ async def _answer(table: _Table, request: Request, writer: asyncio.StreamWriter)
     try:
         outcome = await table.handle(request)
         reply = Reply(request.id, failure=outcome) if isinstance(outcome, Failure) else Reply(request.id, outcome)
-        if request.kind != "leave":
-            writer.write(encode_frame(reply))
+        writer.write(encode_frame(reply))
     except BaseException as error:  # noqa: BLE001 (told to the parent)
         writer.write(encode_frame(Reply(request.id, failure=failure_of(error))))
 
@@ -241,8 +239,10 @@ class _Table:
         return item
 
     async def _next_item(self) -> Any:
-        async with _within(self._limit_s, f"get_next_item took more than {self._limit_s:g} s"):
-            item = await _never_exiting(self._env.get_next_item())
+        try:
+            item = await asyncio.wait_for(_never_exiting(self._env.get_next_item()), self._limit_s)
+        except TimeoutError:
+            raise EnvironmentTimedOut(f"get_next_item took more than {self._limit_s:g} s") from None
         if item is None:
             raise NoMoreItems("expected a next item, got None: the environment has come to its end")
         return item
@@ -257,23 +257,6 @@ class _Table:
             return scored if self._one_by_one else await _never_exiting(env.postprocess_histories(scored))
         finally:
             await env.cleanup()
-
-
-@asynccontextmanager
-async def _within(limit_s: float, message: str) -> AsyncGenerator[None]:
-    """Cancel the body where it takes longer.
-
-    Raises:
-        EnvironmentTimedOut: it did. A TimeoutError of the body's own passes.
-    """
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise EnvironmentTimedOut(message) from None
 
 
 async def _never_exiting(work: Awaitable[R]) -> R:

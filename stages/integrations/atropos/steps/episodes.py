@@ -88,7 +88,7 @@ class Seat:
         self.text: str | None = None
         self.tokens: Sequence[int] | None = None
         self.said: list[Action] = []
-        """The actions of the present conversation."""
+        """All actions so far."""
         self._last: tuple[ModelCall, Action] | None = None
         """The model call that was answered last, and the action."""
         self._answer: asyncio.Future[Action] | None = None
@@ -119,8 +119,6 @@ class Seat:
     def ask(self, call: ModelCall) -> asyncio.Future[Action]:
         """Make `call` the next observation; returns a future for the action."""
         new_text = self._new_text(call)
-        if new_text is None:
-            self.said = []
         info = {"sampling": call.sampling, "continues": new_text is not None}
         known = {"messages": call.messages, "input_ids": call.input_ids}
         info |= {name: value for name, value in known.items() if value is not None}

@@ -70,17 +70,24 @@ def sampled(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[str, Any]
 
     Environments encode text to ids, and make up log-probabilities: neither was sampled.
     """
-    said = [token for action in actions for token in action.tokens or ()]
+    said = [int(token) for action in actions for token in action.tokens or ()]
     logprobs: list[float | None] = []
     for action in actions:
         logprobs += action.logprobs or [None] * len(action.tokens or ())
     trained = [at for at, mask in enumerate(row.get("masks") or ()) if mask != UNTRAINED]
+    start = _last(said, [int(row["tokens"][at]) for at in trained])
     made_up: set[str] = set()
-    if not trained or [int(row["tokens"][at]) for at in trained] != [*map(int, said[-len(trained) :])]:
+    if start is None:
         made_up = {"tokens", *BY_TOKEN}
-    elif not _equal(row.get("inference_logprobs"), dict(zip(trained, logprobs[-len(trained) :], strict=True))):
+    elif not _equal(row.get("inference_logprobs"), dict(zip(trained, logprobs[start:], strict=False))):
         made_up = {"inference_logprobs"}
     return {name: value for name, value in row.items() if name not in made_up}
+
+
+def _last(said: list[int], wanted: list[int]) -> int | None:
+    """Return where `wanted` begins for the last time; None where it does not, or is empty."""
+    starts = range(len(said) - len(wanted), -1, -1) if wanted else ()
+    return next((start for start in starts if said[start : start + len(wanted)] == wanted), None)
 
 
 def _equal(told: Any, logprobs: Mapping[int, float | None]) -> bool:

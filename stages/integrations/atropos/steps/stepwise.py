@@ -120,7 +120,7 @@ class AtroposEnvironment:
         with self._lock:
             self._made += 1
         try:
-            self.process().opened().result()
+            self.process().opened.result()
         except BaseException:
             self.leave()
             raise
