@@ -20,7 +20,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from .....schemas import InvalidRecord
@@ -57,7 +57,9 @@ def application(endpoints: Endpoints[G], config: ServerConfig, address: str) -> 
     if config.token is None:  # a page whose name leads to this server reads its answers; a token it does not know
         hosts = ["localhost", "localhost.", "127.0.0.1", "[::1]", config.host, address]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
-    return Starlette(routes=_routes(endpoints), middleware=middleware, exception_handlers=REFUSALS)
+    return Starlette(
+        routes=_routes(endpoints), middleware=middleware, exception_handlers=dict.fromkeys(ERRORS, _answer_error)
+    )
 
 
 def _routes(endpoints: Endpoints[G]) -> list[Route]:
@@ -81,27 +83,21 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         listed.append(("GET", PATH, endpoints.shm))
     unavailable = endpoints.backend.unavailable
     routes = [
-        Route(path, _endpoint(_unavailable(unavailable[path]) if path in unavailable else handler), methods=[method])
-        for method, path, handler in listed
+        Route(path, _endpoint(handler, unavailable.get(path)), methods=[method]) for method, path, handler in listed
     ]
     for route in routes:
         route.methods = (route.methods or set()) - {"HEAD"}  # which must change nothing, and GET /batch does
     return routes
 
 
-def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, unavailable: str | None) -> Callable[[Request], Awaitable[Response]]:
     async def answering(request: Request) -> Any:
+        if unavailable is not None:
+            return refusal(HTTPStatus.CONFLICT, unavailable)
         answer = await handler(request)
         return answer if callable(answer) else Response(msgspec.json.encode(answer), media_type="application/json")
 
     return answering
-
-
-def _unavailable(reason: str) -> Handler:
-    async def answer(_: Request) -> Response:
-        return refusal(HTTPStatus.CONFLICT, reason)
-
-    return answer
 
 
 # -- access ------------------------------------------------------------------------------------------------------------
@@ -173,43 +169,25 @@ def refusal(status: int, detail: Any, headers: dict[str, str] | None = None) -> 
     return Response(body, status, headers=headers, media_type="application/json")
 
 
-async def _of_http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # noqa: S101 (by the table below)
-    return refusal(error.status_code, error.detail, dict(error.headers or {}))
-
-
-async def _of_record(_: Request, error: Exception) -> Response:
-    detail = [{"type": "value_error", "loc": ["body"], "msg": str(error)}]
-    return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
-
-
-async def _of_body(_: Request, error: Exception) -> Response:
-    assert isinstance(error, BodyRefused)  # noqa: S101 (by the table below)
-    headers = {"Connection": "close"}  # the rest of it is not waited for
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers["Retry-After"] = "1"
-    if error.status == HTTPStatus.BAD_REQUEST:  # as in the original
-        return Response(str(error), error.status, headers=headers, media_type="text/plain")
-    return refusal(error.status, str(error), headers)
-
-
-async def _of_queue(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRejected)  # noqa: S101 (by the table below)
-    if error.status == HTTPStatus.UNPROCESSABLE_ENTITY:
-        return await _of_record(request, error)
-    later = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
-    return refusal(error.status, str(error), later)
-
-
-async def _of_disconnect(_: Request, __: Exception) -> Response:
+async def _answer_error(_: Request, error: Exception) -> Response:
+    match error:
+        case HTTPException(status_code=status, detail=detail, headers=headers):
+            return refusal(status, detail, dict(headers or {}))
+        case BodyRefused(status=HTTPStatus.BAD_REQUEST):  # as in the original
+            return PlainTextResponse(str(error), error.status, headers={"Connection": "close"})
+        case InvalidRecord() | RequestRejected(status=HTTPStatus.UNPROCESSABLE_ENTITY):
+            detail = [{"type": "value_error", "loc": ["body"], "msg": str(error)}]
+            return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
+        case BodyRefused() | RequestRejected():
+            return refusal(error.status, str(error), _headers(error))
     return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: the client is gone
 
 
-REFUSALS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-    HTTPException: _of_http,
-    InvalidRecord: _of_record,
-    BodyRefused: _of_body,
-    RequestRejected: _of_queue,
-    ClientDisconnect: _of_disconnect,
-}
-"""How each error is answered."""
+def _headers(error: BodyRefused | RequestRejected) -> dict[str, str]:
+    headers = {"Connection": "close"} if isinstance(error, BodyRefused) else {}  # the rest of it is not waited for
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s) if isinstance(error, QueueFull) else 1)
+    return headers
+
+
+ERRORS: tuple[type[Exception], ...] = (HTTPException, BodyRefused, InvalidRecord, RequestRejected, ClientDisconnect)

@@ -75,17 +75,7 @@ COMPLETE_QUEUE = 10**9
 """Groups that /status-env reports once the run is complete. An environment stops when its step and the batches in the
 queue exceed its own `total_steps`, whatever that is; with this it stops at its next look."""
 
-NO_EXAMPLE = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "generation_params",
-    "inference_logprobs",
-    "messages",
-    "images",
-)
+EXAMPLE_KEYS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 """Keys of /latest_example, all empty, before there is one."""
 
 
@@ -176,7 +166,7 @@ class Endpoints(Generic[G]):
         """GET /latest_example."""
         latest = self.queue.latest
         if latest is None:
-            return {name: [] for name in NO_EXAMPLE}
+            return {key: [] for key in (*EXAMPLE_KEYS, "messages", "images")}
         return _json(await self._beside(latest.nbytes, partial(self.backend.json, latest.payload)))
 
     async def shm(self, _: Request) -> Any:
@@ -280,11 +270,9 @@ class Endpoints(Generic[G]):
             Untrainable: it cannot be trained on.
             RequestRejected: no batch can hold it, or the run is complete.
         """
-        return await self._beside(group.nbytes, partial(self._of_group, group, env_id))
-
-    def _of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
         env = group.env if env_id is None else self._name(env_id)
-        return self._submission(self.backend.of_group(group, env), len(group), env_id)
+        payload = await self._beside(group.nbytes, partial(self.backend.of_group, group, env))
+        return self._submission(payload, len(group), env_id)
 
     def _submission(self, payload: G, sequences: int, env_id: int | None) -> Submission[G]:
         self.queue.check_size(sequences)
