@@ -504,6 +504,7 @@ def test_gzip_that_is_none_is_told_as_such(gateway: Client, body: bytes) -> None
 
 def test_a_request_is_not_read_beyond_its_limit(guarded: Client) -> None:
     assert guarded.ask("POST", "/scored_data", b"{" + b" " * REQUEST_BYTES).status == 413
+    assert guarded.get("/status")["refused"]["unregistered"]["http_413"] >= 1
 
     with client(guarded.url, authorization=f"Bearer {TOKEN}") as unannounced:
         unannounced._connection.putrequest("POST", "/scored_data")

@@ -176,8 +176,8 @@ async def _answer_error(_: Request, error: Exception) -> Response:
         case BodyRefused(status=HTTPStatus.BAD_REQUEST):  # as in the original
             return PlainTextResponse(str(error), error.status, headers={"Connection": "close"})
         case InvalidRecord() | RequestRejected(status=HTTPStatus.UNPROCESSABLE_ENTITY):
-            detail = [{"type": "value_error", "loc": ["body"], "msg": str(error)}]
-            return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
+            invalid = [{"type": "value_error", "loc": ["body"], "msg": str(error)}]
+            return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, invalid)
         case BodyRefused() | RequestRejected():
             return refusal(error.status, str(error), _headers(error))
     return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: the client is gone

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -233,14 +234,19 @@ class Endpoints(Generic[G]):
         """Enter the groups of a request into the queue, all that can be trained on or none."""
         try:
             received = await self._read(request, partial(self._received, many=many))
-        except (InvalidRecord, BodyRefused) as error:
+        except (InvalidRecord, BodyRefused, HTTPException) as error:
             self.refuse(getattr(error, "env_id", None), error)
             raise
         for env_id, reason in received.rejected:
             self.refuse(env_id, reason)
         key = request.headers.get("idempotency-key")
         digest = received.digest if key is None else hashlib.sha256(key.encode()).digest()
-        receipt = self.accept(received.submissions, digest=digest)
+        try:
+            receipt = self.accept(received.submissions, digest=digest)
+        except RequestRejected as error:
+            for submission in received.submissions:
+                self.refuse(submission.env_id, error)
+            raise
         accepted_by = self.queue.incarnation
         if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.incarnation:
             self.queue.remember_undelivered(self._now(), digest, receipt)  # the same will come again
@@ -285,21 +291,22 @@ class Endpoints(Generic[G]):
         return self.queue.name(env_id) or "atropos"
 
     def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
-        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for its errors, which are counted."""
-        try:
-            receipt = self.queue.submit(self._now(), submissions, digest=digest)
-        except RequestRejected as error:
-            for submission in submissions:
-                self.refuse(submission.env_id, error)
-            raise
+        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for its errors."""
+        receipt = self.queue.submit(self._now(), submissions, digest=digest)
         self.backend.arrived([] if receipt.duplicate else submissions)
         return receipt
 
-    def refuse(self, env_id: int | None, error: PenstockError) -> None:
-        """Count what an environment sent and what is not trained."""
-        kind = type(error).__name__
-        if isinstance(error, InvalidRecord):
-            kind = error.fault if isinstance(error, Untrainable) else "invalid"
+    def refuse(self, env_id: int | None, error: Exception) -> None:
+        """Count a group of an environment that is not trained."""
+        match error:
+            case Untrainable(fault=fault):
+                kind: str = fault
+            case InvalidRecord():
+                kind = "invalid"
+            case BodyRefused(status=status) | HTTPException(status_code=status):
+                kind = f"http_{int(status)}"
+            case _:
+                kind = type(error).__name__
         self.refusals.add(self.queue.name(env_id), kind, str(error))
 
     # -- for trainers --------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ class ShmIngest(Generic[G]):
 
 
 def _entered(submission: Submission[G], endpoints: Endpoints[G]) -> bool:
-    """Return whether there was room; a group that is refused for another reason is dropped, and was counted."""
+    """Return whether there was room; a group that is refused for another reason is dropped and counted."""
     try:
         endpoints.accept([submission])
     except QueueFull:
         return False
-    except RequestRejected:
-        pass
+    except RequestRejected as error:
+        endpoints.refuse(submission.env_id, error)
     return True
