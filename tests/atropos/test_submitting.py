@@ -156,6 +156,6 @@ def test_the_repetition_of_an_undelivered_body_is_not_waited_for_for_ever() -> N
     made = running_queue(env())
     sent = [group("a", env_id=0)]
     made.remember_undelivered(0, b"digest", made.submit(0, sent, digest=b"digest"))
-    made.submit(300, sent, digest=b"digest")
+    made.submit(600, sent, digest=b"digest")
 
     assert made.status().queue_size == 2

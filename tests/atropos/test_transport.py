@@ -16,7 +16,7 @@ from tests.failsafe import FAILSAFE_S
 from penstock import TrajectoryGroup
 from penstock.errors import NobodyListens
 from penstock.pipeline.channels.remote_sender import RemoteSender
-from penstock.stages.integrations.atropos import ShmTransport
+from penstock.stages.integrations.atropos import GatewayGone, ShmTransport, submitting
 from penstock.stages.integrations.atropos.contract import scored_data
 from penstock.stages.integrations.atropos.shm import sender as sender_module
 from penstock.stages.integrations.atropos.shm import transport
@@ -377,6 +377,18 @@ async def test_when_a_gateway_goes_it_is_told_how_many_groups_were_on_the_way(ca
         await until(lambda: "gateway_gone" in caplog.text)
 
     assert "groups_on_the_way=2" in caplog.text
+
+
+async def test_groups_that_are_lost_with_their_gateway_are_told_to_the_sender() -> None:
+    async def submit_to_one_that_goes(server: Server, receiver: ShmReceiver) -> None:
+        async with submitting(server.url) as submit_to:
+            await submit_to([scored_group(0), scored_group(1)])
+            await received(receiver, 1)
+            await receiver._inbox.aclose()
+
+    async with gateway() as (server, receiver):
+        with pytest.raises(GatewayGone, match=r"got \d that it may not have received when it went away"):
+            await submit_to_one_that_goes(server, receiver)
 
 
 async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

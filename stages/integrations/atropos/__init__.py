@@ -6,6 +6,7 @@ from .server.gateway import AtroposGateway
 from .server.limits import Limits
 from .server.serve import ServerConfig
 from .server.trainers import AtroposTrainers
+from .shm.sender import GatewayGone
 from .shm.transport import ShmTransport
 from .steps.messages import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem
@@ -18,6 +19,7 @@ __all__ = [
     "AtroposEnvironment",
     "AtroposGateway",
     "AtroposTrainers",
+    "GatewayGone",
     "Limits",
     "ServerConfig",
     "ShmTransport",

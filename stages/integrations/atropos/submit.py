@@ -56,6 +56,7 @@ async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None
 
     Raises:
         AtroposAPIError: the gateway refused them, or was away for too long.
+        GatewayGone: the gateway on this host went away with them.
         InvalidRecord: a dict has no JSON form.
         InvalidConfig: `url` is not an address, or `ca` cannot be read.
         MissingExtra: aiohttp is not installed.

@@ -18,10 +18,10 @@ G = TypeVar("G")
 LEASE_BITS = 53
 """Leases are random, so that none of a gateway before a restart is valid after it; and numbers in any JSON."""
 
-REMEMBERED_S = 300.0
-"""How long a repeated body is recognised: the original client makes three attempts within it, each with its timeout."""
+REMEMBERED_S = 600.0
+"""How long a repeated submission is recognised: longer than `submit` and the original client try."""
 
-MAX_REMEMBERED = 4_096
+MAX_REMEMBERED = 65_536
 """Receipts that are remembered; the oldest are forgotten first."""
 
 
@@ -87,11 +87,12 @@ class LeaseTable(Generic[G]):
 
 
 class IdempotencyCache:
-    """Receipts that were not delivered, each given once to the next sender of the same body.
+    """Receipts of submissions that may be repeated, each given once to the next sender of the same digest.
 
-    Only a body whose sender was gone before the answer is remembered. A sender that was answered may submit equal bytes
-    on purpose; one that was not knows of no submission of these bytes that succeeded, so the next one that is answered
-    is the first to succeed. The env_id is part of the body, so no other environment gets the receipt.
+    The digest is of the submission's idempotency key. Of one without a key it is of the body, and only a body whose
+    sender was gone before the answer is remembered: a sender that was answered may submit equal bytes on purpose; one
+    that was not knows of no submission of these bytes that succeeded, so the next one that is answered is the first to
+    succeed. The env_id is part of the body, so no other environment gets the receipt.
     """
 
     def __init__(self) -> None:
@@ -99,13 +100,13 @@ class IdempotencyCache:
         """By digest, with the time at which each is forgotten, the earliest first."""
 
     def remember(self, now: float, digest: bytes, receipt: Receipt) -> None:
-        """Keep a receipt that was not delivered."""
+        """Keep a receipt."""
         self._receipts[digest] = receipt, now + REMEMBERED_S
         self._receipts.move_to_end(digest)
         if len(self._receipts) > MAX_REMEMBERED:
             self._receipts.popitem(last=False)
 
     def pop(self, now: float, digest: bytes) -> Receipt | None:
-        """Return the undelivered receipt of this body, if there is one, and forget it."""
+        """Return the receipt of this digest, if there is one, and forget it."""
         receipt, until = self._receipts.pop(digest, (None, 0.0))
         return receipt if now < until else None

@@ -17,6 +17,7 @@ from .....pipeline.errors import (
     OutOfSharedMemory,
     PeerClosed,
     PeerLost,
+    PenstockError,
     RecordTooLarge,
     TooManySenders,
 )
@@ -24,7 +25,7 @@ from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
 
-__all__ = ["ShmSender"]
+__all__ = ["GatewayGone", "ShmSender"]
 
 log = get_logger("penstock.atropos")
 
@@ -36,6 +37,10 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 
 ATTEMPTS = 2
 """Attempts to connect for the first time; the gateway may end between its answer and the handshake."""
+
+
+class GatewayGone(PenstockError):
+    """A gateway on this host went away, and may not have received all groups that were sent to it."""
 
 
 class ShmSender:
@@ -62,6 +67,8 @@ class ShmSender:
         """Why groups go over HTTP; None while they do not."""
         self._changed = Waiters()
         self._closing = anyio.Event()
+        self._lost = 0
+        """Groups that were sent and not yet released by a gateway that went away."""
 
     def __repr__(self) -> str:
         state = self._unusable or ("open" if self._sender is not None else "not open")
@@ -104,7 +111,19 @@ class ShmSender:
         self._closing.set()
 
     async def run(self) -> None:
-        """Look for the gateway, hold the connection, and look again when it is lost; return where there is none."""
+        """Look for the gateway, hold the connection, and look again when it is lost; return where there is none.
+
+        Raises:
+            GatewayGone: groups may not have reached a gateway that went away.
+        """
+        await self._stay_connected()
+        if self._lost:
+            raise GatewayGone(
+                f"expected the gateway at {self._url} to receive every group, got {self._lost} that it may not have "
+                f"received when it went away; what it had received and not trained is lost with it, too"
+            )
+
+    async def _stay_connected(self) -> None:
         retry_s, attempts = FIRST_RETRY_S, 0
         while self._unusable is None and not self._closing.is_set():
             try:
@@ -115,6 +134,7 @@ class ShmSender:
                 async with connect(url, TrajectoryGroup, name=self._name) as sender:
                     retry_s, attempts, self._connected_before = FIRST_RETRY_S, 0, True
                     await self._hold(sender)
+                self._note_lost(sender)
             except (OutOfSharedMemory, ProtocolMismatch, TooManySenders) as error:
                 self._use_http(f"the gateway's shared memory cannot be used: {error}")
             except (NobodyListens, PeerClosed) as error:
@@ -139,11 +159,12 @@ class ShmSender:
         finally:
             self._sender = None
             self._changed.wake_all()
-        if not self._closing.is_set():
-            lost = (
-                sender.statistics().items
-            )  # what it had received and not handed on is lost too; it alone knew of that
-            log.warning("gateway_gone", url=self._url, reason=str(sender.failure), groups_on_the_way=lost)
+
+    def _note_lost(self, sender: RemoteSender[TrajectoryGroup]) -> None:
+        if sender.failure is not None:
+            items = sender.statistics().items  # groups that the gateway had taken are lost too; it alone knew of them
+            log.warning("gateway_gone", url=self._url, reason=str(sender.failure), groups_on_the_way=items)
+            self._lost += items
 
     async def _cancel_at_close(self, scope: anyio.CancelScope) -> None:
         await self._closing.wait()
