@@ -107,7 +107,7 @@ def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more
         told.append([record.getMessage().split()[0] for record in caplog.records])
 
     assert told == [[], [], [], ["stalled"], ["stalled", "stall_resolved"], ["stalled", "stall_resolved"]]
-    assert "groups of 3 are in no batch of 4" in caplog.text
+    assert "groups of [3] are in no batch of 4" in caplog.text
 
 
 def test_a_pipeline_packs_nothing_and_so_has_nothing_that_cannot_be_packed() -> None:

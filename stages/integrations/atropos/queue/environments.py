@@ -44,16 +44,14 @@ class Buffer(Generic[G]):
         """Remove and return the groups that make up a whole one, in order of arrival; [] where none do."""
         if self.sequences < self.group_size:
             return []
-        whole = {*(exact_subset((group.sequences for group in self.groups), self.group_size) or ())}
-        return self._pop(whole)
+        return self._pop(exact_subset((group.sequences for group in self.groups), self.group_size) or [])
 
     def pop_all(self) -> list[Submission[G]]:
         """Remove and return all groups."""
-        return self._pop({*range(len(self.groups))})
+        return self._pop([*range(len(self.groups))])
 
-    def _pop(self, indices: set[int]) -> list[Submission[G]]:
-        popped = [group for index, group in enumerate(self.groups) if index in indices]
-        self.groups = [group for index, group in enumerate(self.groups) if index not in indices]
+    def _pop(self, indices: list[int]) -> list[Submission[G]]:
+        popped = [self.groups.pop(index) for index in reversed(indices)][::-1]
         self.sequences -= sum(group.sequences for group in popped)
         return popped
 

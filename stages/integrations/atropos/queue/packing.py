@@ -15,7 +15,7 @@ from typing import TypeVar
 from .....pipeline.telemetry import get_logger
 from .scheduling import PendingGroups, QueuedGroup
 
-__all__ = ["MAX_BATCH_SIZE", "StallDetector", "exact_subset", "form_batch", "size_stalls", "unpackable"]
+__all__ = ["MAX_BATCH_SIZE", "StallDetector", "exact_subset", "form_batch", "unpackable"]
 
 G = TypeVar("G")
 
@@ -128,7 +128,7 @@ def _exchanged(sizes: list[int], chosen: list[int], missing: int) -> list[int] |
 
 def _search(sizes: list[int], start: int, wanted: int) -> list[int] | None:
     """Return the first indices from `start` whose sizes sum to `wanted`, or None."""
-    usable = list(_usable(sizes, start, wanted))
+    usable = _usable(sizes, start, wanted)
     reached = [1]
     """Bit n of number i says whether some of the last i usable sizes sum to n."""
     within = (1 << wanted + 1) - 1
@@ -182,16 +182,6 @@ def _sums(sizes: Iterable[int], most: int) -> int:
             reached |= reached << step & within
             step *= 2
     return reached
-
-
-def size_stalls(sizes: frozenset[int], batch_size: int, capacity: int | None) -> Iterator[str]:
-    """Yield a sentence for each reason why groups of these sizes are in no batch."""
-    for size in sorted(unpackable(sizes, batch_size)):
-        yield f"groups of {size} are in no batch of {batch_size}: with groups of {sorted(sizes)} none sums to it"
-    largest = max(sizes, default=0)
-    if sizes and capacity is not None and capacity * largest < batch_size:
-        room = f"a capacity of {capacity} groups"
-        yield f"{room} holds no batch of {batch_size}, with groups of at most {largest}"
 
 
 class StallDetector:

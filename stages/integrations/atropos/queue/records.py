@@ -51,10 +51,8 @@ class Submission(Generic[G]):
 class Receipt:
     """The answer to an accepted submission."""
 
-    groups: int
-    """Accepted groups: all that were submitted."""
     buffered: int
-    """Those that were smaller than their environment's group_size, and were buffered to make up whole groups."""
+    """Groups that were smaller than their environment's group_size, and were buffered to make up whole groups."""
     buffer_size: int | None
     """Sequences now in the buffer of the last buffered group's environment; None if none was buffered."""
     duplicate: bool = field(default=False, compare=False)

@@ -49,7 +49,6 @@ class EnvQueue(Generic[G]):
     """By number, in order of arrival. (A plain dict gets slow at its front when entries there are removed.)"""
     sizes: Counter[int] = field(default_factory=Counter)
     """Groups by number of sequences; never 0."""
-    sequences: int = 0
 
 
 class PendingGroups(Generic[G]):
@@ -84,7 +83,6 @@ class PendingGroups(Generic[G]):
         lane = self.lanes.setdefault(queued.lane, EnvQueue())
         lane.groups[queued.number] = queued
         lane.sizes[queued.sequences] += 1
-        lane.sequences += queued.sequences
         self.sequences += queued.sequences
 
     def remove(self, queued: QueuedGroup[G]) -> None:
@@ -92,7 +90,6 @@ class PendingGroups(Generic[G]):
         lane = self.lanes[queued.lane]
         del lane.groups[queued.number]
         lane.sizes[queued.sequences] -= 1
-        lane.sequences -= queued.sequences
         self.sequences -= queued.sequences
         if not lane.sizes[queued.sequences]:
             del lane.sizes[queued.sequences]

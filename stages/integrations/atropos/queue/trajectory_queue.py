@@ -17,7 +17,7 @@ from .....pipeline.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
 from .environments import Allocation, Buffer, Environment, Environments, QueueDepth
 from .leases import IdempotencyCache, LeaseTable, PreparedBatch
-from .packing import MAX_BATCH_SIZE, StallDetector, form_batch, size_stalls, unpackable
+from .packing import MAX_BATCH_SIZE, StallDetector, form_batch, unpackable
 from .records import (
     Batch,
     EnvAdmitted,
@@ -300,7 +300,7 @@ class TrajectoryQueue(Generic[G]):
         for buffer in {id(buffer): buffer for buffer in buffered}.values():
             while whole := buffer.pop_whole():
                 self._enqueue(whole)
-        return Receipt(len(submissions), len(buffered), buffered[-1].sequences if buffered else None)
+        return Receipt(len(buffered), buffered[-1].sequences if buffered else None)
 
     def _enqueue(self, submissions: list[Submission[G]]) -> None:
         for submission in submissions:
@@ -462,11 +462,15 @@ class TrajectoryQueue(Generic[G]):
             return []
         if self.trainer is None:
             return ["groups wait, and no trainer registered"] if self._pending.sequences else []
-        reasons = [*size_stalls(self._sizes(), self._batch_size, self._capacity)]
-        if self._pending.sequences >= self._batch_size:
+        reasons: list[str] = []
+        size, sizes = self._batch_size, self._sizes()
+        if never := unpackable(sizes, size):
+            reasons.append(f"groups of {sorted(never)} are in no batch of {size}: no other groups make up the rest")
+        if self._capacity is not None and self._capacity * max(sizes, default=size) < size:
+            reasons.append(f"a capacity of {self._capacity} groups of at most {max(sizes)} holds no batch of {size}")
+        if self._pending.sequences >= size:
             reasons += [
-                f"batches wait for {self.name(lane)}, which is to have {wanted} of {self._batch_size} and has none "
-                f"that waits"
+                f"batches wait for {self.name(lane)}, which is to have {wanted} of {size} and has none that waits"
                 for lane, wanted in sorted(self._awaited_minima().items())
                 if wanted > 0 and lane not in self._pending.lanes
             ]
