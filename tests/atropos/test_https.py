@@ -111,6 +111,5 @@ async def test_a_client_trains_over_https_with_a_token(ca: str) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(drive_sink, sink, [group()])
         (one,) = await drive_source(client(await sink.listening.url(), num_steps=1, token=TOKEN, ca=ca))
+        assert len(one) == 2
         tasks.cancel_scope.cancel()
-
-    assert len(one) == 2

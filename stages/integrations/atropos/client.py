@@ -123,16 +123,10 @@ class AtroposClient(Config, frozen=True):
         return load_config(cls, path, root="atropos")._with_variables()  # noqa: SLF001 (its own)
 
     def _with_variables(self) -> Self:
-        changed: dict[str, Any] = {}
-        if url := os.environ.get("ATROPOS_API_URL"):
-            changed["api_url"] = url
-        if timeout := os.environ.get("ATROPOS_TIMEOUT"):
-            try:
-                changed["request_timeout_s"] = float(timeout)
-            except ValueError:
-                raise InvalidConfig(f"ATROPOS_TIMEOUT: expected seconds, got {timeout!r}") from None
+        url = os.environ.get("ATROPOS_API_URL") or self.api_url
         try:
-            return type(self)(**(msgspec.structs.asdict(self) | changed))
+            timeout_s = float(os.environ.get("ATROPOS_TIMEOUT") or self.request_timeout_s)
+            return type(self)(**(msgspec.structs.asdict(self) | {"api_url": url, "request_timeout_s": timeout_s}))
         except ValueError as error:
             raise InvalidConfig(f"ATROPOS_API_URL, ATROPOS_TIMEOUT: {error}") from None
 
@@ -181,19 +175,8 @@ class _Training:
             await self._send(await self._next())
 
     async def _register(self) -> None:
-        rules = self._rules
-        await self._api.register(
-            TrainerRegistration(
-                wandb_group=rules.wandb_group,
-                wandb_project=rules.wandb_project,
-                batch_size=rules.batch_size,
-                max_token_len=rules.max_token_len,
-                checkpoint_dir=rules.checkpoint_dir,
-                save_checkpoint_interval=rules.save_checkpoint_interval,
-                starting_step=self._step,
-                num_steps=rules.num_steps,
-            )
-        )
+        told = {name: getattr(self._rules, name) for name in TrainerRegistration.__struct_fields__}
+        await self._api.register(TrainerRegistration(**told | {"starting_step": self._step}))
 
     async def _next(self) -> BatchAnswer:
         """Return the next batch; the pauses between requests grow while there is none."""
@@ -204,9 +187,7 @@ class _Training:
             failures, asked_at = self._api.failures, time.monotonic()
             answer = await self._api.batch(rules.lease_s)
             if answer.status == "error":
-                log.warning(
-                    "trainer_not_registered", url=without_token(rules.api_url), answer=answer.message, step=self._step
-                )
+                log.warning("trainer_not_registered", url=without_token(rules.api_url), step=self._step)
                 await self._register()
             elif answer.batch:
                 current().metrics.mean("timing_s/atropos_wait", time.monotonic() - began)

@@ -73,14 +73,8 @@ def as_if_sent(
 ) -> TrajectoryGroup:
     """Return a copy of `group` in private memory, as `to_group` would have made it; for groups that come decoded.
 
-    Args:
-        group: made by `to_group` in another process, or by another sender.
-        env: name of the environment.
-        policy_version: the current one; later ones in the group become this one.
-        candidates: as in `to_group`.
-
-    Raises:
-        Untrainable: its candidates are not valid.
+    `policy_version` is the current one; later ones in the group become this one. The other arguments and the error are
+    those of `to_group`.
     """
     columns = {name: column.copy() for name, column in group.columns().items()}
     columns["policy_versions"] = np.minimum(group.policy_versions, policy_version)
@@ -124,10 +118,8 @@ def _temperatures(scored: ScoredData) -> list[float]:
     found = [own.get("temperature", shared) for own in scored.overrides or [{}] * len(scored.tokens)]
     for sequence, temperature in enumerate(found):
         if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
-            raise Untrainable(
-                "temperature",
-                f"temperature of sequence {sequence}: expected a number of 0 or more, got {temperature!r}",
-            )
+            message = f"temperature of sequence {sequence}: expected a number of 0 or more, got {temperature!r}"
+            raise Untrainable("temperature", message)
     return [float(one or 1.0) for one in found] if {*found} != {None} else []  # 0 is greedy: the model's own logprobs
 
 
