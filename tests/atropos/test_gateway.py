@@ -178,7 +178,7 @@ async def test_a_sink_that_returns_with_the_last_step_cuts_no_environment_off() 
     )
     context = Context(ledger=Ledger())
     outbox, inbox = memory_channel[TrajectoryGroup](1)
-    stage, status = anyio.CancelScope(), dict[str, int]()
+    stage = anyio.CancelScope()
 
     async def run() -> None:
         with stage, entered(context):
@@ -190,7 +190,7 @@ async def test_a_sink_that_returns_with_the_last_step_cuts_no_environment_off() 
             await talk.post("/register-env", environment("sums"))
             context.ledger.step = 1
             stage.cancel()
-            status |= await talk.get("/status-env?env_id=0")
+            status = await talk.get("/status-env?env_id=0")
 
     assert status["queue_size"] >= 10**9
 

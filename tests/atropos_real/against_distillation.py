@@ -1,6 +1,6 @@
 """The teacher-distillation environment of Atropos: its teacher's arrays reach the distillation loss, and it uses them.
 
-That environment came to Atropos after atroposlib 0.4.0 was released, so its modules are taken from the checkout.
+The teacher came to Atropos after atroposlib 0.4.0 was released, so its modules are taken from the checkout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
-from tests.atropos_real.processes import serve
+from tests.atropos_real.processes import ROOT, serve
 from tests.atropos_real.trained import STEPS, gateway_for, train_on
 from torch import Tensor
 
@@ -85,9 +85,9 @@ def student() -> Student:
 async def test_every_candidate_of_the_teacher_reaches_the_loss(
     checkout: Path, workspace: Path, model: str, tmp_path: Path, student: Student
 ) -> None:
-    script = checkout / "environments/gsm8k_server_teacher_distill.py"
+    script = ROOT / "examples/atropos/teacher_distillation.py"
     tokenizer = str(workspace / "tokenizer")
-    teacher = {"base_url": f"{model}/v1", "model_name": tokenizer, "tokenizer_name": tokenizer}
+    teacher = {"base_url": f"{model}/v1", "model_name": tokenizer, "tokenizer_name": tokenizer, "api_key": "none"}
     options = [part for name, value in teacher.items() for part in (f"--teacher.{name}", value)]
     options += ["--env.max_token_length", "8192", "--env.teacher_top_k", str(TOP_K)]
 

@@ -88,6 +88,7 @@ async def trained(
     trainers = AtroposTrainers(server=ServerConfig(port=0))
     pipeline = source(Groups(groups)).then(AdvantageNormalizer("grpo")).sink(trainers)
     model = save_model(folder / "model", workspace / "tokenizer")
+    running: Environment | None = None
     with anyio.fail_after(2 * FAILSAFE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pipeline.run)
@@ -96,6 +97,7 @@ async def trained(
                 await running.exit()
             finally:
                 running.stop()
+    assert running is not None
     assert pipeline.report is not None
     return pipeline.report.balance.ended, running
 
@@ -107,7 +109,7 @@ async def test_the_example_trainer_ends_with_success_after_the_last_batch(
 
     assert running.process.returncode == 0, running.log.read_text()
     assert f"Step {STEPS}/{STEPS}" in running.log.read_text()
-    assert ended == {"trained": STEPS * SEQUENCES}
+    assert ended["trained"] == sum(ended.values()) == STEPS * SEQUENCES
 
 
 async def test_what_the_example_trainer_did_not_take_is_not_counted_as_trained(

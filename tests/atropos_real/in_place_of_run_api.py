@@ -27,9 +27,9 @@ def start(command: Any, *arguments: Any, **options: Any) -> subprocess.Popen[Any
     return popen(command, *arguments, **options)
 
 
-def ask(session: requests.Session, method: str, url: str, *arguments: Any, **options: Any) -> requests.Response:
+def ask(session: Any, method: Any, url: Any, *arguments: Any, **options: Any) -> Any:
     return request(session, method, url.replace(URL, f"http://127.0.0.1:{PORT}"), *arguments, **options)
 
 
 subprocess.Popen = start  # type: ignore[assignment,misc]
-requests.Session.request = ask
+requests.Session.request = ask  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import anyio
-import anyio.to_thread
 import numpy as np
 from tests.atropos_real.processes import Environment
 from tests.failsafe import FAILSAFE_S
 
-from penstock import AdvantageNormalizer, Batcher, Pipeline, SinkTrainer, TrainBatch, source
+from penstock import AdvantageNormalizer, Batcher, SinkTrainer, TrainBatch, source
 from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
 
 __all__ = ["Recorder", "Sequence", "gateway_for", "sent_sequences", "train_on"]
@@ -69,10 +68,10 @@ def gateway_for(steps: int = STEPS, **options: Any) -> AtroposGateway:
 
 
 async def train_on(gateway: AtroposGateway, trainer: Any, environment: Any, steps: int = STEPS) -> Environment:
-    """Run a pipeline on what `environment(url)` sends, to the last step, and return the environment, stopped.
+    """Run a pipeline on what `environment(url)` sends, to the last step; return the environment, which has ended.
 
     Raises:
-        AssertionError: the environment ended before, with what it printed.
+        AssertionError: it did not end by itself and with success, or less was trained; with what it printed.
     """
     pipeline = (
         source(gateway)
@@ -80,25 +79,19 @@ async def train_on(gateway: AtroposGateway, trainer: Any, environment: Any, step
         .then(Batcher(max_tokens=SEQUENCES * LONGEST, sequences=SEQUENCES))
         .sink(SinkTrainer(trainer, max_steps=steps))
     )
+    running: Environment | None = None
     with anyio.fail_after(2 * FAILSAFE_S):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_run, pipeline, tasks.cancel_scope)
-            running: Environment = environment(await gateway.listening.url())
+            tasks.start_soon(pipeline.run)
+            running = environment(await gateway.listening.url())
+            assert isinstance(running, Environment)
             try:
-                await running.exit()
-                tasks.cancel_scope.cancel()
+                if await running.exit():
+                    tasks.cancel_scope.cancel()
             finally:
-                await _stopped(running)
+                running.stop()
+    assert running is not None
+    assert running.process.returncode == 0, running.log.read_text()[-4000:]
     assert pipeline.report is not None
-    assert pipeline.report.balance.ended.get("trained") == steps * SEQUENCES, running.log.read_text()[-4000:]
+    assert pipeline.report.balance.ended["trained"] == steps * SEQUENCES, running.log.read_text()[-4000:]
     return running
-
-
-async def _run(pipeline: Pipeline, scope: anyio.CancelScope) -> None:
-    await pipeline.run()
-    scope.cancel()
-
-
-async def _stopped(environment: Environment) -> None:
-    with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(environment.stop)

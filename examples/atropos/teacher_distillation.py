@@ -1,0 +1,30 @@
+r"""Atropos' GSM8k environment with a teacher, which at its last commit does not start without what is added here.
+
+    PYTHONPATH=atropos python examples/atropos/teacher_distillation.py serve --config servers.yaml \
+        --teacher.base_url http://127.0.0.1:9003/v1 --teacher.model_name my-teacher --teacher.api_key none \
+        --env.teacher_top_k 4
+
+`serve` gives the environment its teachers, and `GSM8kEnv.__init__`, which is called first, has no such parameter.
+"""
+
+from typing import Any
+
+from atroposlib.envs.teacher_distillation_env import (  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+    TeacherDistillationEnv,
+)
+from environments.gsm8k_server_teacher_distill import (  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+    GSM8kTeacherDistillEnv,
+)
+
+
+class TaughtGSM8kEnv(GSM8kTeacherDistillEnv):  # type: ignore[misc]
+    """GSM8kTeacherDistillEnv that can be made."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        TeacherDistillationEnv.__init__(self, *arguments, **options)
+        self.percent_correct_buffer: list[float] = []
+        self.eval_metrics: list[tuple[str, float]] = []
+
+
+if __name__ == "__main__":
+    TaughtGSM8kEnv.cli()
