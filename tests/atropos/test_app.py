@@ -541,6 +541,12 @@ def test_without_the_token_nobody_is_let_in(guarded_url: str, authorization: str
     assert answer.headers["www-authenticate"].startswith("Bearer")
 
 
+@pytest.mark.parametrize("host", ["x/#", "x/?", "127.0.0.1/", "x:/", ""])
+def test_no_host_header_makes_up_for_the_token(guarded_url: str, host: str) -> None:
+    with client(guarded_url, host=host) as stranger:
+        assert stranger.ask("GET", "/status").status in (400, 401)
+
+
 def test_with_the_token_the_gateway_may_have_any_name(guarded: Client) -> None:
     assert guarded.ask("GET", "/status", host="gateway.example:8000").status == 200
 

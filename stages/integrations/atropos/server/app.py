@@ -123,7 +123,7 @@ class _Access(AuthenticationBackend):
         site = headers.get("sec-fetch-site", OWN_SITES[0])
         if (origin := headers.get("origin")) is not None or site not in OWN_SITES:
             raise _Denied(HTTPStatus.FORBIDDEN, f"expected no request of a web page, got one of {origin or site}")
-        if conn.url.path != "/" and not self._admits(headers.get("authorization", "")):
+        if conn.scope["path"] != "/" and not self._admits(headers.get("authorization", "")):
             raise _Denied(
                 HTTPStatus.UNAUTHORIZED,
                 "expected Authorization: Bearer <token>, or the token in the URL as http://anyone:<token>@host:port",
