@@ -166,7 +166,7 @@ async def _answer(table: _Table, request: Request, writer: asyncio.StreamWriter)
 
 
 class _Table:
-    """The environment, and who plays which seat."""
+    """The environment, and the seat of each player."""
 
     def __init__(self, env: Any, config: EnvConfig) -> None:
         self._env = env
@@ -202,7 +202,7 @@ class _Table:
             raise ModelCallRefused("expected reset() before step(), got none since the last episode ended")
         if request.action is not None:
             seat.act(request.action)
-        result = await seat.next_result()
+        result = await seat.results.get()
         if (isinstance(result, Failure) or result.over) and self._seats.get(request.player) is seat:
             del self._seats[request.player]
         return result

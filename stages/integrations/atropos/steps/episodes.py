@@ -91,14 +91,10 @@ class Seat:
         """All actions so far."""
         self._last: tuple[ModelCall, Action] | None = None
         """The model call that was answered last, and the action."""
-        self._answer: asyncio.Future[Action] | None = None
-        """Waits for an action."""
-        self._results: asyncio.Queue[StepResult | Failure] = asyncio.Queue()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it has a model call that is not answered."""
-        return self._answer is not None
+        self.answer: asyncio.Future[Action] | None = None
+        """Waits for an action; None while there is no model call."""
+        self.results: asyncio.Queue[StepResult | Failure] = asyncio.Queue()
+        """Model calls, and the end, that the player has not seen."""
 
     def relevance(self, call: ModelCall) -> float:
         """Return how well `call` fits here: a conversation that goes on before a new one, that before any other.
@@ -122,29 +118,21 @@ class Seat:
         info = {"sampling": call.sampling, "continues": new_text is not None}
         known = {"messages": call.messages, "input_ids": call.input_ids}
         info |= {name: value for name, value in known.items() if value is not None}
-        self._answer = asyncio.get_running_loop().create_future()
-        self._results.put_nowait(StepResult(call.text if new_text is None else new_text, info=info))
-        return self._answer
+        self.answer = asyncio.get_running_loop().create_future()
+        self.results.put_nowait(StepResult(call.text if new_text is None else new_text, info=info))
+        return self.answer
 
     def record(self, call: ModelCall, action: Action | None) -> None:
         """Note that the environment got `action`; None where it waits no longer."""
-        self._answer = None
+        self.answer = None
         if action is not None:
             self._last, self.text = (call, action), action.text
             self.said.append(action)
 
     def act(self, action: Action) -> None:
         """Answer the model call with `action`; one that the environment waits for no longer is dropped."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(action)
-
-    async def next_result(self) -> StepResult | Failure:
-        """Wait for the next model call, or the end."""
-        return await self._results.get()
-
-    def end(self, result: StepResult | Failure) -> None:
-        """Make `result` the last one."""
-        self._results.put_nowait(result)
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(action)
 
     def _new_text(self, call: ModelCall) -> str | None:
         """Return what `call` adds to what was said, without the end token of the action; None where it does not."""
@@ -230,7 +218,7 @@ class Episode:
         """Return the seats that `call` fits best, in their order."""
         if self._over:
             raise EpisodeOver("the episode is over")
-        free = [seat for seat in self._seats if not seat.waiting]
+        free = [seat for seat in self._seats if seat.answer is None]
         if len(free) < count:
             raise self.refuse(
                 f"expected at most {len(free)} answers to be asked for at once, got n={count}: is group_size, "
@@ -269,7 +257,7 @@ class Episode:
         self._over = True
         self._clock.cancel()
         for seat, result in zip(self._seats, results, strict=True):
-            seat.end(result)
+            seat.results.put_nowait(result)
 
 
 def _outcome(seat: Seat, row: dict[str, Any] | None) -> StepResult | Failure:

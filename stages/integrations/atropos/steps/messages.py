@@ -85,15 +85,11 @@ class Failure(msgspec.Struct, frozen=True):
 
 KNOWN_ERRORS: dict[str, type[PenstockError]] = {
     kind.__name__: kind
-    for kind in (
-        EnvironmentTimedOut,
-        GroupIncomplete,
+    for kind in [
         InvalidConfig,
         MissingExtra,
-        ModelCallRefused,
-        NoMoreItems,
-        NotScored,
-    )
+        *(error for error in PenstockError.__subclasses__() if error.__module__ == __name__),
+    ]
 }
 
 
