@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.atropos.builders import env, group, next_batch, payloads, running_queue, taken
+from tests.atropos.builders import admitted, env, group, next_batch, payloads, running_queue, taken
 
 from penstock.stages.integrations.atropos.contract import EnvRegistration
 from penstock.stages.integrations.atropos.queue.environments import shares
@@ -263,6 +263,16 @@ def test_room_that_is_made_is_for_those_who_hold_least() -> None:
         made.take(0)
 
     assert (flood(made, 0), flood(made, 1)) == (0, 8)
+
+
+def test_room_of_a_group_is_freed_where_it_was_held_though_its_sender_registers_meanwhile() -> None:
+    made = running_queue(env(), env(), batch_size=4, capacity=4)
+    made.submit(0, [group(env_id=2)] * 2)
+    admitted(made, env())
+    taken(made)
+    made.submit(0, [group(env_id=0)])
+
+    assert flood(made, -1) == 2
 
 
 def test_room_for_a_first_batch_is_for_whoever_comes() -> None:

@@ -1,4 +1,4 @@
-"""Registered environments: allocation, weights, silence, leaving, and how much waits as they are told it."""
+"""Registered environments: allocation, weights, silence, leaving, and how much waits as /status-env reports it."""
 
 from __future__ import annotations
 
@@ -170,14 +170,14 @@ def shares(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[in
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """How much waits, by lane, in sequences: as environments are told it for their flow control."""
+    """How much waits, by lane, in sequences: as /status-env reports it for flow control."""
 
     largest: int
     """Sequences of the largest group, at least 1."""
     own: Mapping[int, int]
     """All that wait."""
     beyond: Mapping[int, int]
-    """Those that others are told of: in whole groups of the largest size, beyond the lane's minimum.
+    """Those that are reported to others: in whole groups of the largest size, beyond the lane's minimum.
 
     Empty where every group has one sequence: then no group waits for others to be packed with."""
 
@@ -185,7 +185,7 @@ class QueueDepth:
     def of(
         cls, sizes: Mapping[int, Mapping[int, int]], unpackable: frozenset[int], minima: Mapping[int, int]
     ) -> QueueDepth:
-        """Return the depth of lanes with groups by size; groups of `unpackable` sizes are in nobody else's way."""
+        """Return the depth of lanes with groups by size; `unpackable` sizes count for their own lane alone."""
         own = {lane: sum(size * n for size, n in groups.items()) for lane, groups in sizes.items()}
         largest = max((size for groups in sizes.values() for size in groups if size not in unpackable), default=1)
         beyond: dict[int, int] = {}

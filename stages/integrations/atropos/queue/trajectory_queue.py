@@ -179,13 +179,13 @@ class TrajectoryQueue(Generic[G]):
             self._allocate()
 
     def _allocate(self) -> None:
-        """Compute what follows from who is active."""
+        """Compute what follows from which environments are active."""
         self._allocation = Allocation.of(self._envs.active(), self._batch_size)
         self._scheduler.set_shares(self._allocation.shares)
         self._changed()
 
     def _changed(self) -> None:
-        """Note that what waits, or who is active, has changed."""
+        """Note that the waiting groups or the active environments have changed."""
         self._depth: QueueDepth | None = None
         self._no_batch = False
         """No batch can be formed, and nothing has changed since that was found out."""
@@ -289,7 +289,7 @@ class TrajectoryQueue(Generic[G]):
     def _accept(self, submissions: Sequence[Submission[G]]) -> Receipt:
         buffered: list[Buffer[G]] = []
         for submission in submissions:
-            self._hold(submission, 1)
+            self._hold(self._lane(submission), submission, 1)
             if (sender := self._envs.find(submission.env_id)) is not None:
                 sender.submitted += submission.sequences
             if (buffer := self._envs.buffer(submission)) is None:
@@ -314,10 +314,10 @@ class TrajectoryQueue(Generic[G]):
             env.queued += queued
             env.taken += taken
 
-    def _hold(self, submission: Submission[G], groups: int) -> None:
-        """Count a group as held (1), or no longer (-1)."""
-        self._groups.hold(self._lane(submission), groups)
-        self._bytes.hold(self._lane(submission), groups * submission.nbytes)
+    def _hold(self, lane: int, submission: Submission[G], groups: int) -> None:
+        """Count a group as held (1), or no longer (-1), by its lane when it was accepted."""
+        self._groups.hold(lane, groups)
+        self._bytes.hold(lane, groups * submission.nbytes)
 
     def check_size(self, sequences: int) -> None:
         """Check the size of a group.
@@ -425,7 +425,7 @@ class TrajectoryQueue(Generic[G]):
         self.expire(now)
         prepared = self._leases.acknowledge(lease)
         for queued in prepared.groups:
-            self._hold(queued.submission, -1)
+            self._hold(queued.lane, queued.submission, -1)
         return prepared.batch(lease)
 
     @property
@@ -451,7 +451,7 @@ class TrajectoryQueue(Generic[G]):
             return None
         self._leave(queued)
         self._downstream.append((queued.lane, queued.sequences))
-        self._hold(queued.submission, -1)
+        self._hold(queued.lane, queued.submission, -1)
         return queued.submission
 
     # -- what is observed ----------------------------------------------------------------------------------------------
