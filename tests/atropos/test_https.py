@@ -62,12 +62,13 @@ async def test_the_token_may_come_from_the_variable(ca: str, monkeypatch: pytest
         pipeline.check(1)
 
 
-async def test_without_the_token_a_submission_is_refused(ca: str) -> None:
+async def test_without_the_token_a_submission_is_refused(ca: str, caplog: pytest.LogCaptureFixture) -> None:
     async with secured(ca) as (_, url):
         with pytest.raises(AtroposAPIError, match="401") as raised:
             await submit(url, scored_group(0, tokens=3000), ca=ca)
 
     assert raised.value.situation == "rejected"
+    assert "/shm: expected an answer, got 401" in caplog.text
 
 
 async def test_a_certificate_of_an_unknown_ca_is_not_trusted_and_not_tried_again(ca: str) -> None:

@@ -157,7 +157,7 @@ async def answering(answer: Callable[[bytes], bytes]) -> AsyncGenerator[tuple[st
                 if b"HTTP/1.1\r\n" in piece:
                     asked.append(piece.split(b" HTTP")[0])
                     body = answer(asked[-1])
-                    status = b"404 Not Found" if body == b"{}" else b"200 OK"
+                    status = {b"{}": b"404 Not Found", b"late": b"504 Gateway Timeout"}.get(body, b"200 OK")
                     await stream.send(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
@@ -184,4 +184,15 @@ async def test_a_server_that_knows_no_keys_is_sent_nothing_twice_that_it_may_hav
             await submit(proxy.url, scored_group(0, group_size=1, tokens=3))
 
     assert told.value.situation == "failed"
+    assert asked.count(b"POST /scored_data") == 1
+
+
+async def test_a_server_that_knows_no_keys_is_sent_nothing_twice_that_a_proxy_may_have_passed_on() -> None:
+    def behind_a_proxy(request: bytes) -> bytes:
+        return b"late" if request.startswith(b"POST") else original(request)
+
+    async with answering(behind_a_proxy) as (url, asked):
+        with pytest.raises(AtroposAPIError, match="got 504"):
+            await submit(url, scored_group(0, group_size=1, tokens=3))
+
     assert asked.count(b"POST /scored_data") == 1

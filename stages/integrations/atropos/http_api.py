@@ -155,14 +155,17 @@ class HttpApi:
         """Return the address of the gateway's shared-memory receiver; None where the server is no gateway.
 
         Raises:
-            OSError: it does not answer; it is not asked again.
+            AtroposAPIError: it refuses to answer.
+            OSError: it does not answer now; it is not asked again.
         """
         try:
             answer = await self._client.body("GET", PATH)
         except Failed as error:
-            if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            if error.status in PASSING:
                 raise OSError(str(error)) from error
-            return None
+            raise self._error("rejected", f"GET {PATH}", f"expected an answer, got {error}") from error
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         try:
@@ -252,8 +255,10 @@ def _trusting(ca: str) -> ssl.SSLContext:
 
 
 def _certainly_not_received(error: Exception) -> bool:
-    """Whether the server answered that it refuses, or was never connected to."""
-    return isinstance(error, Failed | aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    """Whether the server itself answered that it refuses, or was never connected to."""
+    if isinstance(error, Failed):
+        return error.status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+    return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
 def _is_away(error: Exception) -> bool:

@@ -24,6 +24,7 @@ from .....pipeline.errors import (
 from .....pipeline.telemetry import get_logger
 from .....pipeline.waiting import Waiters
 from .....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
+from ..api_error import AtroposAPIError
 
 __all__ = ["GatewayGone", "ShmSender"]
 
@@ -49,7 +50,7 @@ class ShmSender:
     Args:
         url: the server, as messages show it.
         receiver_url: returns the address of the gateway's receiver, None where the server is no gateway; raises OSError
-            where it does not answer.
+            where it does not answer, AtroposAPIError where it refuses to.
         name: of this sender, in the gateway's messages.
     """
 
@@ -135,6 +136,8 @@ class ShmSender:
                     retry_s, attempts, self._connected_before = FIRST_RETRY_S, 0, True
                     await self._hold(sender)
                 self._note_lost(sender)
+            except AtroposAPIError as error:
+                self._use_http(error.summary)
             except (OutOfSharedMemory, ProtocolMismatch, TooManySenders) as error:
                 self._use_http(f"the gateway's shared memory cannot be used: {error}")
             except (NobodyListens, PeerClosed) as error:
