@@ -45,8 +45,8 @@ closed yet; a supervisor has just told its worker to stop."""
 BOUND_S = 0.3
 """How long whoever runs a zombie has patience, and a worker to stop. A stall takes longer."""
 
-SILENCE_S = 0.5
-"""How long a zombie may be silent: longer than ZeroMQ's threads wait for a core on a busy machine."""
+SILENCE_S = 2.0
+"""How long a zombie may be silent: longer than a process waits for a core on a busy machine."""
 
 SEGMENT_BYTES = 2**18
 """What a sender may have in flight: a small segment is made fast."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.cells import AT, COUNT, Cell
+from tests.faults.cells import AT, COUNT, SILENCE_S, Cell
 
 __all__ = ["Story", "judge"]
 
@@ -130,7 +130,7 @@ def _judge_consumer_survives(cell: Cell, story: Story) -> None:
         assert f"the producer (pid {story.pids[0]})" in story.told
         assert f"without saying goodbye after record {count}" in story.told
     elif cell.fault == "zombie" and cell.moment != "shutdown":
-        assert f"the producer (pid {story.pids[0]}) was silent for 0.5 s" in story.told
+        assert f"the producer (pid {story.pids[0]}) was silent for {SILENCE_S} s" in story.told
         assert f"after record {count}" in story.told
     else:
         assert not story.told
@@ -148,7 +148,7 @@ def _judge_producer_survives(cell: Cell, story: Story) -> None:
     assert len(accepted) == COUNT if cell.fault == "stall" and goes_on else AT <= len(accepted) < COUNT
     assert not story.all("woke to") or cell.fault == "zombie"
     if goes_on:
-        assert ("the consumer, the receiver, was silent for 0.5 s" in story.told) == (cell.fault == "zombie")
+        assert (f"the consumer, the receiver, was silent for {SILENCE_S} s" in story.told) == (cell.fault == "zombie")
     elif cell.moment == "shutdown" or cell.fault == "exception":
         assert story.told == "the consumer, the receiver, closed the channel"
     else:

@@ -22,7 +22,8 @@ from penstock.errors import NobodyListens, PeerLost
 from penstock.pipeline.processes import workers
 from penstock.testing import group
 
-SILENCE_S = 0.8
+SILENCE_S = 5.0
+"""Longer than a process waits for a core on a busy machine."""
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
 
@@ -95,7 +96,7 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wake
 
             stop(sender)
             came = list[int]()
-            with pytest.raises(PeerLost, match=r"the sender .pid \d+. was silent for 0.8 s"):
+            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. was silent for {SILENCE_S} s"):
                 await receive_into(came, inbox)
 
             assert came == list(range(len(came)))
@@ -113,7 +114,9 @@ async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url:
             assert await line(receiver) == "received"
 
             stop(receiver)
-            with pytest.raises(PeerLost, match=r"the receiver, was silent for 0\.8 s, for its process was stopped"):
+            with pytest.raises(
+                PeerLost, match=rf"the receiver, was silent for {SILENCE_S} s, for its process was stopped"
+            ):
                 await send_into(outbox)
         receiver.send_signal(signal.SIGCONT)
         assert await status(receiver) == 1  # PeerLost: its sender closed the door without a goodbye
@@ -168,7 +171,7 @@ async def test_without_a_bound_a_stopped_sender_is_waited_for() -> None:
         with child(SENDER, inbox.url, "0") as sender:
             assert await line(sender) == "sent"
             stop(sender)
-            with anyio.move_on_after(2 * SILENCE_S):
+            with anyio.move_on_after(1):
                 await receive_into([], inbox)
 
             sender.send_signal(signal.SIGCONT)
@@ -201,4 +204,4 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_
     assert balance.balanced
     (reason,) = balance.reasons["lost"]
     assert reason.startswith(f"{name} (pid ")
-    assert reason.endswith("was silent for 0.8 s, for its process was stopped or its host hung; it was killed")
+    assert reason.endswith(f"was silent for {SILENCE_S} s, for its process was stopped or its host hung; it was killed")
