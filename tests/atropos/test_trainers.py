@@ -104,6 +104,20 @@ def _rows(made: TrajectoryGroup) -> list[list[int]]:
     return [row.tolist() for row in np.split(made.tokens, made.offsets[1:-1].tolist())]
 
 
+async def test_a_group_that_waits_for_room_when_the_trainer_has_had_all_its_steps_is_lost() -> None:
+    sink, context = AtroposTrainers(server=ANYWHERE), Context()
+
+    async with serving(sink, context) as outbox, talking(sink) as talk:
+        await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 1})
+        for number in range(4):  # two wait in the queue, the third for room there, and the last in the channel
+            await outbox.send(admitted(context, number))
+        batch = await talk.get("/batch?lease_s=60")
+        await talk.post("/acknowledge", {"lease": batch["lease"]})
+
+    ended = context.ledger.balance().ended
+    assert (ended["trained"], ended["lost"]) == (4, 12)
+
+
 async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> None:
     sink, context = serves(), Context()
 

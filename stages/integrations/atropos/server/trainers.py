@@ -213,9 +213,14 @@ async def _offer_all(
     inbox: ReceiveChannel[TrajectoryGroup], endpoints: Endpoints[_Offered], backend: _SinkBackend
 ) -> None:
     async for group in inbox:
-        offered = _Offered(_bare(group), await anyio.to_thread.run_sync(from_group, group))
-        del group  # its slots are free while a trainer is waited for
-        await _offer(offered, endpoints, backend)
+        bare = _bare(group)
+        try:
+            offered = _Offered(bare, await anyio.to_thread.run_sync(from_group, group))
+            del group  # its slots are free while a trainer is waited for
+            await _offer(offered, endpoints, backend)
+        except anyio.get_cancelled_exc_class():
+            drop(bare, "lost", "no trainer took it")
+            raise
     backend.ended = True
     backend.changed.wake_all()
 
