@@ -192,7 +192,7 @@ async def test_a_sink_that_returns_with_the_last_step_cuts_no_environment_off() 
             stage.cancel()
             status = await talk.get("/status-env?env_id=0")
 
-    assert status["queue_size"] >= 10**9
+            assert status["queue_size"] >= 10**9
 
 
 async def test_metrics_tell_what_each_environment_gave() -> None:

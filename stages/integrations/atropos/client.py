@@ -175,8 +175,9 @@ class _Training:
             await self._send(await self._next())
 
     async def _register(self) -> None:
-        told = {name: getattr(self._rules, name) for name in TrainerRegistration.__struct_fields__}
-        await self._api.register(TrainerRegistration(**told | {"starting_step": self._step}))
+        fields: dict[str, Any] = {name: getattr(self._rules, name) for name in TrainerRegistration.__struct_fields__}
+        fields["starting_step"] = self._step
+        await self._api.register(TrainerRegistration(**fields))
 
     async def _next(self) -> BatchAnswer:
         """Return the next batch; the pauses between requests grow while there is none."""
