@@ -6,7 +6,6 @@ Tokens, masks, templates and retries are Atropos' own code. Only what would go o
 from __future__ import annotations
 
 import importlib
-import time
 import uuid
 from typing import Any
 
@@ -131,4 +130,4 @@ def _finish_reason(action: Action) -> str:
 
 
 def _header(call: dict[str, Any]) -> dict[str, Any]:
-    return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": str(call.get("model"))}
+    return {"id": str(uuid.uuid4()), "created": 0, "model": str(call.get("model"))}
