@@ -39,6 +39,9 @@ class Conversation(Protocol):
 class SenderControl(Protocol):
     """Notices, for a sender, when its receiver has closed, died or fallen silent."""
 
+    goodbye_heard: bool
+    """Whether the receiver, as it closed, said that it has heard this sender's goodbye."""
+
     async def lost(self, receiver: str) -> PeerClosed | PeerLost:
         """Wait until nothing can be sent any more, and return the reason; `receiver` names the other end."""
         ...

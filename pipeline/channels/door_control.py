@@ -7,7 +7,7 @@ from contextlib import suppress
 import anyio
 
 from ...schemas import ProtocolMismatch
-from ...schemas.control import Closed, Refused
+from ...schemas.control import Closed, Farewell, Refused
 from ..errors import PeerClosed, PeerLost
 from .door import Door
 from .silence import GRACE_S, SILENT
@@ -22,6 +22,7 @@ class DoorControl:
         self._door = door
         self._silence_s = silence_s
         self._disconnected = anyio.Event()
+        self.goodbye_heard = False
 
     async def lost(self, receiver: str) -> PeerClosed | PeerLost:
         """See `SenderControl.lost`. Where ZeroMQ has cut the connection and the door stays open, it was silence."""
@@ -41,7 +42,11 @@ class DoorControl:
 
     async def _heard(self, receiver: str) -> PeerClosed | PeerLost:
         with suppress(anyio.EndOfStream, ProtocolMismatch):
-            match await self._door.hear():
+            message = await self._door.hear()
+            if isinstance(message, Farewell):
+                self.goodbye_heard = True
+                message = await self._door.hear()
+            match message:
                 case Closed():
                     return PeerClosed(f"{receiver}, the receiver, closed the channel")
                 case Refused(_, reason):

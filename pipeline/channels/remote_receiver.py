@@ -631,6 +631,8 @@ class RemoteReceiver(Receiving[R]):
             try:
                 for peer in list(self.peers.values()):
                     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                        if not peer.open and not peer.expelled:  # the Farewell that was said before may come too late
+                            await peer.control.say(Farewell())
                         await peer.control.say(Closed())
             finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
                 try:

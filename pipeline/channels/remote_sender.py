@@ -102,6 +102,7 @@ class SenderLine:
         """Until the receiver closes the channel, dies or falls silent: then nothing can be sent any more."""
         failure = await self._control.lost(self.welcome.name)
         self.drain()  # it may have said why
+        self.goodbye_heard |= self._control.goodbye_heard
         self._fail(failure)
 
     def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:

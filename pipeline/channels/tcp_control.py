@@ -50,6 +50,7 @@ class TcpControl:
         self._connection = connection
         self._silence_s = silence_s
         self._ended = anyio.Event()
+        self.goodbye_heard = False
 
     async def say(self, message: Message, fd: int | None = None) -> None:
         """Send `message`; see `Conversation.say`."""
