@@ -128,6 +128,16 @@ class Metrics:
         """Note how something stands; what is emitted is the last value, at every step from now on."""
         self._gauges[name] = float(value)
 
+    @contextmanager
+    def observing(self, observe: Callable[[], None]) -> Iterator[None]:
+        """Call `observe` before all that is emitted within the body, and at its end."""
+        self.observers.append(observe)
+        try:
+            yield
+        finally:
+            observe()
+            self.observers.remove(observe)
+
     def take(self) -> Observations:
         """Everything observed since the last `take` or `emit`, for the `absorb` of another process."""
         for observe in self.observers:
@@ -210,12 +220,8 @@ def telling_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None
             metrics.total(name, after - before)
         told = now
 
-    metrics.observers.append(observe)
-    try:
+    with metrics.observing(observe):
         yield
-    finally:
-        observe()
-        metrics.observers.remove(observe)
 
 
 def _names_of_waits(stage: str) -> tuple[str, str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import anyio
 from .....pipeline.channels.channel import SendChannel
 from .....pipeline.context import Context, current
 from .....pipeline.repetitions import mask_of
+from .....pipeline.telemetry import Metrics
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup
 from .....schemas.numbers import normalize_counts, normalize_numbers
@@ -117,7 +117,8 @@ class AtroposGateway:
         queue.register_trainer(self._registration(context.ledger.step))
         backend = _SourceBackend(self, context, outbox)
         async with open_server(self.server, queue, backend, "AtroposGateway") as running:
-            with self.listening.at(running.url), _observed(context, running.endpoints):
+            observer = _observer(context.metrics, running.endpoints)
+            with self.listening.at(running.url), context.metrics.observing(observer):
                 try:
                     await self._feed(backend, running.endpoints)
                 finally:
@@ -236,24 +237,17 @@ class _SourceBackend(Backend[TrajectoryGroup]):
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _observed(context: Context, endpoints: Endpoints[TrajectoryGroup]) -> Iterator[None]:
-    """Within the body the metrics of every step hold those of each environment."""
+def _observer(metrics: Metrics, endpoints: Endpoints[TrajectoryGroup]) -> Callable[[], None]:
+    """Return a function that adds what each environment has sent since the last call."""
     known: dict[str, tuple[int, int]] = {}
-    metrics = context.metrics
 
     def observe() -> None:
         for env in endpoints.queue.environments(time.monotonic()):
-            refused = endpoints.refusals.counts[env.name].total()
+            refused = sum(endpoints.refusals.counts.get(env.name, {}).values())
             before = known.get(env.name, (0, 0))
             metrics.total(f"atropos/{env.name}/sequences", env.submitted - before[0])
             metrics.total(f"atropos/{env.name}/refused", refused - before[1])
             metrics.gauge(f"atropos/{env.name}/queued", env.queued + env.buffered)
             known[env.name] = (env.submitted, refused)
 
-    metrics.observers.append(observe)
-    try:
-        yield
-    finally:
-        observe()
-        metrics.observers.remove(observe)
+    return observe
