@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import pytest
+from structlog.testing import capture_logs
 from tests.atropos.environment import Config, Environment
 from tests.atropos.gateways import environment, scored
 from tests.atropos.talking import ANYWHERE, talking
@@ -139,18 +140,20 @@ async def test_after_the_last_step_environments_are_told_so_and_what_they_send_i
     )
     context = Context(ledger=Ledger())
 
-    async with running(source, context) as inbox, talking(source) as talk:
-        first, second = [(await talk.post("/register-env", environment("sums")))["env_id"] for _ in range(2)]
-        context.ledger.step = 3
-        with pytest.raises(anyio.EndOfStream):
-            await inbox.receive()
-        told = await talk.post("/scored_data", scored(4, first))
-        status = await talk.get(f"/status-env?env_id={first}")
-        refused = (await talk.get("/status"))["refused"]
-        await talk.get(f"/status-env?env_id={second}")
+    with capture_logs() as logs:
+        async with running(source, context) as inbox, talking(source) as talk:
+            first, second = [(await talk.post("/register-env", environment("sums")))["env_id"] for _ in range(2)]
+            context.ledger.step = 3
+            with pytest.raises(anyio.EndOfStream):
+                await inbox.receive()
+            told = await talk.post("/scored_data", scored(4, first))
+            status = await talk.get(f"/status-env?env_id={first}")
+            refused = (await talk.get("/status"))["refused"]
+            await talk.get(f"/status-env?env_id={second}")
 
     assert (told["status"], told["rejected"]) == ("received", ["the run is complete: nothing more is trained"])
     assert refused == {"sums_0": {"RunComplete": 1}}
+    assert not [event for event in logs if event["event"] == "refused"]  # an end is no fault
     assert status["current_step"] == 3
     assert status["current_step"] + status["queue_size"] * 4 // 8 > 10**6  # the rule by which an environment stops
     assert context.ledger.balance().admitted == 0
@@ -203,8 +206,10 @@ async def test_metrics_tell_what_each_environment_gave() -> None:
         await talk.post("/scored_data", scored(4, env_id))
         await inbox.receive()
         emitted = [context.metrics.emit(step) for step in (1, 2)]
+        status = await talk.get("/status")
 
     assert [metrics["atropos/sums_0/sequences"] for metrics in emitted] == [4, 0]
+    assert status["refused"] == {}
 
 
 def test_a_gateway_that_can_never_train_is_refused() -> None:

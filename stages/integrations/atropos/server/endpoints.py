@@ -297,7 +297,11 @@ class Endpoints(Generic[G]):
         return receipt
 
     def refuse(self, env_id: int | None, error: Exception) -> None:
-        """Count a group of an environment that is not trained."""
+        """Count a group of an environment that is not trained; log it unless the run has merely ended."""
+        env = self.queue.name(env_id)
+        if isinstance(error, RunComplete):
+            self.refusals.count(env, "RunComplete")
+            return
         match error:
             case Untrainable(fault=fault):
                 kind: str = fault
@@ -307,7 +311,7 @@ class Endpoints(Generic[G]):
                 kind = f"http_{int(status)}"
             case _:
                 kind = type(error).__name__
-        self.refusals.add(self.queue.name(env_id), kind, str(error))
+        self.refusals.add(env, kind, str(error))
 
     # -- for trainers --------------------------------------------------------------------------------------------------
 

@@ -75,10 +75,14 @@ class Refusals:
 
     def add(self, env: str | None, kind: str, reason: str) -> None:
         """Count a refusal; `env` is None for a client that is no environment, `kind` one of a few values."""
+        if self.count(env, kind) == 1:
+            log.warning("refused", env=env or UNREGISTERED, kind=kind, reason=reason)
+
+    def count(self, env: str | None, kind: str) -> int:
+        """Count a refusal that is no fault, and return how many of its kind there are."""
         counts = self.counts[env or UNREGISTERED]
         counts[kind] += 1
-        if counts[kind] == 1:
-            log.warning("refused", env=env or UNREGISTERED, kind=kind, reason=reason)
+        return counts[kind]
 
 
 class BodyRefused(PenstockError):
