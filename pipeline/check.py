@@ -1,21 +1,6 @@
 """What cannot work, found before anything starts: `problems` lists it all, in words that say what to change.
 
-A stage may help by plain attributes or properties, all of them optional:
-
-    sends_at_most_tokens: int | None    no group that it sends holds more tokens
-    takes_at_most_tokens: int | None    a group of more tokens can never be taken in
-    begins_at_most: int | None          a source begins no more trajectories before a step trains some of them
-    waits_for: int | None               so many trajectories have to come before it sends anything
-    keeps_groups: int                   groups that it keeps, as they came, before it sends anything
-    sees_everything: bool               it gathers what belongs together, so it cannot be spread over processes
-    stage_name: str                     what it is called, where the name of its class does not say enough
-    receives: type                      what it receives, where the annotation of its inbox does not say
-    sends: type                         what it sends, where the annotation of its outbox does not say
-    tokenizer: Any                      what it makes tokens of text with, or text of tokens
-    check_workers: (count: int) -> None raises InvalidConfig where so many workers cannot share its work
-
-A `tokenizer` of its `trainer` or of its `policy` counts as its own. `state` of a sink's `trainer`, by name: what its
-checkpoints keep, stages among it.
+A stage states what this compares by `stage_info()`.
 """
 
 from __future__ import annotations
@@ -35,6 +20,7 @@ from .link import Link, sends, sent_along
 from .misplaced import written
 from .processes.placement import Processes
 from .record_types import RecordTypes, never_fits, record_types, type_name
+from .stage_info import info_of
 from .telemetry import get_logger
 
 __all__ = ["problems"]
@@ -42,7 +28,7 @@ __all__ = ["problems"]
 log = get_logger("penstock.check")
 
 SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "waits_for", "keeps_groups")
-"""The attributes above that are numbers."""
+"""The fields of `StageInfo` that are numbers."""
 
 BYTES_PER_TOKEN = 9
 """What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
@@ -60,7 +46,7 @@ def _of_chain(links: Sequence[Link]) -> Iterator[str]:
     """Find the problems of each stage and each joint, those within fragments included."""
     for position, link in enumerate(links):
         yield from _of_stage(link, first=position == 0)
-        yield from _of_chain(getattr(link.stage, "links", ()))
+        yield from _of_chain(info_of(link.stage).links)
     types = [record_types(link.stage) for link in links]
     yield from _of_types(links, types)
     group_tokens: int | None = None
@@ -96,13 +82,13 @@ def _tell_of_the_unknown(links: Sequence[Link], known: Collection[str]) -> None:
     """Log it where the source and the trainer cannot be compared, because one of the two has no identity."""
     first, last = links[0], links[-1]
     source, trainer = _any_of(first, known), _any_of(last, known)
-    if source != trainer and getattr(last.stage, "trainer", None) is not None:
+    if source != trainer and info_of(last.stage).tokenizers is not None:
         untold = last.name if source else first.name
         log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=untold)
 
 
 def _any_of(link: Link, names: Collection[str]) -> bool:
-    return link.name in names or any(_any_of(inner, names) for inner in getattr(link.stage, "links", ()))
+    return link.name in names or any(_any_of(inner, names) for inner in info_of(link.stage).links)
 
 
 def _of_waits(links: Sequence[Link]) -> Iterator[str]:
@@ -117,9 +103,9 @@ def _of_waits(links: Sequence[Link]) -> Iterator[str]:
 
 
 def _of_state(links: Sequence[Link]) -> Iterator[str]:
-    kept = getattr(getattr(links[-1].stage, "trainer", None), "state", {})
+    kept = info_of(links[-1].stage).saved
     for link in links:
-        parts = [link.stage, *(inner.stage for inner in getattr(link.stage, "links", ()))]
+        parts = [link.stage, *(inner.stage for inner in info_of(link.stage).links)]
         for name in (name for name, each in kept.items() if link.remote and any(each is part for part in parts)):
             yield (
                 f"{link.name}: checkpoints keep its state as {name!r}, but it runs in "
@@ -141,9 +127,9 @@ def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
 
 def _tokenizers(links: Sequence[Link]) -> Iterator[tuple[str, Any]]:
     for link in links:
-        yield from _tokenizers(getattr(link.stage, "links", ()))
-        for whose in (link.stage, getattr(link.stage, "trainer", None), getattr(link.stage, "policy", None)):
-            yield link.name, getattr(whose, "tokenizer", None)
+        yield from _tokenizers(info_of(link.stage).links)
+        for tokenizer in info_of(link.stage).tokenizers or ():
+            yield link.name, tokenizer
 
 
 def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
@@ -155,16 +141,16 @@ def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
     if isinstance(link.on, Processes):
         yield from _of_processes(link, link.on)
     for name in SIZES:
-        if (value := getattr(link.stage, name, None)) is not None and _hint(link.stage, name) is None:
+        if (value := getattr(info_of(link.stage), name)) is not None and _hint(link.stage, name) is None:
             yield f"{link.name}: {name}: expected a whole number, got {value!r}"
 
 
 def _of_workers(link: Link) -> Iterator[str]:
     """Every stage of a fragment has as many workers as the fragment."""
     count = link.on.count if isinstance(link.on, Processes) else 1
-    for stage in (link.stage, *(inner.stage for inner in getattr(link.stage, "links", ()))):
-        check_workers = getattr(stage, "check_workers", None)
-        if check_workers is None or isinstance(stage, type):
+    for stage in (link.stage, *(inner.stage for inner in info_of(link.stage).links)):
+        check_workers = info_of(stage).check_workers
+        if check_workers is None:
             continue
         try:
             check_workers(count)
@@ -173,9 +159,9 @@ def _of_workers(link: Link) -> Iterator[str]:
 
 
 def _of_processes(link: Link, on: Processes) -> Iterator[str]:
-    if any(inner.remote for inner in getattr(link.stage, "links", ())):
+    if any(inner.remote for inner in info_of(link.stage).links):
         yield f"{link.name}: it has processes within processes; place either the whole fragment there, or its parts"
-    if getattr(link.stage, "sees_everything", False) and on.count > 1:
+    if info_of(link.stage).sees_everything and on.count > 1:
         yield (
             f"{link.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
             f"here() or processes(1), or in one fragment with its source"
@@ -239,7 +225,7 @@ def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[s
 
 
 def _hint(stage: Any, name: str) -> int | None:
-    if (value := getattr(stage, name, None)) is None:
+    if (value := getattr(info_of(stage), name)) is None:
         return None
     try:
         return whole_number(name, value, least=0)

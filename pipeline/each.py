@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 
@@ -13,6 +13,7 @@ from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
 from .errors import InvalidRecord
 from .record_types import function_types
+from .stage_info import StageInfo
 
 __all__ = ["Each", "each"]
 
@@ -32,19 +33,14 @@ class Each(Generic[In, Out]):
         normalize_counts(self, "concurrency")
 
     @property
-    def stage_name(self) -> str:
+    def name(self) -> str:
         """The function's name."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
-    @property
-    def receives(self) -> Any:
-        """What the function takes, by its annotation; None where it does not tell."""
-        return function_types(self.function).received
-
-    @property
-    def sends(self) -> Any:
-        """What the function returns, by its annotation; None where it does not tell."""
-        return function_types(self.function).sent
+    def stage_info(self) -> StageInfo:
+        """State the function's name, and the types of its annotations."""
+        received, sent = (known if isinstance(known, type) else None for known in function_types(self.function))
+        return StageInfo(name=self.name, receives=received, sends=sent)
 
     async def run(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         """See `Stage`. A record is received only when a call of `function` can begin with it."""
@@ -58,7 +54,7 @@ class Each(Generic[In, Out]):
             returned = await self.function(record)
             if returned is None:
                 raise InvalidRecord(
-                    f"expected {self.stage_name} to return a record for each that it takes, got None: return the "
+                    f"expected {self.name} to return a record for each that it takes, got None: return the "
                     f"record, or write a stage, which can leave one out with drop(record, 'filtered', reason)"
                 )
             await outbox.send(returned)

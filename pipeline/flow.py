@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .blocking import enter_in_thread
 from .channels.channel import SendChannel
@@ -26,9 +26,10 @@ from .outcome import check_outcome
 from .processes.placement import HERE, Here, Placement
 from .processes.worker import refuse_while_importing_main
 from .record_types import record_types
-from .resumption import kept_in
+from .resumption import ResumePoint, kept_in, resumed
 from .run import Run
 from .stage import Sink, Source, Stage
+from .stage_info import StageInfo, info_of
 from .statistics import PipelineStatistics, Report
 from .stop_message import stop_message
 from .stop_signals import STOP_TIMEOUT_S, StopRequest, say, stop_request
@@ -50,22 +51,20 @@ class Flow(Generic[Out_co]):
     links: tuple[Link, ...]
     """The stages so far, each with the joint that leads to it."""
 
-    @property
-    def stage_name(self) -> str:
-        """The names of its stages."""
-        return " → ".join(link.name for link in self.links)
-
-    @property
-    def sends(self) -> type[Any] | None:
-        """What its last stage sends, where that can be told."""
+    def stage_info(self) -> StageInfo:
+        """State the names of its stages, the type that the last one sends, and the last known bound on its groups."""
         last = sent_along(record_types(link.stage) for link in self.links)[-1]
-        return last if isinstance(last, type) else None
+        bounds = (info_of(link.stage).sends_at_most_tokens for link in reversed(self.links))
+        return StageInfo(
+            name=" → ".join(link.name for link in self.links),
+            sends=last if isinstance(last, type) else None,
+            sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
+            links=self.links,
+        )
 
-    @property
-    def sends_at_most_tokens(self) -> int | None:
-        """The bound that the last stage which knows one gives."""
-        bounds = (getattr(link.stage, "sends_at_most_tokens", None) for link in reversed(self.links))
-        return next((bound for bound in bounds if bound is not None), None)
+    def resume_from(self, point: ResumePoint) -> Flow[Out_co]:
+        """Return the same flow in a run that is resumed."""
+        return replace(self, links=resumed(self.links, point))
 
     def then(
         self,

@@ -16,6 +16,7 @@ from ..schemas.errors import InvalidConfig
 from ..schemas.numbers import whole_number
 from .processes.placement import Placement, Processes
 from .record_types import RecordTypes, record_types
+from .stage_info import info_of
 
 __all__ = ["Link", "carried", "name_of", "named", "sends", "sent_along"]
 
@@ -46,8 +47,8 @@ class Link:
 
 
 def name_of(stage: object) -> str:
-    """What a stage is called: its class, unless it has a `stage_name`."""
-    return str(getattr(stage, "stage_name", type(stage).__name__))
+    """Return the name that a stage states, or that of its class."""
+    return info_of(stage).name or type(stage).__name__
 
 
 def named(links: Iterable[Link]) -> tuple[Link, ...]:

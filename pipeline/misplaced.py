@@ -38,7 +38,7 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 def written(stage: object) -> str:
     """Return how a stage is written in a chain, without its arguments."""
     if isinstance(stage, Each):
-        return f"each({stage.stage_name})"
+        return f"each({stage.name})"
     return f"{stage.__name__ if isinstance(stage, type) else type(stage).__name__}(…)"
 
 
@@ -115,7 +115,7 @@ def ends_in_a_sink(run: Run) -> Run:
     async def checked(flow: Any, *args: Any, **options: Any) -> None:
         if len(args) != 1 or options:
             raise InvalidPipeline(
-                f"{flow.stage_name}: expected a pipeline, got a chain that is open at its end: "
+                f"{flow.stage_info().name}: expected a pipeline, got a chain that is open at its end: "
                 f"write .sink(SinkTrainer(trainer)).run()"
             )
         await run(flow, *args)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from .channels.channel import ReceiveChannel, SendChannel
+from .stage_info import info_of
 
 __all__ = ["RecordTypes", "annotations_of", "function_types", "never_fits", "record_types", "type_name"]
 
@@ -26,7 +27,7 @@ class RecordTypes(NamedTuple):
 
 
 def record_types(stage: object) -> RecordTypes:
-    """Return the types of `stage`; what it says itself, as `receives` and `sends`, counts more than annotations.
+    """Return the types of `stage`; what its `stage_info()` says counts more than annotations.
 
     >>> class Doubling:
     ...     async def run(self, inbox: ReceiveChannel[int], outbox: SendChannel[float]) -> None: ...
@@ -34,14 +35,10 @@ def record_types(stage: object) -> RecordTypes:
     RecordTypes(received=<class 'int'>, sent=<class 'float'>)
     """
     known, bound = _records_of_channels(stage), _bound_types(stage)
-    received = _told(stage, "receives") or _resolved(known.get(ReceiveChannel), bound)
-    sent = _told(stage, "sends") or _resolved(known.get(SendChannel), bound)
+    info = info_of(stage)
+    received = info.receives or _resolved(known.get(ReceiveChannel), bound)
+    sent = info.sends or _resolved(known.get(SendChannel), bound)
     return RecordTypes(received, sent)
-
-
-def _told(stage: object, name: str) -> Any:
-    own = getattr(stage, name, None)
-    return own if isinstance(own, type) else None
 
 
 def _records_of_channels(stage: object) -> dict[Any, Any]:

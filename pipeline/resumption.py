@@ -3,8 +3,8 @@
     <folder>/checkpoints/step-00000100/    what the sink's trainer writes
     <folder>/metrics.jsonl                 a line a step, each step once
 
-What a stage has to say to that it says by methods, all of them optional: the sink `kept_in`, every other stage that
-begins otherwise in a run that goes on `going_on`, and one that has gathered something `state_dict` and
+Stages take part by methods, all of them optional: the sink by `with_checkpoints`, any other stage that begins
+differently in a resumed run by `resume_from`, and a stage that gathers something by `state_dict` and
 `load_state_dict`. Knows nothing about what is in a checkpoint.
 """
 
@@ -25,13 +25,13 @@ from .link import Link
 from .os_errors import explaining_os_errors
 from .telemetry import JsonlSink, get_logger
 
-__all__ = ["Past", "Snapshot", "Stateful", "kept_in"]
+__all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "kept_in", "resumed"]
 
 log = get_logger("penstock.pipeline")
 
 
-class Past(NamedTuple):
-    """How far a run had come that goes on."""
+class ResumePoint(NamedTuple):
+    """How far a run had come before it is resumed."""
 
     step: int
     """Optimizer steps; 0 for a run that begins."""
@@ -49,6 +49,29 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> None:
         """Go on from what `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class WithCheckpoints(Protocol):
+    """A sink that a run in a folder can be resumed with."""
+
+    def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful], /) -> tuple[Any, ResumePoint]:
+        """Return the same sink with checkpoints in `folder`, resumed from the last one, and how far that had come.
+
+        Args:
+            folder: holds the checkpoints.
+            gathering: stages whose state checkpoints are to hold, by name.
+        """
+        ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """A stage that begins differently in a resumed run."""
+
+    def resume_from(self, point: ResumePoint, /) -> Any:
+        """Return the stage to run instead."""
         ...
 
 
@@ -87,12 +110,12 @@ def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[t
     with explaining_os_errors("the files of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        going_on, past = _resumed(folder, links)
-        if past.step:
-            context.ledger.restore(past.committed, past.step)
-        context.metrics.file = JsonlSink(folder / "metrics.jsonl", after_step=past.step)
+        links, point = _opened(folder, links)
+        if point.step:
+            context.ledger.restore(point.committed, point.step)
+        context.metrics.file = JsonlSink(folder / "metrics.jsonl", after_step=point.step)
         try:
-            yield going_on
+            yield tuple(links)
         finally:
             context.metrics.file = None
 
@@ -117,26 +140,23 @@ def _lock(fd: int, folder: Path) -> None:
         ) from None
 
 
-def _resumed(folder: Path, links: Sequence[Link]) -> tuple[tuple[Link, ...], Past]:
+def _opened(folder: Path, links: Sequence[Link]) -> tuple[tuple[Link, ...], ResumePoint]:
     *before, last = links
-    if not hasattr(last.stage, "kept_in"):
+    if not isinstance(last.stage, WithCheckpoints):
         raise InvalidPipeline(
             f"{last.name}: expected a sink that keeps checkpoints (SinkTrainer) for a run in a folder"
         )
     gathering = {link.name: link.stage for link in before if not link.remote and isinstance(link.stage, Stateful)}
-    sink, past = last.stage.kept_in(folder / "checkpoints", gathering)
-    if past.step:
-        log.info("run_resumed", folder=str(folder), step=past.step)
-    return (*_going_on(before, past), replace(last, stage=sink)), past
+    sink, point = last.stage.with_checkpoints(folder / "checkpoints", gathering)
+    if point.step:
+        log.info("run_resumed", folder=str(folder), step=point.step)
+    return (*resumed(before, point), replace(last, stage=sink)), point
 
 
-def _going_on(links: Sequence[Link], past: Past) -> tuple[Link, ...]:
-    return tuple(replace(link, stage=_stage_going_on(link.stage, past)) for link in links)
+def resumed(links: Sequence[Link], point: ResumePoint) -> tuple[Link, ...]:
+    """Return the same links, with the stages of a resumed run."""
+    return tuple(replace(link, stage=_stage_resumed(link.stage, point)) for link in links)
 
 
-def _stage_going_on(stage: Any, past: Past) -> Any:
-    if hasattr(stage, "going_on"):
-        return stage.going_on(past)
-    if hasattr(stage, "links"):  # a fragment
-        return replace(stage, links=_going_on(stage.links, past))
-    return stage
+def _stage_resumed(stage: Any, point: ResumePoint) -> Any:
+    return stage.resume_from(point) if isinstance(stage, Resumes) else stage

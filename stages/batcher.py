@@ -26,6 +26,7 @@ from ..pipeline.context import current, drop
 from ..pipeline.errors import RecordTooLarge
 from ..pipeline.flush import FlushableInbox
 from ..pipeline.ledger import Ledger
+from ..pipeline.stage_info import StageInfo
 from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
 from ..schemas.numbers import normalize_counts
@@ -43,7 +44,7 @@ NOTHING_TO_TRAIN = "nothing to train"
 class Batcher:
     """Pack groups into batches of at most `max_tokens` tokens. Of sequences that their sender silenced, none trains.
 
-    >>> Batcher(max_tokens=16_384, max_lag=4).takes_at_most_tokens
+    >>> Batcher(max_tokens=16_384, max_lag=4).stage_info().takes_at_most_tokens
     16384
 
     Args:
@@ -68,15 +69,9 @@ class Batcher:
         normalize_counts(self, "max_tokens", "sequences")
         normalize_counts(self, "max_lag", least=0)
 
-    @property
-    def takes_at_most_tokens(self) -> int:
-        """The largest group that fits; `Pipeline.check` compares it with what the source samples."""
-        return self.max_tokens
-
-    @property
-    def waits_for(self) -> int | None:
-        """Trajectories without which no batch ships, for `pipeline.check()`."""
-        return self.sequences
+    def stage_info(self) -> StageInfo:
+        """State the largest group that fits, and the trajectories without which no batch ships."""
+        return StageInfo(takes_at_most_tokens=self.max_tokens, waits_for=self.sequences)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
         """See `Stage`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import anyio
 import msgspec
@@ -21,6 +21,7 @@ from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import current, drop
 from ..pipeline.flush import flush_cancels
 from ..pipeline.repetitions import bits, trajectories
+from ..pipeline.stage_info import StageInfo
 from ..pipeline.telemetry import get_logger
 from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
 from ..schemas.numbers import normalize_counts, normalize_numbers
@@ -66,9 +67,6 @@ class GroupAssembler:
         ValueError: a number that makes no sense, or a deadline with `wait` or none without.
     """
 
-    sees_everything: ClassVar[bool] = True
-    """Pieces that come to different processes never meet; see `Pipeline.check`."""
-
     group_size: int
     deadline_s: float | None = None
     stragglers: Stragglers = "drop"
@@ -87,6 +85,10 @@ class GroupAssembler:
                 f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait for "
                 f"as long as there is room, say stragglers='wait'"
             )
+
+    def stage_info(self) -> StageInfo:
+        """State that pieces which come to different processes never meet."""
+        return StageInfo(sees_everything=True)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. A group that comes whole passes as it is, one that came in pieces is a copy."""

@@ -21,6 +21,7 @@ from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import drop
+from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
@@ -93,6 +94,10 @@ class RewardBridge:
     ) -> Self:
         """The bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
         return cls(parse_config(RewardConfig, values, root="reward"), tokenizer, functions)
+
+    def stage_info(self) -> StageInfo:
+        """State its tokenizers."""
+        return StageInfo(tokenizers=tokenizer_of(self))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. Groups leave in the order in which they came, also where functions judge several at a time."""

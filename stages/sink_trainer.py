@@ -26,7 +26,8 @@ from ..pipeline.committed_prompts import CommittedPrompts
 from ..pipeline.context import current
 from ..pipeline.flush import FlushableInbox
 from ..pipeline.ledger import Ledger
-from ..pipeline.resumption import Past, Snapshot, Stateful
+from ..pipeline.resumption import ResumePoint, Snapshot, Stateful
+from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrainBatch
 from ..schemas.numbers import normalize_counts, normalize_numbers
@@ -97,6 +98,16 @@ class Resumable(Checkpointed, Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsState(Protocol):
+    """A trainer whose checkpoints hold the state of other objects."""
+
+    @property
+    def state(self) -> Mapping[str, Stateful]:
+        """Those objects, by name."""
+        ...
+
+
 class Generation(Protocol):
     """Where the policy samples, as the trainer sees it: a WeightPublisher, for one."""
 
@@ -159,8 +170,13 @@ class SinkTrainer:
         normalize_counts(self, "max_steps", "checkpoint_every", "keep_checkpoints")
         normalize_numbers(self, "grace_s", zero=True)
 
-    def kept_in(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, Past]:
-        """The same sink with checkpoints in `folder`, its trainer resumed from the last one, and how far that had come.
+    def stage_info(self) -> StageInfo:
+        """State the trainer's tokenizer, and what else its checkpoints hold."""
+        saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
+        return StageInfo(tokenizers=tokenizer_of(self.trainer), saved=saved)
+
+    def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
+        """Return the same sink with checkpoints in `folder`, resumed from the last one, and how far that had come.
 
         Raises:
             TypeError: the trainer cannot go on by itself.
@@ -179,7 +195,7 @@ class SinkTrainer:
         if (latest := latest_checkpoint(folder)) is not None:
             trainer.resume(latest)
         going_on = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
-        return going_on, Past(trainer.steps, trainer.committed)
+        return going_on, ResumePoint(trainer.steps, trainer.committed)
 
     @property
     def _generation(self) -> Generation | None:

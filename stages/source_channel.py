@@ -27,6 +27,7 @@ from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
 from ..pipeline.os_errors import explaining_os_errors
 from ..pipeline.repetitions import mask_of, noted
+from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..pipeline.waiting import Waiters
 from ..schemas import GroupId, TrajectoryGroup, identity_of
@@ -82,6 +83,10 @@ class SourceChannel:
     def __post_init__(self) -> None:
         normalize_counts(self, "senders", "max_senders", "capacity", "capacity_bytes")
         normalize_numbers(self, "absence_timeout_s", "silence_s")
+
+    def stage_info(self) -> StageInfo:
+        """State its tokenizers."""
+        return StageInfo(tokenizers=tokenizer_of(self))
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Source`. When the stream has ended it stays until everything is saved, and members have heard so.

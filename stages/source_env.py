@@ -28,7 +28,8 @@ from ..pipeline.context import Context, Worker, current, drop
 from ..pipeline.errors import InvalidConfig
 from ..pipeline.ledger import EndState
 from ..pipeline.repeated_errors import RepeatedErrors
-from ..pipeline.resumption import Past
+from ..pipeline.resumption import ResumePoint
+from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..schemas.numbers import normalize_counts, normalize_numbers
@@ -83,7 +84,7 @@ class SourceEnv:
     first_task: int = 0
     """Number of the first prompt."""
     trained: bytes = b""
-    """Prompts that are passed over, as a bit each, from number 0 on: `going_on` notes what a run before trained."""
+    """Prompts that are passed over, as a bit each, from number 0 on: `resume_from` notes what a run before trained."""
     turn_rewards: bool = False
     """Whether groups have `token_rewards` too: what each turn earned, on its last token. `rewards` stay the sums, so
     that what makes advantages is told to take one of them (`rewards="token"`), not both."""
@@ -92,9 +93,18 @@ class SourceEnv:
     name: str = ""
     """The environment's name in every id; by default that of `make_env`."""
 
-    def going_on(self, past: Past) -> SourceEnv:
-        """The same source in a run that goes on: it samples what was not trained, also what was begun before."""
-        numbers = [instance_id.rpartition(".")[2] for env, instance_id in past.committed if env == self.env_name]
+    def stage_info(self) -> StageInfo:
+        """State its largest group, how far it runs ahead, which workers can share it, and its tokenizers."""
+        return StageInfo(
+            sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
+            begins_at_most=self._begins_at_most,
+            check_workers=self.check_workers,
+            tokenizers=tokenizer_of(self, self.policy),
+        )
+
+    def resume_from(self, point: ResumePoint) -> SourceEnv:
+        """Return the source of a resumed run: it samples what was not trained, also what was begun before."""
+        numbers = [instance_id.rpartition(".")[2] for env, instance_id in point.committed if env == self.env_name]
         known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
         trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
         trained[known] = True
@@ -133,8 +143,8 @@ class SourceEnv:
         return self.max_lag == 0 and self.step_groups is not None
 
     @property
-    def begins_at_most(self) -> int | None:
-        """Trajectories that are begun and wait for a step, for `pipeline.check()`; None for no bound that is known."""
+    def _begins_at_most(self) -> int | None:
+        """Return the trajectories that are begun and wait for a step; None for no bound that is known."""
         if self.step_groups is None or self.max_lag is None:
             return None
         return (self.max_lag + 1) * self.step_groups * self.group_size
@@ -149,7 +159,7 @@ class SourceEnv:
         return None if self.step_groups is None else self.step_groups // worker.count * self.group_size
 
     def check_workers(self, count: int) -> None:
-        """Hold `step_groups` to what `count` workers can share, for `pipeline.check()`.
+        """Hold `step_groups` to what `count` workers can share.
 
         Raises:
             InvalidConfig: see `run`.
@@ -167,11 +177,6 @@ class SourceEnv:
                 f"SourceEnv.concurrency: expected at least {groups * self.group_size}, all that a worker samples for a "
                 f"step of a synchronous schedule, got {self.concurrency}"
             )
-
-    @property
-    def sends_at_most_tokens(self) -> int | None:
-        """Tokens of the largest group, for `pipeline.check()`; None where `max_length` does not bound them."""
-        return None if self.max_length is None else self.group_size * self.max_length
 
     @property
     def env_name(self) -> str:

@@ -22,6 +22,7 @@ from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Worker, current, drop
 from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
+from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
 from ..schemas.columns import freeze
@@ -106,6 +107,10 @@ class Teacher:
         normalize_numbers(self, "timeout_s")
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}")
+
+    def stage_info(self) -> StageInfo:
+        """State its tokenizers."""
+        return StageInfo(tokenizers=tokenizer_of(self, self.policy))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. Groups leave in the order in which they are ready.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .pipeline.processes.outside_server import OutsideServer, listens, responds
     from .pipeline.processes.placement import here, processes
     from .pipeline.stage import Sink, Source, Stage
+    from .pipeline.stage_info import StageInfo
     from .pipeline.statistics import PipelineStatistics, Report
     from .pipeline.telemetry import JsonlSink, Metrics, get_logger
     from .schemas import (
@@ -136,6 +137,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`: CISPO is no constant)
     "SourceChannel",
     "SourceEnv",
     "Stage",
+    "StageInfo",
     "StepEnvironment",
     "StopReason",
     "Teacher",
@@ -188,6 +190,7 @@ _HOMES = {
     "pipeline.processes.outside_server": ("OutsideServer", "listens", "responds"),
     "pipeline.processes.placement": ("here", "processes"),
     "pipeline.stage": ("Sink", "Source", "Stage"),
+    "pipeline.stage_info": ("StageInfo",),
     "pipeline.statistics": ("PipelineStatistics", "Report"),
     "pipeline.telemetry": ("JsonlSink", "Metrics", "get_logger"),
     "pipeline.policy.weight_publisher": ("WeightPublisher",),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from penstock import (
     ReceiveChannel,
     SendChannel,
     SourceEnv,
+    StageInfo,
     TrainBatch,
     TrajectoryGroup,
     each,
@@ -32,11 +33,17 @@ T = TypeVar("T")
 class BigGroups(Groups):
     sends_at_most_tokens: int = 5_000
 
+    def stage_info(self) -> StageInfo:
+        return StageInfo(sends_at_most_tokens=self.sends_at_most_tokens)
+
 
 @dataclass(frozen=True)
 class Narrow:
     takes_at_most_tokens: int = 4_096
     keeps_groups: int = 0
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(takes_at_most_tokens=self.takes_at_most_tokens, keeps_groups=self.keeps_groups)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
         async for group in inbox:
@@ -145,12 +152,15 @@ def test_a_run_that_is_no_coroutine_is_found() -> None:
 
 @dataclass(frozen=True)
 class Keeping(Train):
-    trainer: Any = None
+    state: Any = None
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(saved=self.state)
 
 
 def test_state_that_is_gathered_in_another_process_than_it_is_saved_in_is_found() -> None:
     stage, other = Pass(), Narrow()
-    sink = Keeping(trainer=SimpleNamespace(state={"normalizer": stage}))
+    sink = Keeping(state={"normalizer": stage})
 
     alone = complaint(source(Groups(1)).then(stage, on=processes(1)).then(other).sink(sink))
     within = complaint(source(source(Groups(1)).then(stage), on=processes(1)).then(other).sink(sink))
@@ -173,7 +183,8 @@ def test_every_problem_is_listed_at_once() -> None:
 def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
     @dataclass(frozen=True)
     class Paced(Groups):
-        begins_at_most: int = 24
+        def stage_info(self) -> StageInfo:
+            return StageInfo(begins_at_most=24)
 
     told = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
 
@@ -183,6 +194,9 @@ def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
 @dataclass(frozen=True)
 class Shared(Groups):
     prompts: int = 6
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(check_workers=self.check_workers)
 
     def check_workers(self, count: int) -> None:
         if self.prompts % count:

@@ -17,6 +17,7 @@ from penstock import (
     ReceiveChannel,
     SendChannel,
     SourceChannel,
+    StageInfo,
     TrajectoryGroup,
     identity_of,
     processes,
@@ -39,11 +40,19 @@ class Words:
 OTHER = Words(("no", "yes"))
 
 
+def tokens_of(*owners: Any) -> tuple[Any, ...]:
+    found = (owner.tokenizer for owner in owners if hasattr(owner, "tokenizer"))
+    return tuple(tokenizer for tokenizer in found if tokenizer is not None)
+
+
 @dataclass(frozen=True)
 class Says(Groups):
     count: int = 1
     tokenizer: Any = field(default=None, kw_only=True)
     policy: Any = field(default=None, kw_only=True)
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=tokens_of(self, self.policy))
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,9 @@ class Reads:
     """A stage between source and trainer."""
 
     tokenizer: Any = None
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=tokens_of(self))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for group in inbox:
@@ -67,6 +79,9 @@ class Has:
 @dataclass(frozen=True)
 class Trains(Train):
     trainer: Any = field(default=None)
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=None if self.trainer is None else tokens_of(self.trainer))
 
 
 def chain(says: Says, reads: Reads, trains: Trains) -> Pipeline:

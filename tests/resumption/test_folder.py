@@ -9,7 +9,7 @@ from tests.pipeline.flow_stages import Collect, Groups, Pack
 from penstock import SinkTrainer, TrainBatch, source
 from penstock.errors import InvalidPipeline, RunInUse
 from penstock.pipeline.context import Context
-from penstock.pipeline.resumption import Past, kept_in
+from penstock.pipeline.resumption import ResumePoint, kept_in
 
 
 class Foreign:
@@ -43,8 +43,8 @@ async def test_two_folders_for_checkpoints_are_one_too_many(tmp_path: Path) -> N
 
 def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
     class Keeping(Collect):
-        def kept_in(self, folder: Path, gathering: object) -> tuple[object, Past]:  # noqa: ARG002 (the hook's)
-            return self, Past(0, {})
+        def with_checkpoints(self, folder: Path, gathering: object) -> tuple[object, ResumePoint]:  # noqa: ARG002 (the hook's)
+            return self, ResumePoint(0, {})
 
     links = source(Groups(1)).sink(Keeping()).links
 

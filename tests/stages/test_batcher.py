@@ -463,7 +463,7 @@ async def test_metrics_tell_how_full_batches_are_and_what_padding_would_waste() 
 
 
 def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
-    assert Batcher(max_tokens=100).takes_at_most_tokens == 100
+    assert Batcher(max_tokens=100).stage_info().takes_at_most_tokens == 100
 
 
 @pytest.mark.parametrize("arguments", [{"max_tokens": 0}, {"max_lag": -1}, {"sequences": 0}])

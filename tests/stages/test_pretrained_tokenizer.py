@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, source
+from penstock import ReceiveChannel, SendChannel, StageInfo, TrajectoryGroup, source
 from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.schemas import check_tokenizers, identity_of
 from penstock.stages.engines.policies import Tokenizer
@@ -24,6 +24,9 @@ WORDS = ["what", "is", "one", "and", "?", "[unknown]"]
 class Says:
     tokenizer: Tokenizer
 
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=(self.tokenizer,))
+
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Send nothing."""
 
@@ -31,6 +34,9 @@ class Says:
 @dataclass(frozen=True)
 class Collect:
     tokenizer: Tokenizer
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=(self.tokenizer,))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Take nothing."""

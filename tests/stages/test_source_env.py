@@ -19,7 +19,7 @@ from tests.fake_policy import FakePolicy, Letters, said
 from penstock.pipeline.channels.memory import memory_channel
 from penstock.pipeline.context import Context, Worker, entered
 from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
-from penstock.pipeline.resumption import Past
+from penstock.pipeline.resumption import ResumePoint
 from penstock.schemas import GroupId, StopReason, TrajectoryGroup
 from penstock.stages.advantage_normalizer import AdvantageNormalizer
 from penstock.stages.engines.policies import Completion, GenerationIsOutside, NoOpPolicy
@@ -165,8 +165,8 @@ async def test_no_sequence_is_longer_than_max_length() -> None:
 
 
 def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
-    assert source(max_length=13).sends_at_most_tokens == 3 * 13
-    assert source().sends_at_most_tokens is None
+    assert source(max_length=13).stage_info().sends_at_most_tokens == 3 * 13
+    assert source().stage_info().sends_at_most_tokens is None
 
 
 async def test_a_prompt_that_leaves_no_room_to_answer_is_rejected() -> None:
@@ -446,14 +446,14 @@ async def test_a_resumed_run_goes_on_behind_the_prompts_it_has_used() -> None:
 async def test_a_run_that_goes_on_samples_what_was_not_trained_also_what_was_begun() -> None:
     trained = [GroupId("Sums", "0"), GroupId("Sums", "1.2"), GroupId("Sums", "9"), GroupId("else", "1")]
 
-    going_on = source(groups=6).going_on(Past(4, dict.fromkeys(trained, 0b1)))
+    resumed = source(groups=6).resume_from(ResumePoint(4, dict.fromkeys(trained, 0b1)))
 
-    assert sorted(group.instance_id for group in await sampled(going_on)) == ["1", "3", "4", "5"]
+    assert sorted(group.instance_id for group in await sampled(resumed)) == ["1", "3", "4", "5"]
 
 
 async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_each_worker_had_trained() -> None:
     trained = dict.fromkeys([GroupId("Sums", "0"), GroupId("Sums", "4"), GroupId("Sums", "3")], 0b1)
-    schedule = source(groups=12, max_lag=0, step_groups=2).going_on(Past(1, trained))
+    schedule = source(groups=12, max_lag=0, step_groups=2).resume_from(ResumePoint(1, trained))
 
     assert [list(schedule.numbers(Worker(index, 2))) for index in range(2)] == [[6, 8, 10], [5, 7, 9, 11]]
 

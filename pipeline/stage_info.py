@@ -1,0 +1,85 @@
+"""The facts that a stage may state about itself: `Pipeline.check` and the run read them here and nowhere else.
+
+A stage states them by one optional method:
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(takes_at_most_tokens=self.max_tokens)
+
+A misspelled field is a type error. This module knows nothing about how the facts are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from .link import Link
+
+__all__ = ["DescribesItself", "HasTokenizer", "StageInfo", "info_of", "tokenizer_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInfo:
+    """Facts about a stage, all of them optional."""
+
+    name: str | None = None
+    """Its name, where the name of its class does not say enough."""
+    receives: type[Any] | None = None
+    """The class of the records that it receives, where the annotation of its inbox does not say."""
+    sends: type[Any] | None = None
+    """The class of the records that it sends, where the annotation of its outbox does not say."""
+    sends_at_most_tokens: int | None = None
+    """No group that it sends holds more tokens."""
+    takes_at_most_tokens: int | None = None
+    """It can never take a group of more tokens."""
+    begins_at_most: int | None = None
+    """A source begins no more trajectories before an optimizer step trains some of them."""
+    waits_for: int | None = None
+    """It sends nothing before so many trajectories have come."""
+    keeps_groups: int = 0
+    """Groups that it keeps, as they came, before it sends anything."""
+    sees_everything: bool = False
+    """It gathers what belongs together, so that it cannot be spread over several processes."""
+    check_workers: Callable[[int], None] | None = None
+    """Called with a number of workers; raises InvalidConfig where so many cannot share its work."""
+    tokenizers: tuple[Any, ...] | None = None
+    """Tokenizers that it makes tokens or text with, or their `TokenizerIdentity`. An empty tuple says that it uses one
+    that is not known; None that it uses none."""
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
+    links: tuple[Link, ...] = ()
+    """The stages of a fragment, each with where it runs."""
+
+
+@runtime_checkable
+class DescribesItself(Protocol):
+    """A stage that states facts about itself."""
+
+    def stage_info(self) -> StageInfo:
+        """Return the facts as they stand now."""
+        ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """A policy or a trainer that knows its tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, its `TokenizerIdentity`, or None."""
+        ...
+
+
+def info_of(stage: object) -> StageInfo:
+    """Return what `stage` states about itself; the defaults where it states nothing, and for a class."""
+    if isinstance(stage, DescribesItself) and not isinstance(stage, type):
+        return stage.stage_info()
+    return StageInfo()
+
+
+def tokenizer_of(*owners: object) -> tuple[Any, ...]:
+    """Return the tokenizers that `owners` know: policies, trainers, teachers."""
+    found = (owner.tokenizer for owner in owners if isinstance(owner, HasTokenizer))
+    return tuple(tokenizer for tokenizer in found if tokenizer is not None)
