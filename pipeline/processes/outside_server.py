@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from ..context import current
 from ..errors import ServerFailed
 from ..os_errors import explaining_os_errors
 from ..telemetry import get_logger
-from . import keeper
+from .kept_process import KeptProcess, describe_end, start_kept
 from .log_errors import first_error
 
 __all__ = ["OutsideServer", "Probe", "RunningServer", "listens", "responds"]
@@ -95,12 +93,10 @@ class RunningServer:
         self,
         name: str,
         log_path: Path,
-        popen: subprocess.Popen[bytes],
+        kept: KeptProcess,
         *,
         log_start: int,
         pidfd: int,
-        orders: int,
-        words: int,
     ) -> None:
         self.name = name
         self.log = log_path
@@ -115,11 +111,9 @@ class RunningServer:
         """How it ended, in words; empty while it runs."""
         self._heard = anyio.Event()
         """Set when there is nothing more to hear."""
-        self._popen = popen
+        self._kept = kept
         self._pidfd = pidfd
-        self._orders = orders
-        self._words = words
-        for descriptor in (orders, words):
+        for descriptor in (kept.orders, kept.words):
             os.set_blocking(descriptor, False)
 
     def __repr__(self) -> str:
@@ -141,16 +135,14 @@ class RunningServer:
             *lines, begun = (begun + read).split(b"\n")
             for line in filter(None, lines):
                 yield line.decode()
-            await anyio.wait_readable(self._words)
-            read = os.read(self._words, 512)
+            await anyio.wait_readable(self._kept.words)
+            read = os.read(self._kept.words, 512)
 
     def _heed(self, word: str, value: str) -> None:
         if word == "started":
             self.pid = int(value)
-        elif word == "refused":
-            self._note_end(f"could not be started: {os.strerror(int(value))}")
         else:
-            self._note_end(_how(int(value)))
+            self._note_end(describe_end(word, int(value)))
 
     def _note_end(self, how: str) -> None:
         self.how = self.how or how
@@ -160,16 +152,16 @@ class RunningServer:
         """Have all of it end, and its keeper. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
             with suppress(BrokenPipeError):
-                os.write(self._orders, b"stop")
+                os.write(self._kept.orders, b"stop")
             with anyio.move_on_after(within_s + KEEPER_S) as deadline:
                 await anyio.wait_readable(self._pidfd)
             if deadline.cancelled_caught:
                 log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + KEEPER_S)
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 await anyio.wait_readable(self._pidfd)
-            self._popen.poll()
+            self._kept.keeper.poll()
             await self._heard.wait()
-            for descriptor in (self._pidfd, self._orders, self._words):
+            for descriptor in (self._pidfd, self._kept.orders, self._kept.words):
                 os.close(descriptor)
             log.info("server_stopped", server=self.name, pid=self.pid)
 
@@ -190,14 +182,6 @@ def _opened_log(path: Path) -> BinaryIO:
     with explaining_os_errors("the log of a server", path, elsewhere="set logs to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
-
-
-def _how(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"was killed by signal {os.WTERMSIG(status)}"
-    return f"exited with status {os.waitstatus_to_exitcode(status)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,34 +237,18 @@ class OutsideServer:
         worker = current().worker
         label = f"{self._called}-{worker.index}" if worker.count > 1 else self._called
         path = Path(self.logs).absolute() / f"{label}.log"
-        (hears_orders, orders), (words, says_words) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-        options = [str(os.getpid()), str(self.stop_within_s), str(hears_orders), str(says_words)]
+        with _opened_log(path) as printed:
+            log_start = printed.tell()
+            environment = os.environ | dict(self.environment)
+            kept = start_kept(self.command, self.stop_within_s, output=printed, environment=environment)
         try:
-            with _opened_log(path) as printed:
-                log_start = printed.tell()
-                popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
-                    [sys.executable, "-I", "-S", keeper.__file__, *options, *self.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,
-                    stderr=printed,
-                    env=os.environ | dict(self.environment),
-                    pass_fds=(hears_orders, says_words),
-                    start_new_session=True,
-                )
-            try:
-                pidfd = os.pidfd_open(popen.pid)
-            except OSError:
-                os.write(orders, b"stop")
-                popen.wait()
-                raise
-        except BaseException:
-            os.close(orders)
-            os.close(words)
+            pidfd = os.pidfd_open(kept.keeper.pid)
+        except OSError:
+            os.close(kept.orders)
+            kept.keeper.wait()
+            os.close(kept.words)
             raise
-        finally:
-            os.close(hears_orders)
-            os.close(says_words)
-        return RunningServer(label, path, popen, log_start=log_start, pidfd=pidfd, orders=orders, words=words)
+        return RunningServer(label, path, kept, log_start=log_start, pidfd=pidfd)
 
     async def _until_nobody_answers(self) -> None:
         """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""

@@ -306,7 +306,7 @@ async def test_a_failure_ends_with_the_first_error_that_was_printed_and_not_with
 async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with running(recipe(port, tmp_path)) as (server, descriptors):
-            os.kill(server._popen.pid, signal.SIGKILL)
+            os.kill(server._kept.keeper.pid, signal.SIGKILL)
             with anyio.CancelScope(shield=True):
                 await ended(descriptors)
             await anyio.sleep_forever()
@@ -318,7 +318,7 @@ async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path:
 async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with recipe(port, tmp_path).open() as server:
-            os.kill(server._popen.pid, signal.SIGTERM)
+            os.kill(server._kept.keeper.pid, signal.SIGTERM)
             await anyio.sleep_forever()
 
     with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*goodbye$"):

@@ -12,15 +12,13 @@ import concurrent.futures
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
 from functools import cache
 from typing import Literal
 
 from .....pipeline.errors import PenstockError
-from .....pipeline.processes import keeper
 from .....pipeline.processes.job import interpreter_command, write_job
+from .....pipeline.processes.kept_process import KeptProcess, describe_end, start_kept
 from .messages import (
     Action,
     EnvConfig,
@@ -67,8 +65,8 @@ class EnvProcess:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[StepResult | None]] = {}
         """By the id of the request; used on the loop only, as is the rest."""
-        self._orders = -1
-        """A pipe that makes the keeper end the process when it is closed."""
+        self._kept: KeptProcess | None = None
+        """None until it is started."""
         self.error: PenstockError | None = None
         """Why it is of no more use; None while it is."""
         self.opened: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._open(), _loop())
@@ -99,9 +97,10 @@ class EnvProcess:
         limit_s = self._config.setup_timeout_s
         opened = self._expect(0)
         try:
-            channel, words = await asyncio.to_thread(self._spawn)
+            channel, kept = await asyncio.to_thread(self._spawn)
+            self._kept = kept
             reader, self._writer = await asyncio.open_connection(sock=channel)
-            reading = asyncio.create_task(self._read(reader, words))
+            reading = asyncio.create_task(self._read(reader, kept))
             _reading.add(reading)
             reading.add_done_callback(_reading.discard)
             await asyncio.wait_for(opened, limit_s)
@@ -115,43 +114,26 @@ class EnvProcess:
         if self.error is not None:
             raise self.error
 
-    def _spawn(self) -> tuple[socket.socket, int]:
-        """Start the keeper, which starts the process. Blocks; returns the channel, and a pipe of the keeper's words."""
+    def _spawn(self) -> tuple[socket.socket, KeptProcess]:
+        """Start the process, and return a channel to it. Blocks."""
         job = write_job(self._config)
         ours, theirs = socket.socketpair()
-        (hears, self._orders), (words, says) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-        options = [str(os.getpid()), str(KILL_AFTER_S), str(hears), str(says)]
         child = interpreter_command("penstock.stages.integrations.atropos.steps.child", f"{job} {theirs.fileno()}")
         try:
-            self._keeper = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                [sys.executable, "-I", "-S", keeper.__file__, *options, *child],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(hears, says, job, theirs.fileno()),
-                start_new_session=True,
-            )
+            return ours, start_kept(child, KILL_AFTER_S, pass_fds=(job, theirs.fileno()))
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
-            for descriptor in (hears, says, job):
-                os.close(descriptor)
-        return ours, words
+            os.close(job)
 
-    async def _read(self, reader: asyncio.StreamReader, words: int) -> None:
+    async def _read(self, reader: asyncio.StreamReader, kept: KeptProcess) -> None:
         """Hand out replies until the process and its keeper have ended, and say how it did."""
         async for reply in read_frames(reader, Reply):
             self._receive(reply)
         self._writer.close()
-        self._end(EnvironmentDied(f"the environment's process {await asyncio.to_thread(self._how_it_ended, words)}"))
-
-    def _how_it_ended(self, words: int) -> str:
-        """Wait for the keeper, which has told everything when it ends. Blocks."""
-        self._keeper.wait()
-        with open(words, "rb") as told:
-            for line in told:
-                word, _, value = line.partition(b" ")
-                if word == b"ended":
-                    code = os.waitstatus_to_exitcode(int(value))
-                    return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-        return "ended with its keeper"
+        self._end(EnvironmentDied(f"the environment's process {await asyncio.to_thread(_end_of, kept)}"))
 
     def _receive(self, reply: Reply) -> None:
         future = self._waiting.pop(reply.id, None)
@@ -167,8 +149,8 @@ class EnvProcess:
         if self.error is not None:
             return
         self.error = error
-        if self._orders >= 0:
-            os.close(self._orders)
+        if self._kept is not None:
+            os.close(self._kept.orders)  # which has the keeper end the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -205,3 +187,13 @@ class EnvProcess:
     def _leave(self, player: int) -> None:
         if self.error is None:
             self._send(Request(id=next(self._ids), kind="leave", player=player))
+
+
+def _end_of(kept: KeptProcess) -> str:
+    """Wait for the keeper, and return how the process ended. Blocks."""
+    kept.keeper.wait()
+    with os.fdopen(kept.words) as lines:
+        for word, value in map(str.split, lines):
+            if word != "started":
+                return describe_end(word, int(value))
+    return "ended with its keeper"

@@ -1,0 +1,80 @@
+"""The parent's side of `keeper.py`: it starts a command through a keeper, and reads how the command ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from . import keeper
+
+__all__ = ["KeptProcess", "describe_end", "start_kept"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptProcess:
+    """A keeper that was started, and the pipes to it. The caller reaps the keeper, and closes both descriptors."""
+
+    keeper: subprocess.Popen[bytes]
+    orders: int
+    """Descriptor: the keeper ends the command when something is written to it, or when it is closed."""
+    words: int
+    """Descriptor of the keeper's lines, see `keeper.py`; there is nothing more to read when the keeper has ended."""
+
+
+def start_kept(
+    command: Sequence[str],
+    stop_timeout_s: float,
+    *,
+    pass_fds: Sequence[int] = (),
+    output: IO[bytes] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> KeptProcess:
+    """Start a keeper, which starts `command`. Blocks.
+
+    Args:
+        command: program and arguments; no shell.
+        stop_timeout_s: from SIGTERM to SIGKILL.
+        pass_fds: descriptors that the command inherits.
+        output: the command prints there, to either stream; None for the streams of this process.
+        environment: of the command; None for that of this process.
+
+    Raises:
+        OSError: the keeper cannot be started; no descriptor stays open.
+    """
+    (hears, orders), (words, says) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    options = [str(os.getpid()), str(stop_timeout_s), str(hears), str(says)]
+    try:
+        popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
+            [sys.executable, "-I", "-S", keeper.__file__, *options, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=(hears, says, *pass_fds),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(orders)
+        os.close(words)
+        raise
+    finally:
+        os.close(hears)
+        os.close(says)
+    return KeptProcess(popen, orders, words)
+
+
+def describe_end(word: str, value: int) -> str:
+    """Return how a command ended, of the words of a keeper's line `refused <errno>` or `ended <wait status>`."""
+    if word == "refused":
+        return f"could not be started: {os.strerror(value)}"
+    if os.WIFSIGNALED(value):
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(os.WTERMSIG(value)).name}"
+        return f"was killed by signal {os.WTERMSIG(value)}"
+    return f"exited with status {os.waitstatus_to_exitcode(value)}"

@@ -1,0 +1,57 @@
+"""Processes that a keeper starts: what is left where they cannot be started, and how their end is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.processes.kept_process import describe_end, start_kept
+
+
+def open_pipes() -> set[str]:
+    """Return the inodes of all pipes of this process."""
+    found = set[str]()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add(str(path.readlink()))
+    return {name for name in found if name.startswith("pipe:")}
+
+
+def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    before = open_pipes()
+
+    with pytest.raises(FileNotFoundError):
+        start_kept(["true"], 1.0)
+
+    assert open_pipes() <= before
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["sh", "-c", "exit 3"], "exited with status 3"),
+        (["sh", "-c", "kill -KILL $$"], "was killed by SIGKILL"),
+        (["/absent"], "could not be started: No such file or directory"),
+    ],
+)
+def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], told: str) -> None:
+    kept = start_kept(command, 1.0)
+
+    assert kept.keeper.wait() == 0
+    with os.fdopen(kept.words) as lines:
+        word, value = [*lines][-1].split()
+    os.close(kept.orders)
+
+    assert describe_end(word, int(value)) == told
+
+
+def test_a_real_time_signal_is_told_by_its_number() -> None:
+    assert describe_end("ended", signal.SIGRTMIN + 1) == f"was killed by signal {signal.SIGRTMIN + 1}"
