@@ -5,6 +5,7 @@
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make check           formatter, linter, mypy, pyright, import directions
+#   make docs            the documentation site, in build/site; a link that leads nowhere is an error
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
@@ -19,11 +20,12 @@ READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
+DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-atropos check chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-atropos check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -70,6 +72,17 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --quiet tests/test_imports.py
 
+# The site's tools have an environment of their own: none of them is needed to use or to test penstock.
+docs: $(DOCS)/ready
+	$(DOCS)/bin/python scripts/docs/collect_pages.py build/docs
+	$(DOCS)/bin/zensical build --clean --strict
+
+$(DOCS)/ready: scripts/docs/requirements.txt | $(READY)
+	rm -rf $(DOCS)
+	$(BIN)/python -m venv --without-pip $(DOCS)
+	$(BIN)/python -m pip --disable-pip-version-check --python $(DOCS)/bin/python install --quiet --no-deps --requirement $<
+	touch $@
+
 # Lines between two network namespaces are cut where this runs as root and iproute2 is installed.
 chaos: $(READY)
 	$(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)
@@ -99,5 +112,5 @@ $(READY): pyproject.toml constraints.txt scripts/make_venv.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/penstock.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build dist src/penstock.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-UNWANTED = (".venv", ".git", ".*_cache", "runs", "__pycache__", "*.egg-info", "build", "dist")
+UNWANTED = (".venv", ".git", ".cache", ".*_cache", "runs", "__pycache__", "*.egg-info", "build", "dist")
 
 
 @dataclass(frozen=True, slots=True)
