@@ -1,0 +1,76 @@
+"""What the forge runs exists: make targets, scripts, extras; every action is pinned to a commit."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def steps() -> list[dict[str, Any]]:
+    return [step for path in WORKFLOWS for job in load(path)["jobs"].values() for step in job["steps"]]
+
+
+def commands() -> list[str]:
+    return [step["run"] for step in steps() if "run" in step]
+
+
+def test_every_make_target_of_a_workflow_exists() -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wanted = {target for command in commands() for target in re.findall(r"\bmake ([\w-]+)", command)}
+
+    assert wanted
+    assert wanted <= targets
+
+
+def test_every_script_of_workflows_and_hooks_exists_and_can_be_executed() -> None:
+    hooks = [hook["entry"] for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    scripts = {script for line in [*commands(), *hooks] for script in re.findall(r"\b(?:scripts|tests)/[\w./-]+", line)}
+
+    assert {"scripts/smoke.sh", "scripts/check_subject.sh", "tests/test_imports.py"} <= scripts
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+    assert [script for script in scripts if script.endswith(".sh") and not (ROOT / script).stat().st_mode & 0o100] == []
+
+
+def test_every_extra_that_a_workflow_installs_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {
+        extra for line in commands() for found in re.findall(r"\.\[([\w,]+)\]", line) for extra in found.split(",")
+    }
+
+    assert wanted
+    assert wanted <= set(extras)
+
+
+def test_the_supported_versions_of_python_are_those_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+
+    assert load(ROOT / ".github/workflows/checks.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared
+    assert project["requires-python"] == f">={declared[0]}"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_and_is_bounded_in_time(path: Path) -> None:
+    workflow = load(path)
+
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+def test_every_action_is_pinned_to_a_commit() -> None:
+    used = [step["uses"] for step in steps() if "uses" in step]
+
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
