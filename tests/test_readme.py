@@ -89,7 +89,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
-    everything = [ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
+    everything = [*ROOT.glob("*.md"), ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
     links = [(page, link) for page in everything for link in LINK.findall(CODE.sub("", page.read_text()))]
 
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
