@@ -20,7 +20,7 @@ python -m benchmarks.atropos_load  a gateway and many environments of Atropos, w
 
 from importlib.util import find_spec
 
-from penstock.pipeline.errors import MissingExtra
+from penstock.errors import MissingExtra
 
 MISSING = [name for name in ("matplotlib", "rich", "xxhash") if find_spec(name) is None]
 """What every script here needs, and penstock does not bring."""

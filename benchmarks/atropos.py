@@ -39,8 +39,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from penstock import ReceiveChannel, TrajectoryGroup, current, source
-from penstock.stages.integrations.atropos.server.gateway import AtroposGateway
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
+from penstock.integrations.atropos import AtroposGateway, ServerConfig
 
 from .atropos_clients import GROUP, Client, Load, as_atropos, by_shm, kept, send
 from .contestants import Absent, leaving_nothing

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import aiohttp
 import msgspec
 
-from penstock.stages.integrations.atropos import ShmTransport
+from penstock.integrations.atropos import ShmTransport
 
 from .contestants.harness import Control
 

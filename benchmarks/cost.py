@@ -17,8 +17,9 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from penstock import ReceiveChannel, TrajectoryGroup, connect, serve
-from penstock.schemas import Packer
+from penstock import ReceiveChannel, TrajectoryGroup
+from penstock.channels import connect, serve
+from penstock.records import Packer
 
 from .contestants import Case, leaving_nothing
 from .contestants.harness import DEADLINE_S, Control, producing

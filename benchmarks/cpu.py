@@ -13,8 +13,9 @@ import time
 import anyio
 import msgspec
 
-from penstock import TrajectoryGroup, connect, serve
-from penstock.schemas import Packer
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
+from penstock.records import Packer
 
 from .records import Checker, batch_tokens, make_groups
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stages.training.causal_model import KVCache
+from penstock.torch import KVCache
 
 __all__ = ["Decoder", "Size"]
 

@@ -25,9 +25,7 @@ from rich.console import Console
 from penstock import (
     AdvantageNormalizer,
     Batcher,
-    Ledger,
     Pipeline,
-    PipelineStatistics,
     ReceiveChannel,
     RewardBridge,
     SendChannel,
@@ -35,10 +33,11 @@ from penstock import (
     TrainBatch,
     TrajectoryGroup,
     current,
-    memory_channel,
     processes,
     source,
 )
+from penstock.accounting import Ledger, PipelineStatistics
+from penstock.channels import memory_channel
 from penstock.testing import drive
 
 from .contestants import leaving_nothing

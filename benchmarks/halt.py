@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import anyio
 from rich.console import Console
 
-from penstock import Ledger, Pipeline, ReceiveChannel, TrajectoryGroup, processes, source
+from penstock import Pipeline, ReceiveChannel, TrajectoryGroup, processes, source
+from penstock.accounting import Ledger
 
 from .contestants import leaving_nothing
 from .report import print_table, span

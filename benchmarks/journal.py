@@ -21,16 +21,8 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from penstock import (
-    Batcher,
-    Journal,
-    Ledger,
-    Pipeline,
-    TrajectoryGroup,
-    processes,
-    source,
-)
-from penstock.pipeline.flow import Flow
+from penstock import Batcher, Flow, Journal, Pipeline, TrajectoryGroup, processes, source
+from penstock.accounting import Ledger
 from penstock.pipeline.journal_entry import encode_entry
 
 from .contestants import leaving_nothing

@@ -34,7 +34,8 @@ import structlog
 import zmq
 from rich.console import Console
 
-from penstock import Ledger, Pipeline, ReceiveChannel, Report, SendChannel, TrajectoryGroup, current, processes, source
+from penstock import Pipeline, ReceiveChannel, Report, SendChannel, TrajectoryGroup, current, processes, source
+from penstock.accounting import Ledger
 
 from .contestants import leaving_nothing
 from .records import make_groups

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 
 from penstock import TrainBatch, TrajectoryGroup
-from penstock.stages.losses import PPOClip
-from penstock.stages.training.torch_trainer import TorchTrainer
+from penstock.losses import PPOClip
+from penstock.torch import TorchTrainer
 
 from .decoder import Decoder, Size
 from .report import command_line, print_table, short, write_json

@@ -22,9 +22,8 @@ import structlog
 
 from penstock import (
     Batcher,
-    CommittedPrompts,
+    GroupId,
     Journal,
-    Key,
     ReceiveChannel,
     Report,
     SendChannel,
@@ -33,13 +32,13 @@ from penstock import (
     TrainBatch,
     TrajectoryGroup,
     current,
-    outlast,
     processes,
     source,
 )
+from penstock.accounting import CommittedPrompts
+from penstock.channels import ChannelKey, outlast
 from penstock.pipeline.processes.worker import die_with
-from penstock.schemas import GroupId
-from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
+from penstock.training import latest_checkpoint, write_checkpoint
 
 from .records import check_batch, check_record, record_of
 
@@ -86,9 +85,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / "finish"
 
     @property
-    def loaded_key(self) -> Key | None:
+    def loaded_key(self) -> ChannelKey | None:
         """The key of the channel."""
-        return None if self.key is None else Key.load(self.key)
+        return None if self.key is None else ChannelKey.load(self.key)
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import TrainBatch, TrajectoryGroup
-from penstock.schemas import GroupId
+from penstock import GroupId, TrainBatch, TrajectoryGroup
 from penstock.testing import group
 
 __all__ = ["CorruptRecord", "check_batch", "check_record", "every_id", "record_of"]

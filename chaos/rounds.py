@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 import anyio
 import msgspec
 
-from penstock import Key
+from penstock import GroupId
+from penstock.channels import ChannelKey
 from penstock.pipeline.channels.socket_directory import socket_directory
-from penstock.schemas import GroupId
 
 from .actors import Found, Spec, read_trained
 from .cast import Actor, Cast, children_of, left_of
@@ -146,7 +146,7 @@ def _engage(cast: Cast, scenario: Scenario, folder: Path) -> Line | None:
         near, far = (_holder(cast, spec, name) for name in ("near", "far"))
         line = Line(near, far)
     if scenario in {"tcp", "namespaces"}:
-        Key.create(folder / "key")
+        ChannelKey.create(folder / "key")
         url = f"tcp://{NEAR if line else '127.0.0.1'}:{_free_port()}"
         spec = msgspec.structs.replace(spec, url=url, key=str(folder / "key"))
     cast.actors.append(Actor("trainer", spec, within(near)))

@@ -30,18 +30,9 @@ from arithmetic.run import Run
 from arithmetic.task import LONGEST_ANSWER, TrainingProblems
 from arithmetic.tokenizer import TOKENIZER
 from arithmetic.warm_up import warm_up
-from penstock import (
-    AdvantageNormalizer,
-    Batcher,
-    RewardBridge,
-    SinkTrainer,
-    SourceEnv,
-    TorchPolicy,
-    TorchTrainer,
-    WeightPublisher,
-    processes,
-    source,
-)
+from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, SourceEnv, processes, source
+from penstock.torch import TorchPolicy, TorchTrainer
+from penstock.weights import WeightPublisher
 
 STEPS, TARGET, TIME_LIMIT_S = 250, 0.98, 100.0
 REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"

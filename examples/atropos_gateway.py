@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, TrainBatch, source
-from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
+from penstock.integrations.atropos import AtroposGateway, ServerConfig
 
 STEPS = 20
 SEQUENCES = 64

@@ -24,21 +24,10 @@ from arithmetic.optimizer import annealed_adamw
 from arithmetic.task import LONGEST_ANSWER, TrainingProblems
 from arithmetic.tokenizer import TOKENIZER
 from arithmetic.warm_up import warm_up
-from penstock import (
-    AdvantageNormalizer,
-    Batcher,
-    Distillation,
-    PPOClip,
-    RewardBridge,
-    SinkTrainer,
-    SourceEnv,
-    Teacher,
-    TorchPolicy,
-    TorchTeacher,
-    TorchTrainer,
-    WeightPublisher,
-    source,
-)
+from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, SourceEnv, Teacher, source
+from penstock.losses import Distillation, PPOClip
+from penstock.torch import TorchPolicy, TorchTeacher, TorchTrainer
+from penstock.weights import WeightPublisher
 
 STEPS, STEPS_WITH_TEACHER, TARGET, LITTLE_SKILL = 250, 100, 0.95, 200
 REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"

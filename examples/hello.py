@@ -11,7 +11,8 @@ from __future__ import annotations
 import anyio
 import numpy as np
 
-from penstock import ReceiveChannel, SendChannel, StopReason, TrajectoryGroup, memory_channel
+from penstock import ReceiveChannel, SendChannel, StopReason, TrajectoryGroup
+from penstock.channels import memory_channel
 
 PROMPT = [5, 6, 7]
 """Token ids of "2 + 2 =", in a vocabulary of our own."""

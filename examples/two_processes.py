@@ -14,7 +14,8 @@ import sys
 import anyio
 import numpy as np
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 
 GROUPS = 1000
 COMPLETIONS = 8

@@ -20,18 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from arithmetic.model import Shape, Transformer
-from penstock import (
-    AdvantageNormalizer,
-    AdvantageWeighted,
-    Batcher,
-    Metrics,
-    RankedTrainer,
-    SendChannel,
-    SinkTrainer,
-    TorchTrainer,
-    TrajectoryGroup,
-    source,
-)
+from penstock import AdvantageNormalizer, Batcher, SendChannel, SinkTrainer, TrajectoryGroup, source
+from penstock.accounting import Metrics
+from penstock.losses import AdvantageWeighted
+from penstock.torch import RankedTrainer, TorchTrainer
 
 VOCABULARY, LONGEST = 16, 64
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, identity_of
+from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, tokenizer_identity
 from ..schemas.numbers import whole_number
 from ..schemas.tokenizer import disagreements
 from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
@@ -120,7 +120,7 @@ def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
     found: list[tuple[str, TokenizerIdentity]] = []
     for name, tokenizer in _tokenizers(links):
         if isinstance(tokenizer, TokenizerIdentity) or hasattr(tokenizer, "get_vocab"):
-            known[id(tokenizer)] = known.get(id(tokenizer)) or identity_of(tokenizer)
+            known[id(tokenizer)] = known.get(id(tokenizer)) or tokenizer_identity(tokenizer)
             found.append((name, known[id(tokenizer)]))
     return found
 

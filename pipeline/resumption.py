@@ -23,7 +23,7 @@ from .context import Context
 from .errors import InvalidPipeline, RunInUse
 from .link import Link
 from .os_errors import explaining_os_errors
-from .telemetry import JsonlSink, get_logger
+from .telemetry import JsonlMetrics, get_logger
 
 __all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "kept_in", "resumed"]
 
@@ -113,7 +113,7 @@ def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[t
         links, point = _opened(folder, links)
         if point.step:
             context.ledger.restore(point.committed, point.step)
-        context.metrics.file = JsonlSink(folder / "metrics.jsonl", after_step=point.step)
+        context.metrics.file = JsonlMetrics(folder / "metrics.jsonl", after_step=point.step)
         try:
             yield tuple(links)
         finally:

@@ -26,7 +26,7 @@ from .os_errors import explaining_os_errors
 
 __all__ = [
     "Absorbing",
-    "JsonlSink",
+    "JsonlMetrics",
     "MetricSink",
     "Metrics",
     "Waited",
@@ -252,7 +252,7 @@ class WaitsHeard:
         self._metrics.absorb(observed)
 
 
-class JsonlSink:
+class JsonlMetrics:
     """Writes one JSON object a step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
 
     Args:

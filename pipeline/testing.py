@@ -25,7 +25,17 @@ from .ledger import Ledger
 from .stage import Sink, Source, Stage
 from .telemetry import Metrics
 
-__all__ = ["Driven", "VirtualClock", "batch", "drive", "drive_sink", "drive_source", "group", "trajectory"]
+__all__ = [
+    "Driven",
+    "VirtualClock",
+    "batch",
+    "drive",
+    "drive_sink",
+    "drive_source",
+    "entered",
+    "group",
+    "trajectory",
+]
 
 In = TypeVar("In")
 Out = TypeVar("Out")

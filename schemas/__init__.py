@@ -5,7 +5,7 @@ from .columns import Array
 from .errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch
 from .group import Trajectory, TrajectoryGroup
 from .ids import GroupId, StopReason, TrajectoryId
-from .tokenizer import TokenizerIdentity, check_tokenizers, identity_of
+from .tokenizer import TokenizerIdentity, check_tokenizers, tokenizer_identity
 
 __all__ = [
     "Array",
@@ -24,5 +24,5 @@ __all__ = [
     "TrajectoryGroup",
     "TrajectoryId",
     "check_tokenizers",
-    "identity_of",
+    "tokenizer_identity",
 ]

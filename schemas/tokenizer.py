@@ -17,7 +17,7 @@ import msgspec
 
 from .errors import TokenizersDiffer
 
-__all__ = ["TokenizerIdentity", "check_tokenizers", "disagreements", "identity_of"]
+__all__ = ["TokenizerIdentity", "check_tokenizers", "disagreements", "tokenizer_identity"]
 
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def identity_of(tokenizer: Any) -> TokenizerIdentity:
+def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
     """The identity of a tokenizer: transformers', tokenizers', or any other with a `get_vocab() -> {token: id}`.
 
     >>> class Bits:
@@ -59,7 +59,7 @@ def identity_of(tokenizer: Any) -> TokenizerIdentity:
     ...
     ...     def get_vocab(self):
     ...         return {"0": 0, "1": 1, ".": 2}
-    >>> str(identity_of(Bits()))
+    >>> str(tokenizer_identity(Bits()))
     'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?'
 
     An identity is its own.
@@ -126,5 +126,5 @@ def check_tokenizers(parts: Mapping[str, Any]) -> None:
     Raises:
         TokenizersDiffer: listing what differs, with both identities.
     """
-    if found := list(disagreements((part, identity_of(tokenizer)) for part, tokenizer in parts.items())):
+    if found := list(disagreements((part, tokenizer_identity(tokenizer)) for part, tokenizer in parts.items())):
         raise TokenizersDiffer("\n".join(found))

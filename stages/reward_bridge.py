@@ -27,7 +27,7 @@ from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .handful import Handful
-from .rewards.reward_functions import Answer, Calls, Failure, RewardFunction, calling
+from .rewards.reward_functions import Calls, Failure, RewardFunction, RewardInput, calling
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
 __all__ = ["RewardBridge"]
@@ -202,7 +202,7 @@ class RewardBridge:
 
         async def judge(function: RewardFunction, s: int) -> None:
             text = "\n".join(turns[s]) if function.reads_text else ""
-            answer = Answer(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
+            answer = RewardInput(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
             outcomes[function.name][s] = await calls[function.name].value(answer)
 
         async with anyio.create_task_group() as tasks:

@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from ..pipeline.channels.carriers import DEFAULT_MAX_SENDERS, serve
 from ..pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
-from ..pipeline.channels.keys import Key
+from ..pipeline.channels.keys import ChannelKey
 from ..pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from ..pipeline.channels.peer import Peer
 from ..pipeline.channels.remote_receiver import RemoteReceiver
@@ -30,7 +30,7 @@ from ..pipeline.repetitions import mask_of, noted
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..pipeline.waiting import Waiters
-from ..schemas import GroupId, TrajectoryGroup, identity_of
+from ..schemas import GroupId, TrajectoryGroup, tokenizer_identity
 from ..schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["SourceChannel"]
@@ -76,7 +76,7 @@ class SourceChannel:
     max_senders: int = DEFAULT_MAX_SENDERS
     capacity: int = REMOTE_CAPACITY
     capacity_bytes: int = REMOTE_CAPACITY_BYTES
-    key: Key | None = None
+    key: ChannelKey | None = None
     silence_s: float | None = DEFAULT_SILENCE_S
     tokenizer: Any = None
 
@@ -97,7 +97,7 @@ class SourceChannel:
         """
         unsaved, flush = _Unsaved(current().ledger), current().flush
         known = self.tokenizer is not None
-        identity = await anyio.to_thread.run_sync(identity_of, self.tokenizer) if known else None
+        identity = await anyio.to_thread.run_sync(tokenizer_identity, self.tokenizer) if known else None
         async with AsyncExitStack() as stack:
             inbox = await stack.enter_async_context(
                 serve(

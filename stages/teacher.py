@@ -29,7 +29,7 @@ from ..schemas.columns import freeze
 from ..schemas.numbers import normalize_counts, normalize_numbers
 from ..schemas.tokenizer import check_tokenizers
 from .engines.backoff import Backoff, jitter
-from .teachers.candidates import Candidates
+from .teachers.candidates import TeacherCandidates
 
 __all__ = ["OnFailure", "Teacher", "TeacherEngine", "TeacherPolicy"]
 
@@ -46,7 +46,7 @@ FIRST_ANSWERS = 8
 class TeacherEngine(Protocol):
     """An opened teacher."""
 
-    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> Candidates:
+    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:
         """What the teacher expects at the tokens [T] of a sequence; many tasks may ask at once.
 
         Args:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.pipeline.context import Worker
-from penstock.schemas import StopReason
-from penstock.stages.engines.policies import Completion, NoOpEngine
+from penstock import StopReason, Worker
+from penstock.policies import Completion, NoOpEngine
 
 
 @dataclass(frozen=True)

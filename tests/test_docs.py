@@ -9,17 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
-
-import penstock
-import penstock.errors
-import penstock.testing
+from tests.public_surface import public_names
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = [penstock, penstock.errors, penstock.testing]
-
-
-def public_names() -> list[tuple[str, object]]:
-    return [(name, getattr(module, name)) for module in PUBLIC for name in module.__all__]
 
 
 def modules() -> list[str]:

@@ -1,65 +1,101 @@
-"""The public names: what `import penstock` costs, and that every name is where it says it is."""
+"""The public names: the imports that `import penstock` costs, and what works without any extra."""
 
 from __future__ import annotations
 
-import ast
 import importlib
-import re
 import subprocess
 import sys
-from pathlib import Path
+from types import ModuleType
 
 import pytest
+from tests.public_surface import public_modules, public_names
 
-import penstock
-import penstock.errors
-import penstock.testing
 from penstock.errors import MissingExtra
+from penstock.policies import HttpPolicy
 
-TENSORS = re.compile("torch|losses")
-"""Modules that are nothing without torch."""
+EXTRAS = ("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib")
+"""Packages that only extras install."""
+
+NEEDS_EXTRA = {"penstock.torch": "torch", "penstock.losses": "torch"}
+"""Public modules that are nothing without an extra."""
+
+WITHOUT_EXTRAS = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {EXTRAS}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+LOOK_AT = """
+import importlib, inspect, pydoc
+module = importlib.import_module({name!r})
+assert all(hasattr(module, name) for name in module.__all__)
+exec(f"from {name} import *")
+assert dict(inspect.getmembers(module)).keys() >= set(module.__all__)
+assert "misspelled" not in dir(module) and not hasattr(module, "misspelled")
+pydoc.render_doc(module)
+"""
 
 
-def python(*arguments: str) -> str:
-    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+def python(script: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout + ran.stderr
+    return ran.stdout
 
 
-def test_importing_penstock_imports_no_other_package() -> None:
-    """That takes a few milliseconds; a name is imported with all that it needs when it is first asked for."""
-    loads = "import sys; before = set(sys.modules); import penstock; print(*set(sys.modules) - before)"
-    packages = {name.partition(".")[0] for name in python("-c", loads).split()}
-
-    assert packages - sys.stdlib_module_names - {"penstock"} == set()
+MODULES = [module.__name__ for module in public_modules()]
 
 
-def test_no_name_that_works_without_tensors_imports_torch() -> None:
-    tensors = {name for module, names in penstock._HOMES.items() for name in names if TENSORS.search(module)}
-    plain = sorted(set(penstock.__all__) - tensors)
-
-    loaded = python("-c", f"import sys\nfrom penstock import {', '.join(plain)}\nprint('torch' in sys.modules)")
-
-    assert loaded.strip() == "False"
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in NEEDS_EXTRA])
+def test_a_public_module_can_be_looked_at_without_any_extra(name: str) -> None:
+    python(WITHOUT_EXTRAS + LOOK_AT.format(name=name))
 
 
-@pytest.mark.parametrize("module", [penstock, penstock.errors, penstock.testing])
-def test_public_names_are_sorted_and_real(module: object) -> None:
-    names = module.__all__  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", NEEDS_EXTRA)
+def test_a_public_module_that_needs_an_extra_says_how_to_install_it(name: str) -> None:
+    told = python(
+        WITHOUT_EXTRAS
+        + f"""
+try:
+    import {name}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    )
 
-    assert names == sorted(names)
-    assert [name for name in names if getattr(module, name) is None] == []
+    installs = f"pip install 'penstock[{NEEDS_EXTRA[name]}]'"
+    assert told == f"MissingExtra {name} needs torch, which is not installed: {installs}\n"
 
 
-def test_type_checkers_are_told_the_same_as_the_interpreter() -> None:
-    tree = ast.parse(Path(penstock.__file__).read_text())
-    for_checkers = {
-        (node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    at_run_time = {(module, name) for module, names in penstock._HOMES.items() for name in names}
+def test_importing_penstock_does_not_import_torch() -> None:
+    assert python("import sys, penstock; print('torch' in sys.modules)").strip() == "False"
 
-    assert at_run_time <= for_checkers
-    assert {name for _, name in at_run_time} == set(penstock.__all__)
+
+async def test_a_policy_whose_extra_is_missing_says_so_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import Worker  # noqa: PLC0415
+
+    for name in [name for name in sys.modules if name.startswith(("aiohttp", "penstock.stages.engines"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+
+    with pytest.raises(MissingExtra, match=r"HttpPolicy needs aiohttp.*: pip install 'penstock\[http\]'"):
+        async with HttpPolicy(url="http://127.0.0.1:1", model="m").open(Worker()):
+            pass
+
+
+@pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
+def test_public_names_are_real(module: ModuleType) -> None:
+    assert [name for name in module.__all__ if getattr(module, name) is None] == []
+
+
+def test_a_public_name_stands_in_one_public_module() -> None:
+    names = [name for name, _ in public_names()]
+
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -69,21 +105,3 @@ def test_what_is_public_in_the_pipeline_folder_is_public_at_the_top(module: str,
     inner = [name for source in sources for name in importlib.import_module(f"penstock.pipeline.{source}").__all__]
 
     assert sorted(inner) == importlib.import_module(f"penstock.{module}").__all__
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    misspelled = "Trajectori"
-
-    with pytest.raises(AttributeError, match="no attribute 'Trajectori'"):
-        getattr(penstock, misspelled)
-
-
-def test_a_name_whose_dependency_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str, __: str) -> None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    monkeypatch.setattr(penstock, "import_module", absent)
-    monkeypatch.delitem(vars(penstock), "Ledger", raising=False)
-
-    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[torch\]'"):
-        penstock.Ledger  # noqa: B018 (asking is the test)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stages.training.causal_model import KVCache
+from penstock.torch import KVCache
 
 
 class TinyModel(nn.Module):

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import anyio
 import anyio.lowlevel
 
-from penstock import TrainBatch, TrajectoryGroup, connect, serve
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.schemas import Packer
+from penstock import TrainBatch, TrajectoryGroup
+from penstock.channels import RemoteReceiver, connect, serve
+from penstock.records import Packer
 
 from ..records import Checker, batch_tokens
 from .harness import DEADLINE_S, Case, Control, Latencies, Meter, Outcome, groups_to_send, producing

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from penstock import Metrics
+from penstock.accounting import Metrics
 
 from .exam import final_exam, quiz
 from .model import Transformer

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock import TorchTrainer, TrainBatch
+from penstock import TrainBatch
 from penstock.stages.engines.torch_sampling import Request, generate
+from penstock.torch import TorchTrainer
 
 from .model import Transformer
 from .task import HELD_OUT, LONGEST_ANSWER, held_out, is_right

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics
+from penstock.accounting import JointStatistics, PipelineStatistics, StageStatistics
 
 from .run import RECENT, Run, Summary
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stages.training.causal_model import KVCache
+from penstock.torch import KVCache
 
 from .tokenizer import TOKENIZER
 

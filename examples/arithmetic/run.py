@@ -16,7 +16,8 @@ import anyio
 import msgspec
 from safetensors.torch import save_file
 
-from penstock import JsonlSink, Metrics, Pipeline, Report
+from penstock import Pipeline, Report
+from penstock.accounting import JsonlMetrics, Metrics
 
 from .exam import final_exam, quiz
 from .model import Transformer
@@ -57,7 +58,7 @@ class Run:
         self.model = model
         self.folder = _new_folder(runs)
         (self.folder / "metrics.jsonl").touch()
-        self.metrics = Metrics(JsonlSink(self.folder / "metrics.jsonl"), self.note)
+        self.metrics = Metrics(JsonlMetrics(self.folder / "metrics.jsonl"), self.note)
         """Give it to the pipeline: every step is written, and noted here."""
         self.steps: list[dict[str, float]] = []
         """The metrics of every optimizer step so far."""

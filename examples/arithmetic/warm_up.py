@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.stages.training.causal_model import causal_attend, positions_of
+from penstock.torch import causal_attend, positions_of
 
 from .model import Transformer
 from .task import TrainingProblems

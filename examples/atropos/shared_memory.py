@@ -8,7 +8,7 @@ The line below the imports is all that is added; command line, configuration fil
 
 from regex_env import RegexEnv  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
-from penstock.stages.integrations.atropos import ShmTransport
+from penstock.integrations.atropos import ShmTransport
 
 
 class SharedMemoryRegexEnv(ShmTransport, RegexEnv):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import sys
 
 from regex_env import RegexEnv  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
-from penstock.stages.integrations.atropos import ShmTransport
+from penstock.integrations.atropos import ShmTransport
 
 
 def main(gateway: str, model_server: str, model: str, groups: str) -> None:

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar, get_args
 
-from ...schemas import identity_of
+from ...schemas import tokenizer_identity
 from ...schemas.control import check_name
 from ...schemas.numbers import finite_number, whole_number
 from ..file_descriptors import available
 from .carrier import R
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from .keys import Key
+from .keys import ChannelKey
 from .members import DEFAULT_ABSENCE_TIMEOUT_S, Members, OnAbsence
 from .remote_receiver import PeerListener, RemoteReceiver, Terms
 from .remote_sender import RemoteSender
@@ -48,7 +48,7 @@ def serve(
     max_senders: int = DEFAULT_MAX_SENDERS,
     listener: PeerListener | None = None,
     name: str | None = None,
-    key: Key | None = None,
+    key: ChannelKey | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
     tokenizer: Any = None,
     checksum: bool = False,
@@ -105,7 +105,7 @@ def serve(
         name=check_name(name or f"process {os.getpid()}"),
         key=key,
         silence_s=_silence_s(silence_s),
-        tokenizer=None if tokenizer is None else identity_of(tokenizer),
+        tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
         checksum=checksum,
     )
     scheme = _scheme(url, key)
@@ -118,7 +118,7 @@ def connect(
     record_type: type[R],
     *,
     name: str | None = None,
-    key: Key | None = None,
+    key: ChannelKey | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
     tokenizer: Any = None,
 ) -> AbstractAsyncContextManager[RemoteSender[R]]:
@@ -153,7 +153,7 @@ def connect(
     """
     silence_s = _silence_s(silence_s)
     name = check_name(name or "")
-    identity = None if tokenizer is None else identity_of(tokenizer)
+    identity = None if tokenizer is None else tokenizer_identity(tokenizer)
     scheme = _scheme(url, key)
     if scheme == "shm":
         opened = connect_shm(url, record_type, name=name, silence_s=silence_s, tokenizer=identity)
@@ -174,7 +174,7 @@ def _silence_s(silence_s: float | None) -> float | None:
     return None if silence_s is None else finite_number("silence_s", silence_s)
 
 
-def _scheme(url: str, key: Key | None) -> str:
+def _scheme(url: str, key: ChannelKey | None) -> str:
     scheme = url.partition("://")[0]
     if scheme not in {"shm", "tcp"}:
         raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")

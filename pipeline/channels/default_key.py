@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import InvalidKey, KeyUnavailable
-from .keys import Key
+from .keys import ChannelKey
 
 __all__ = ["default_key", "default_key_path"]
 
@@ -24,7 +24,7 @@ def default_key_path() -> Path:
     return folder / "penstock" / "channel.key"
 
 
-def default_key() -> Key:
+def default_key() -> ChannelKey:
     """Return this user's key, and make it if there is none. Blocks: use it in a worker thread.
 
     Raises:
@@ -45,18 +45,18 @@ def default_key() -> Key:
         ) from error
 
 
-def _load(path: Path) -> Key:
+def _load(path: Path) -> ChannelKey:
     owner, user = path.lstat().st_uid, os.geteuid()
     if owner != user:
         raise InvalidKey(f"expected {path} to belong to this user (uid {user}), got uid {owner}: remove it")
-    return Key.load(path)
+    return ChannelKey.load(path)
 
 
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        Key.create(draft)
+        ChannelKey.create(draft)
         with suppress(FileExistsError):  # another process was first
             os.link(draft, path)
     finally:

@@ -19,7 +19,7 @@ import zmq.utils.z85
 from ..errors import InvalidKey
 from ..os_errors import explaining_os_errors
 
-__all__ = ["Key", "Role"]
+__all__ = ["ChannelKey", "Role"]
 
 SECRET_BYTES = 32
 
@@ -36,10 +36,10 @@ class CurvePair(NamedTuple):
     secret: bytes
 
 
-class Key:
+class ChannelKey:
     """32 random bytes that both ends of a channel know; kept in a file of mode 0600.
 
-    >>> key = Key.create("/tmp/run-17.key")         # doctest: +SKIP
+    >>> key = ChannelKey.create("/tmp/run-17.key")         # doctest: +SKIP
     >>> serve("tcp://0.0.0.0:5555", TrajectoryGroup, key=key)       # doctest: +SKIP
     """
 
@@ -59,7 +59,7 @@ class Key:
         return "<Key>"
 
     @classmethod
-    def create(cls, path: str | Path) -> Key:
+    def create(cls, path: str | Path) -> ChannelKey:
         """A new key in a new file that only this user reads. Copy it to the other host by a way that you trust.
 
         Raises:
@@ -78,7 +78,7 @@ class Key:
         return key
 
     @classmethod
-    def load(cls, path: str | Path) -> Key:
+    def load(cls, path: str | Path) -> ChannelKey:
         """The key in a file that `create` wrote.
 
         Raises:

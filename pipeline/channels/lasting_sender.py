@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, identity_of
+from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
 from ...schemas.numbers import finite_number, whole_number
 from ..causes import alone
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, TooMuchUnsaved
@@ -25,7 +25,7 @@ from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
 from .carriers import connect
 from .channel import ChannelStatistics
-from .keys import Key
+from .keys import ChannelKey
 from .remote_sender import RemoteSender
 from .silence import DEFAULT_SILENCE_S
 
@@ -199,7 +199,7 @@ class LastingSender:
         self,
         url: str | Path,
         name: str | None,
-        key: Key | None,
+        key: ChannelKey | None,
         silence_s: float | None,
         tokenizer: TokenizerIdentity | None,
     ) -> None:
@@ -269,7 +269,7 @@ async def outlast(
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
     patience_s: float = PATIENCE_S,
     name: str | None = None,
-    key: Key | None = None,
+    key: ChannelKey | None = None,
     silence_s: float | None = DEFAULT_SILENCE_S,
     tokenizer: Any = None,
 ) -> AsyncIterator[LastingSender]:
@@ -296,7 +296,7 @@ async def outlast(
             a note says that only the end was not heard.
         MemberNameInUse: another sender of this name was connected for as long.
     """
-    identity = None if tokenizer is None else await anyio.to_thread.run_sync(identity_of, tokenizer)
+    identity = None if tokenizer is None else await anyio.to_thread.run_sync(tokenizer_identity, tokenizer)
     sender = LastingSender(capacity, capacity_bytes, patience_s, name)
     silence_s = None if silence_s is None else finite_number("silence_s", silence_s)
     with alone():

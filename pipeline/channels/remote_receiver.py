@@ -47,7 +47,7 @@ from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
 from .connection import Acceptor, PeerControl
 from .ends import Receiving
-from .keys import Key
+from .keys import ChannelKey
 from .members import Members
 from .memory import CHECKPOINT_EVERY
 from .peer import Peer
@@ -106,7 +106,7 @@ class Terms:
     max_senders: int
     listener: PeerListener | None
     name: str
-    key: Key | None
+    key: ChannelKey | None
     silence_s: float | None
     tokenizer: TokenizerIdentity | None
     checksum: bool

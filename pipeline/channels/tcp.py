@@ -2,7 +2,7 @@
 
 Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
 Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Both sides need the
-same `Key`; on loopback they use this user's unless they are given one.
+same `ChannelKey`; on loopback they use this user's unless they are given one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import RecordTooLarge, StaleDescriptor
 from .carrier import HANDSHAKE_S, LARGEST_MESSAGE, Parcel, R, Released, router, start_zero_copy
 from .checksum import checked, with_checksum
 from .introduction import answering_within, greeting, introduce, let_in
-from .keys import Key
+from .keys import ChannelKey
 from .remote_receiver import RemoteReceiver, Terms
 from .remote_sender import RemoteSender, SenderLine
 from .silence import send_signs_of_life
@@ -230,7 +230,7 @@ async def connect_tcp(
     record_type: type[R],
     *,
     name: str,
-    key: Key | None,
+    key: ChannelKey | None,
     silence_s: float | None,
     tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:

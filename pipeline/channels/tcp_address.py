@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from .default_key import default_key
-from .keys import Key
+from .keys import ChannelKey
 
 __all__ = ["TcpAddress", "bracketed", "resolved"]
 
@@ -21,10 +21,10 @@ class TcpAddress(NamedTuple):
     addresses: Sequence[str]
     """Of the host, by preference."""
     port: int
-    key: Key
+    key: ChannelKey
 
 
-def resolved(url: str, key: Key | None) -> TcpAddress:
+def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
     """Resolve a tcp URL. Blocks. On loopback the key is this user's, unless another is given.
 
     Raises:

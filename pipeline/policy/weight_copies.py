@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import WeightsMismatch
 from .weight_memory import HostMemory, fill
-from .weight_specs import Fused, Inventory, Part, Tensor, differing, fit, specs_of
+from .weight_specs import FusedTensor, Inventory, Part, Tensor, differing, fit, specs_of
 from .weights import Publication, WeightReader
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Targets:
     """Tensors that are filled, and where each lies among those that are published."""
 
     def __init__(
-        self, model: nn.Module | Mapping[str, Tensor], published: Inventory, fused: Iterable[Fused], whose: str
+        self, model: nn.Module | Mapping[str, Tensor], published: Inventory, fused: Iterable[FusedTensor], whose: str
     ) -> None:
         """Hold a module, or tensors by name, to what is published; a module also to the tables, which are not filled.
 
@@ -61,7 +61,7 @@ class Copies:
     """The publisher may write over what was copied."""
 
     def __init__(
-        self, reader: WeightReader, model: nn.Module | Mapping[str, Tensor], fused: Iterable[Fused], whose: str
+        self, reader: WeightReader, model: nn.Module | Mapping[str, Tensor], fused: Iterable[FusedTensor], whose: str
     ) -> None:
         """As `Targets`.
 

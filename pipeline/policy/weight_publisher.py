@@ -45,7 +45,7 @@ from ..telemetry import get_logger
 from ..waiting import Waiters
 from .engine_sync import Syncable, synced
 from .weight_door import opened_door
-from .weight_specs import Fused, Tensor, inventory_of
+from .weight_specs import FusedTensor, Tensor, inventory_of
 from .weights import NO_VERSION, WeightWriter
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class WeightPublisher:
         self,
         model: nn.Module | Mapping[str, Tensor],
         *,
-        fused: Iterable[Fused] = (),
+        fused: Iterable[FusedTensor] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
         device: str = "cpu",
         patience_s: float = PATIENCE_S,

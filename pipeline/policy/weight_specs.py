@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ITEM_BYTES",
-    "Fused",
+    "FusedTensor",
     "Inventory",
     "Part",
     "TableSpec",
@@ -184,10 +184,10 @@ def _refuse(lines: Sequence[str], whose: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedTensor:
     """One tensor on one side is several on the other: `whole` is the rows of each of `parts`, one after the other.
 
-    `*` stands for any piece of a name between dots, the same in all of them: one `Fused` speaks for every layer.
+    `*` stands for any piece of a name between dots, the same in all of them: one `FusedTensor` speaks for every layer.
 
         Fused("layers.*.gate_up.weight", ("layers.*.gate.weight", "layers.*.up.weight"))
     """
@@ -195,15 +195,15 @@ class Fused:
     whole: str
     parts: tuple[str, ...]
 
-    def instances(self, names: Iterable[str]) -> list[Fused]:
+    def instances(self, names: Iterable[str]) -> list[FusedTensor]:
         """This, without `*`: once for every set of parts of which one is among `names`."""
         patterns = [re.compile(re.escape(part).replace(r"\*", r"([^.]+)")) for part in self.parts]
         matches = [pattern.fullmatch(name) for name in names for pattern in patterns]
         return list(dict.fromkeys(self._filled(match.groups()) for match in matches if match))
 
-    def _filled(self, pieces: Sequence[str]) -> Fused:
+    def _filled(self, pieces: Sequence[str]) -> FusedTensor:
         whole, *parts = (_filled(pattern, pieces) for pattern in (self.whole, *self.parts))
-        return Fused(whole, tuple(parts))
+        return FusedTensor(whole, tuple(parts))
 
 
 def _filled(pattern: str, pieces: Sequence[str]) -> str:
@@ -222,7 +222,7 @@ class Part(NamedTuple):
 
 
 def packed(
-    specs: Sequence[TensorSpec], fused: Iterable[Fused], whose: str
+    specs: Sequence[TensorSpec], fused: Iterable[FusedTensor], whose: str
 ) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...]]:
     """What `specs` are where `fused` parts lie together: the specs of whole tensors, and where each of `specs` is.
 
@@ -235,7 +235,7 @@ def packed(
 
 
 def fitted(
-    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[Fused], whose: str
+    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[FusedTensor], whose: str
 ) -> tuple[Part, ...]:
     """Where each tensor of a model lies among those that are published.
 
@@ -248,7 +248,7 @@ def fitted(
 
 
 def fit(
-    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[Fused]
+    model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[FusedTensor]
 ) -> tuple[tuple[Part, ...], list[str]]:
     """As `fitted`, with what does not fit as lines; where there are any, the places mean nothing."""
     names, there = _names(model), _names(published)
@@ -263,7 +263,7 @@ def _names(specs: Iterable[TensorSpec]) -> list[str]:
 
 
 def _packed(
-    specs: Sequence[TensorSpec], rules: Iterable[tuple[Fused, Sequence[Fused]]]
+    specs: Sequence[TensorSpec], rules: Iterable[tuple[FusedTensor, Sequence[FusedTensor]]]
 ) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...], list[str]]:
     """As `packed`, with what does not fit as lines; it stays as it is."""
     known = {spec.name: spec for spec in specs}

@@ -45,7 +45,7 @@ from ..file_descriptors import available
 from ..waiting import Waiters
 from .weight_copies import Copies
 from .weight_door import directory_of, knock
-from .weight_specs import Fused, Tensor
+from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION, WeightReader
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class WeightSubscriber:
         return self._opened().memory.device
 
     def attach(
-        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = (), copied: bool = False
+        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[FusedTensor] = (), copied: bool = False
     ) -> None:
         """Say what `refresh` brings to the newest version.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import WeightsMismatch
 from .meta_model import Completion
-from .weight_specs import Fused, Inventory, Part, differing, fit, specs_of
+from .weight_specs import FusedTensor, Inventory, Part, differing, fit, specs_of
 from .weight_tables import table_differences
 from .weights import Publication, WeightReader
 
@@ -38,7 +38,9 @@ class _Slot(NamedTuple):
 class Views:
     """A model, and how its tensors are pointed to memory."""
 
-    def __init__(self, model: nn.Module, published: Inventory, fused: Iterable[Fused], whose: str, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, published: Inventory, fused: Iterable[FusedTensor], whose: str, device: str
+    ) -> None:
         """Hold `model` to what is published, and make up for what it lacks; its tensors stay where they are so far.
 
         Raises:
@@ -89,7 +91,7 @@ class MountedViews:
     holds = True
     """The publisher must not write over what the model is views of."""
 
-    def __init__(self, reader: WeightReader, model: nn.Module, fused: Iterable[Fused], whose: str) -> None:
+    def __init__(self, reader: WeightReader, model: nn.Module, fused: Iterable[FusedTensor], whose: str) -> None:
         """As `Views`."""
         self._reader = reader
         self._model = Views(model, reader.inventory, fused, whose, reader.memory.device)

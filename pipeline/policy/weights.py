@@ -29,7 +29,7 @@ from .device_memory import DeviceMemory
 from .weight_memory import HostMemory, VersionMemory
 from .weight_specs import (
     ITEM_BYTES,
-    Fused,
+    FusedTensor,
     Inventory,
     Part,
     TableSpec,
@@ -112,7 +112,7 @@ class WeightWriter:
         self,
         specs: Sequence[TensorSpec],
         *,
-        fused: Iterable[Fused] = (),
+        fused: Iterable[FusedTensor] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
         device: str = "cpu",
         tables: tuple[TableSpec, ...] | None = None,

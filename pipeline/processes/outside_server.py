@@ -29,7 +29,7 @@ from ..telemetry import get_logger
 from .kept_process import KeptProcess, describe_end, start_kept
 from .log_errors import first_error
 
-__all__ = ["OutsideServer", "Probe", "RunningServer", "listens", "responds"]
+__all__ = ["OutsideServer", "Probe", "RunningServer", "http_ready", "tcp_ready"]
 
 log = get_logger("penstock.outside_server")
 
@@ -53,7 +53,7 @@ Probe: TypeAlias = Callable[[], Awaitable[object]]
 """Raises until the server is ready; what it raises last is told where that is never."""
 
 
-def responds(url: str) -> Probe:
+def http_ready(url: str) -> Probe:
     """A probe: a GET of this `http://` URL is answered with a status from 200 to 299.
 
     Raises:
@@ -77,7 +77,7 @@ async def _get(url: str) -> None:
         raise ConnectionError(f"GET {url} was answered with {status.decode(errors='replace')!r}")
 
 
-def listens(port: int, host: str = "127.0.0.1") -> Probe:
+def tcp_ready(port: int, host: str = "127.0.0.1") -> Probe:
     """A probe: somebody accepts connections at this port."""
     return partial(_connect, host, whole_number("port", port))
 
@@ -191,7 +191,7 @@ class OutsideServer:
     command: Sequence[str]
     """The program and its arguments; no shell."""
     ready: Probe
-    """Says when it can be used: `responds(url)`, `listens(port)`, or a coroutine function that raises until then."""
+    """Says when it can be used: `http_ready(url)`, `tcp_ready(port)`, or a coroutine function that raises till then."""
     name: str = ""
     """What it is called in messages and what its log is called; by default as its program."""
     logs: str | Path = "logs"

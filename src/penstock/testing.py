@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .pipeline.channels.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
-from .pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, group, trajectory
+from .pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, entered, group, trajectory
 
 __all__ = [
     "CHANNEL_RULES",
@@ -16,6 +16,7 @@ __all__ = [
     "drive",
     "drive_sink",
     "drive_source",
+    "entered",
     "group",
     "trajectory",
 ]

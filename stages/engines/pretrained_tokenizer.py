@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tokenizers
 
 from ...pipeline.errors import InvalidConfig
+from ...pipeline.extras import extra
 
 __all__ = ["PretrainedTokenizer"]
 
@@ -83,6 +83,8 @@ class PretrainedTokenizer:
 def _loaded(path: Path) -> Any:
     if not path.is_file():
         raise InvalidConfig(f"{path}: expected a tokenizer saved by `save_pretrained(folder)`, got no such file")
+    with extra("tokenizers", "PretrainedTokenizer"):
+        import tokenizers  # noqa: PLC0415 (a policy without text does not need it)
     try:
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one

@@ -25,7 +25,7 @@ from torch import nn
 from ...pipeline.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsDamaged
 from ...pipeline.policy.weight_copies import Targets
 from ...pipeline.policy.weight_memory import fill
-from ...pipeline.policy.weight_specs import Fused, Part, Tensor
+from ...pipeline.policy.weight_specs import FusedTensor, Part, Tensor
 from ...pipeline.policy.weight_subscriber import WeightSubscriber
 from ...pipeline.policy.weight_views import Views
 from ...pipeline.policy.weights import NO_VERSION
@@ -96,7 +96,7 @@ class FolderSubscriber:
         return self._version
 
     def attach(
-        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[Fused] = (), copied: bool = False
+        self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[FusedTensor] = (), copied: bool = False
     ) -> None:
         """As `WeightSubscriber.attach`: a module's tensors become views of this process' one copy.
 

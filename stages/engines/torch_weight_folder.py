@@ -35,7 +35,7 @@ from ...pipeline.errors import WeightsInUse
 from ...pipeline.os_errors import explaining_os_errors
 from ...pipeline.policy.engine_sync import Syncable, synced
 from ...pipeline.policy.weight_specs import (
-    Fused,
+    FusedTensor,
     Inventory,
     TableSpec,
     Tensor,
@@ -108,7 +108,7 @@ class WeightFolder:
         folder: str | Path,
         model: nn.Module | Mapping[str, Tensor],
         *,
-        fused: Iterable[Fused] = (),
+        fused: Iterable[FusedTensor] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
         name: str | None = None,
     ) -> None:

@@ -26,12 +26,12 @@ from ...schemas import Trajectory
 from ...schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
-__all__ = ["Answer", "Calls", "Failure", "RewardFunction", "calling"]
+__all__ = ["Calls", "Failure", "RewardFunction", "RewardInput", "calling"]
 
 log = get_logger("penstock.reward")
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class RewardInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a reward function judges."""
 
     trajectory: Trajectory
@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The meta of the group, e.g. the question."""
 
 
-Judge: TypeAlias = Callable[[Answer], float | Awaitable[float]]
+Judge: TypeAlias = Callable[[RewardInput], float | Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class RewardFunction:
     'reasons'
 
     Args:
-        function: takes an `Answer`, returns a finite number.
+        function: takes a `RewardInput`, returns a finite number.
         name: of the component; the function's own by default.
         concurrency: calls at a time.
         timeout_s: how long one call may take.
         on_failure: what becomes of a trajectory for which the function raises, times out or returns no finite number.
             "drop": it ends as failed, with the function's name and the error as reason; the rest of its group goes on.
             "raise": the pipeline fails. A number: that is the component's value, and the failure is counted.
-        reads_text: whether the function looks at `Answer.text`; where nobody does, nothing is decoded.
+        reads_text: whether the function looks at `RewardInput.text`; where nobody does, nothing is decoded.
 
     Raises:
         ValueError: a number that makes no sense, or a function without a name.
@@ -108,7 +108,7 @@ class Calls:
         self._errors = RepeatedErrors(log, "reward_function_failed")
         self._failed_in_a_row = 0
 
-    async def value(self, answer: Answer) -> float | Failure:
+    async def value(self, answer: RewardInput) -> float | Failure:
         """Return what the function says of `answer`, or what its failure counts as.
 
         Raises:
@@ -130,7 +130,7 @@ class Calls:
         self._failed_in_a_row = 0
         return value
 
-    def _count_failure(self, error: Exception, answer: Answer) -> None:
+    def _count_failure(self, error: Exception, answer: RewardInput) -> None:
         """Log and count a failure.
 
         Raises:
@@ -147,7 +147,7 @@ class Calls:
                 f"traceback of each error is in the log"
             ) from error
 
-    async def _finite(self, answer: Answer) -> float:
+    async def _finite(self, answer: RewardInput) -> float:
         rule = self._rule
         with anyio.move_on_after(rule.timeout_s):
             number = float(await self._called(answer))
@@ -156,7 +156,7 @@ class Calls:
             return number
         raise TimeoutError(f"{rule.name}: expected an answer within {rule.timeout_s} s, got none")
 
-    async def _called(self, answer: Answer) -> float:
+    async def _called(self, answer: RewardInput) -> float:
         function = self._rule.function
         if _is_async(function):
             value = function(answer)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from ...schemas import InvalidRecord
 
-__all__ = ["Candidates"]
+__all__ = ["TeacherCandidates"]
 
 ROUNDING = 1e-3
 """A log-probability may be that much above 0: engines compute in bfloat16, too."""
 
 
-class Candidates(NamedTuple):
+class TeacherCandidates(NamedTuple):
     """Tokens that a teacher finds likely, for each of the T tokens of a sequence; C in all.
 
     Those of token t are what the teacher expects there, given the tokens before it; the first has none.
@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
     def of(cls, rows: Sequence[Mapping[int, float] | None]) -> Self:
         """From one mapping of ids to log-probabilities a token, or None where there are none.
 
-        >>> Candidates.of([None, {7: -0.5, 3: -1.0}]).ids.tolist()
+        >>> TeacherCandidates.of([None, {7: -0.5, 3: -1.0}]).ids.tolist()
         [7, 3]
         """
         told = [row or {} for row in rows]

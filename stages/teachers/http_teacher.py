@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from ...pipeline.context import Worker
 from ...pipeline.errors import ProtocolMismatch
+from ...pipeline.extras import extra
 from ...schemas.config import check_url
-from ..engines.backoff import Backoff
-from ..engines.http_policy import HttpPolicy
-from ..engines.server_client import ServerClient, client_of
+from ..engines.backoff import Backoff, jitter
 from ..teacher import TeacherEngine
-from .candidates import Candidates
+from .candidates import TeacherCandidates
+
+if TYPE_CHECKING:
+    from ..engines.server_client import ServerClient
 
 __all__ = ["HttpTeacher"]
 
@@ -76,17 +78,14 @@ class HttpTeacher:
         Raises:
             NobodyListens: nothing answers at `url`.
             EngineRefused: the server has another model.
+            MissingExtra: aiohttp is not installed.
         """
-        told = HttpPolicy(
-            url=self.url,
-            model=self.model,
-            server="openai",  # which one it is does not matter
-            api_key=self.api_key,
-            timeout_s=AT_START_S,
-            backoff=AT_START,
-        )
-        async with told.open(worker):
-            pass  # it was asked at opening; nothing is sampled from a teacher
+        with extra("http", "HttpTeacher"):
+            from ..engines.http_engine import check_model  # noqa: PLC0415 (describing a teacher does not need aiohttp)
+            from ..engines.server_client import client_of  # noqa: PLC0415
+        told = client_of(self.url, self.api_key, AT_START, timeout_s=AT_START_S, random=jitter(worker))
+        async with told as client:
+            await check_model(client, self.model)
         once = Backoff(attempts=1)
         async with client_of(self.url, self.api_key, once, timeout_s=math.inf, random=lambda: 0.0) as client:
             yield _Engine(self.model, client)
@@ -99,7 +98,7 @@ class _Engine:
         self._model = model
         self._client = client
 
-    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> Candidates:  # noqa: ARG002 (the server tells of every token)
+    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:  # noqa: ARG002 (the server tells of every token)
         """See `TeacherEngine`.
 
         Raises:
@@ -116,4 +115,4 @@ class _Engine:
         except (msgspec.ValidationError, ValueError) as error:
             raise ProtocolMismatch(f"expected prompt_logprobs from {self._client.url}{PATH}: {error}") from None
         rows = [row or {} for row in choice.prompt_logprobs]
-        return Candidates.of([{index: told.logprob for index, told in row.items()} for row in rows])
+        return TeacherCandidates.of([{index: told.logprob for index, told in row.items()} for row in rows])

@@ -22,7 +22,7 @@ from ...schemas.numbers import normalize_counts
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel
 from ..training.scoring import Likelihood, Packed, scored_tokens
-from .candidates import Candidates
+from .candidates import TeacherCandidates
 
 __all__ = ["TorchTeacher"]
 
@@ -54,7 +54,7 @@ class _Question:
     tokens: NDArray[np.int32]
     wanted: NDArray[np.bool_]
     top_k: int
-    answers: list[Candidates] = field(default_factory=list)
+    answers: list[TeacherCandidates] = field(default_factory=list)
     """The answer, once there is one."""
 
 
@@ -68,7 +68,7 @@ class _Engine:
         """Without an answer."""
         self._free = anyio.Lock()
 
-    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> Candidates:
+    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:
         """See `TeacherEngine`."""
         question = _Question(tokens, wanted, top_k)
         self._asked.append(question)
@@ -95,7 +95,9 @@ class _Engine:
             ids[at], logprobs[at] = found.ids.cpu().numpy(), found.logprobs.float().cpu().numpy()
         for question, first, last in zip(questions, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
             known = ids[first:last] >= 0
-            question.answers.append(Candidates(known.sum(1), ids[first:last][known], logprobs[first:last][known]))
+            question.answers.append(
+                TeacherCandidates(known.sum(1), ids[first:last][known], logprobs[first:last][known])
+            )
 
 
 class _Likeliest(NamedTuple):

@@ -21,7 +21,15 @@ from torch import Tensor
 from ...pipeline.committed_prompts import CommittedPrompts, CommittedState
 from ...pipeline.policy.weight_specs import check_weights, specs_of
 from ...pipeline.resumption import Stateful
-from ...schemas import Array, GroupId, InvalidRecord, TokenizerIdentity, TrainBatch, check_tokenizers, identity_of
+from ...schemas import (
+    Array,
+    GroupId,
+    InvalidRecord,
+    TokenizerIdentity,
+    TrainBatch,
+    check_tokenizers,
+    tokenizer_identity,
+)
 from ...schemas.numbers import finite_number, whole_number
 from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .causal_model import CausalModel
@@ -105,7 +113,7 @@ class TorchTrainer:
         state: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.tokenizer = None if tokenizer is None else identity_of(tokenizer)
+        self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)
         """Identity of the model's tokenizer, where it was told."""
         self._model = model
         self.ranks = Ranks() if is_shared(model) else None

@@ -376,7 +376,7 @@ def main() -> None:
     )
     environment = Environment(config, arguments.groups)
     if arguments.shm:
-        from penstock.stages.integrations.atropos import ShmTransport  # noqa: PLC0415 (the others need no penstock)
+        from penstock.integrations.atropos import ShmTransport  # noqa: PLC0415 (the others need no penstock)
 
         ShmTransport.attach(environment)
     asyncio.run(environment.env_manager())

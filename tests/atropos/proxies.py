@@ -11,8 +11,9 @@ import anyio
 from anyio.abc import SocketAttribute, SocketStream
 from tests.failsafe import FAILSAFE_S
 
-from penstock import Ledger, ReceiveChannel, TrajectoryGroup, current, source
-from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
+from penstock import ReceiveChannel, TrajectoryGroup, current, source
+from penstock.accounting import Ledger
+from penstock.integrations.atropos import AtroposGateway, ServerConfig
 
 __all__ = ["ONLY_HTTP", "Pipeline", "Proxy", "proxied", "running"]
 

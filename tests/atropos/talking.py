@@ -10,8 +10,7 @@ import aiohttp
 import anyio
 from tests.failsafe import FAILSAFE_S
 
-from penstock.stages.integrations.atropos import AtroposGateway, AtroposTrainers
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
+from penstock.integrations.atropos import AtroposGateway, AtroposTrainers, ServerConfig
 
 ANYWHERE = ServerConfig(port=0)
 

@@ -12,8 +12,8 @@ import pytest
 from penstock import commands
 from penstock.cli import main
 from penstock.errors import InvalidConfig
+from penstock.integrations.atropos import ServerConfig
 from penstock.stages.integrations.atropos.server.running import _listen
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
 
 TOKEN = "a token of this test"  # noqa: S105 (no secret)
 

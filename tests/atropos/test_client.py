@@ -23,20 +23,16 @@ from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 
 import penstock.stages.integrations.atropos.server.running  # noqa: F401 (imported here, for that blocks)
-from penstock import GroupId, TrajectoryGroup, drop, memory_channel, source
+from penstock import Context, GroupId, ReceiveChannel, TrajectoryGroup, drop, source
+from penstock.channels import memory_channel
 from penstock.errors import MissingExtra
-from penstock.pipeline.channels.channel import ReceiveChannel
-from penstock.pipeline.context import Context, entered
+from penstock.integrations.atropos import AtroposAPIError, AtroposClient, AtroposTrainers, ServerConfig
 from penstock.stages.engines.backoff import Backoff
 from penstock.stages.engines.retrying import WITHOUT_END
 from penstock.stages.integrations.atropos import client as client_module
 from penstock.stages.integrations.atropos import http_api
-from penstock.stages.integrations.atropos.api_error import AtroposAPIError
-from penstock.stages.integrations.atropos.client import AtroposClient
 from penstock.stages.integrations.atropos.contract import TrainerRegistration
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
-from penstock.stages.integrations.atropos.server.trainers import AtroposTrainers
-from penstock.testing import Driven, drive_sink, drive_source, group
+from penstock.testing import Driven, drive_sink, drive_source, entered, group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}
 

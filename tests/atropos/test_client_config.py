@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidConfig
-from penstock.stages.integrations.atropos.client import AtroposClient
+from penstock.integrations.atropos import AtroposClient
 
 NEEDED: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 3}
 

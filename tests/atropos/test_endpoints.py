@@ -14,13 +14,13 @@ import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
+from penstock.integrations.atropos import Limits, ServerConfig
 from penstock.stages.integrations.atropos.queue.records import Submission
 from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock.stages.integrations.atropos.server.app import application
 from penstock.stages.integrations.atropos.server.backend import RelayBackend
 from penstock.stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
-from penstock.stages.integrations.atropos.server.limits import Bodies, BodyRefused, Limits, Refusals
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
+from penstock.stages.integrations.atropos.server.limits import Bodies, BodyRefused, Refusals
 from penstock.stages.integrations.atropos.server.shm_ingest import ShmIngest
 from penstock.stages.integrations.atropos.shm.receiver import ShmReceiver
 from penstock.stages.integrations.atropos.translation import from_group

@@ -15,14 +15,13 @@ from tests.atropos.gateways import environment, scored
 from tests.atropos.talking import ANYWHERE, talking
 from tests.failsafe import FAILSAFE_S
 
-from penstock import Ledger, TrajectoryGroup, memory_channel
+from penstock import Context, TrajectoryGroup
+from penstock.accounting import Ledger
+from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
-from penstock.pipeline.channels.memory import MemoryReceiver
-from penstock.pipeline.context import Context, entered
-from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
+from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
 from penstock.stages.integrations.atropos.server import gateway, serve
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
-from penstock.testing import drive_source
+from penstock.testing import drive_source, entered
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from tests.atropos.proxies import ONLY_HTTP, Pipeline, running
 from tests.atropos.test_client import client
 
 from penstock.errors import InvalidConfig
-from penstock.stages.integrations.atropos import (
+from penstock.integrations.atropos import (
     AtroposAPIError,
     AtroposTrainers,
     ServerConfig,

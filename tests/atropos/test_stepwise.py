@@ -30,10 +30,10 @@ from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import FakePolicy
 from tests.fake_policy import Letters as PolicyLetters
 
-from penstock.errors import InvalidConfig, MissingExtra
-from penstock.schemas import InvalidRecord, StopReason, TrajectoryGroup
-from penstock.stages.environments import StepEnvironment
-from penstock.stages.integrations.atropos import Action, AtroposEnvironment, register_with_gem
+from penstock import SourceEnv, StopReason, TrajectoryGroup
+from penstock.environments import StepEnvironment
+from penstock.errors import InvalidConfig, InvalidRecord, MissingExtra
+from penstock.integrations.atropos import Action, AtroposEnvironment, register_with_gem
 from penstock.stages.integrations.atropos.steps.messages import (
     EnvironmentDied,
     EnvironmentRaised,
@@ -45,7 +45,6 @@ from penstock.stages.integrations.atropos.steps.messages import (
 )
 from penstock.stages.integrations.atropos.steps.scoring import sampled
 from penstock.stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
-from penstock.stages.source_env import SourceEnv
 from penstock.testing import Driven, drive_source
 
 FILE = step_environments.__file__

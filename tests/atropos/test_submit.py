@@ -15,7 +15,7 @@ from tests.atropos.proxies import ONLY_HTTP, proxied, running
 from tests.failsafe import FAILSAFE_S
 
 from penstock.errors import InvalidConfig, InvalidRecord
-from penstock.stages.integrations.atropos import AtroposAPIError, submit, submitting
+from penstock.integrations.atropos import AtroposAPIError, submit, submitting
 from penstock.testing import group
 
 LONG = 3000

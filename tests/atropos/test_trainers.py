@@ -15,10 +15,10 @@ from tests.atropos.gateways import TRAINER, scored
 from tests.atropos.talking import ANYWHERE, Talk, talking
 from tests.failsafe import FAILSAFE_S
 
-from penstock import SendChannel, TrajectoryGroup, memory_channel
-from penstock.pipeline.context import Context, entered
-from penstock.stages.integrations.atropos import AtroposTrainers
-from penstock.testing import group
+from penstock import Context, SendChannel, TrajectoryGroup
+from penstock.channels import memory_channel
+from penstock.integrations.atropos import AtroposTrainers
+from penstock.testing import entered, group
 
 
 def serves(departure_timeout_s: float = 0.01) -> AtroposTrainers:

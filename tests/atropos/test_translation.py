@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schemas import TrainBatch, TrajectoryGroup
+from penstock import TrainBatch, TrajectoryGroup
 from penstock.stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
 from penstock.stages.integrations.atropos.translation import from_group, scored_of, to_group
 

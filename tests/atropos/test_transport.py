@@ -14,9 +14,9 @@ from tests.atropos.environment import Config, Environment, Scored, scored_group
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
+from penstock.channels import RemoteSender
 from penstock.errors import NobodyListens
-from penstock.pipeline.channels.remote_sender import RemoteSender
-from penstock.stages.integrations.atropos import GatewayGone, ShmTransport, submitting
+from penstock.integrations.atropos import GatewayGone, ShmTransport, submitting
 from penstock.stages.integrations.atropos.contract import scored_data
 from penstock.stages.integrations.atropos.shm import sender as sender_module
 from penstock.stages.integrations.atropos.shm import transport

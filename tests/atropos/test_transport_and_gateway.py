@@ -20,8 +20,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
-from penstock.stages.integrations.atropos import AtroposGateway, ShmTransport
-from penstock.stages.integrations.atropos.server.serve import ServerConfig
+from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
 from penstock.stages.integrations.atropos.shm.receiver import CAPACITY
 
 BATCH = 16

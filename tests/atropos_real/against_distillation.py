@@ -16,14 +16,16 @@ from tests.atropos_real.processes import ROOT, serve
 from tests.atropos_real.trained import STEPS, gateway_for, train_on
 from torch import Tensor
 
-from penstock import Distillation, TorchTrainer, TrainBatch
+from penstock import TrainBatch
+from penstock.losses import Distillation
+from penstock.torch import TorchTrainer
 
 pytestmark = pytest.mark.timeout(600)
 
 TOP_K = 4
 VOCABULARY = 300
 
-Candidates: TypeAlias = list[dict[int, float]]
+TeacherCandidates: TypeAlias = list[dict[int, float]]
 """Of each token of a sequence, what the teacher expected there."""
 
 
@@ -46,7 +48,7 @@ class Student:
     trainer: TorchTrainer = field(
         default_factory=lambda: TorchTrainer(cast("Any", Bigrams()), optimizer=torch.optim.SGD, loss=Distillation())
     )
-    taught: dict[bytes, Candidates] = field(default_factory=dict)
+    taught: dict[bytes, TeacherCandidates] = field(default_factory=dict)
     trained_tokens: list[int] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
@@ -63,7 +65,7 @@ class Student:
         return self.metrics[-1]
 
 
-def sent_candidates(groups: list[dict[str, Any]]) -> dict[bytes, Candidates]:
+def sent_candidates(groups: list[dict[str, Any]]) -> dict[bytes, TeacherCandidates]:
     """Return what the environment went to send, in the form of `Student.taught`."""
     return {
         torch.tensor(tokens, dtype=torch.int32).numpy().tobytes(): [

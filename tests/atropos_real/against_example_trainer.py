@@ -19,9 +19,8 @@ from tests.atropos_real.processes import Environment, run
 from tests.failsafe import FAILSAFE_S
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from penstock import AdvantageNormalizer, SendChannel, TrajectoryGroup, source
-from penstock.pipeline.context import current
-from penstock.stages.integrations.atropos import AtroposTrainers, ServerConfig
+from penstock import AdvantageNormalizer, SendChannel, TrajectoryGroup, current, source
+from penstock.integrations.atropos import AtroposTrainers, ServerConfig
 
 pytestmark = pytest.mark.timeout(600)
 

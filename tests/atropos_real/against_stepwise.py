@@ -19,9 +19,8 @@ from tests.atropos_real.workspace import call
 from tests.fake_policy import FakePolicy, Letters
 from transformers import AutoTokenizer
 
-from penstock import SourceEnv
-from penstock.schemas import TrajectoryGroup
-from penstock.stages.integrations.atropos import Action, AtroposEnvironment
+from penstock import SourceEnv, TrajectoryGroup
+from penstock.integrations.atropos import Action, AtroposEnvironment
 from penstock.stages.integrations.atropos.steps.messages import ModelCallRefused
 from penstock.stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.testing import Driven, drive_source

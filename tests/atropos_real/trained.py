@@ -13,7 +13,7 @@ from tests.atropos_real.processes import Environment
 from tests.failsafe import FAILSAFE_S
 
 from penstock import AdvantageNormalizer, Batcher, SinkTrainer, TrainBatch, source
-from penstock.stages.integrations.atropos import AtroposGateway, ServerConfig
+from penstock.integrations.atropos import AtroposGateway, ServerConfig
 
 __all__ = ["Recorder", "Sequence", "gateway_for", "sent_sequences", "train_on"]
 

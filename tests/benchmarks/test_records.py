@@ -21,7 +21,7 @@ from benchmarks.records import (
 )
 
 from penstock import TrainBatch, TrajectoryGroup
-from penstock.schemas import Packer
+from penstock.records import Packer
 
 GROUP, TOKENS, PRODUCERS = 2, 64, 2
 

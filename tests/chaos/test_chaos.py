@@ -21,8 +21,7 @@ from chaos.rounds import SCENARIOS, judge
 from tests.failsafe import FAILSAFE_S
 from tests.faults.zygote import ROOT, environment
 
-from penstock import TrainBatch
-from penstock.schemas import GroupId
+from penstock import GroupId, TrainBatch
 
 COMMAND = [sys.executable, "-m", "chaos", "--minutes", "0"]
 

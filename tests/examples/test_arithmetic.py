@@ -21,8 +21,8 @@ from arithmetic.run import Run
 from arithmetic.task import HELD_OUT, LONGEST_ANSWER, TrainingProblems, held_out, is_right
 from arithmetic.tokenizer import CHARACTERS, TOKENIZER
 from arithmetic.warm_up import FIRST, Demonstrations, imitation_loss, warm_up
-from penstock import RewardBridge, TorchTrainer, TrainBatch, TrajectoryGroup
-from penstock.stages.training.causal_model import causal_attend, positions_of
+from penstock import RewardBridge, TrainBatch, TrajectoryGroup
+from penstock.torch import TorchTrainer, causal_attend, positions_of
 
 ARITHMETIC = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
 

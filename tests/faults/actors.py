@@ -29,7 +29,8 @@ from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 from tests.faults.cells import Cell
 
-from penstock import Ledger, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
+from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
+from penstock.accounting import Ledger
 from penstock.errors import RunStopped
 from penstock.pipeline.channels.door import Door
 from penstock.pipeline.channels.remote_sender import SenderLine

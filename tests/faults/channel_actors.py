@@ -9,7 +9,9 @@ from anyio.abc import TaskGroup
 from tests.faults.actors import Play, commit, digest, note_salvage, number_of, record_number
 from tests.faults.cells import AT, COUNT, SEGMENT_BYTES
 
-from penstock import Ledger, ReceiveChannel, SendChannel, TrajectoryGroup, connect, serve
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
+from penstock.accounting import Ledger
+from penstock.channels import connect, serve
 from penstock.errors import PeerClosed, PeerLost
 
 __all__ = ["consume", "consume_and_be_struck", "produce", "produce_and_be_struck"]

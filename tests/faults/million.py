@@ -18,8 +18,10 @@ import anyio
 import numpy as np
 from tests.watchdog import tell_when_asked
 
-from penstock import Ledger, TrajectoryGroup, connect, serve
-from penstock.schemas import Array
+from penstock import TrajectoryGroup
+from penstock.accounting import Ledger
+from penstock.channels import connect, serve
+from penstock.records import Array
 
 PRODUCERS = 4
 GROUP = 8

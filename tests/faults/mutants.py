@@ -13,8 +13,8 @@ import anyio
 from tests.faults import verdict
 from tests.faults.cells import Cell
 
+from penstock.channels import RemoteReceiver
 from penstock.pipeline.channels import shm
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.pipeline.channels.segment import SegmentWriter
 from penstock.pipeline.channels.shm import SlotInlet
 from penstock.pipeline.processes import supervisor

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock import Packer, TrainBatch, TrajectoryGroup
+from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord, ProtocolMismatch, StaleDescriptor
 from penstock.pipeline.channels.segment import HEADER_BYTES, SegmentReader, SegmentWriter
 from penstock.pipeline.channels.shm import SlotInlet, SlotOutlet
+from penstock.records import Packer
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.schemas.layout import Contents, encode_contents

@@ -7,12 +7,13 @@ from typing import Any
 import anyio
 import pytest
 
-from penstock import Packer, TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import RecordCorrupted
 from penstock.pipeline.channels import tcp
 from penstock.pipeline.channels.checksum import with_checksum
-from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.pipeline.channels.shm import SlotOutlet
+from penstock.records import Packer
 from penstock.testing import group
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]

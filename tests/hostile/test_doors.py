@@ -13,12 +13,11 @@ import anyio.to_thread
 import pytest
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import PeerLost
 from penstock.pipeline.channels import admission, reception
 from penstock.pipeline.channels import door as doors
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.schemas import control
 from penstock.testing import group
 

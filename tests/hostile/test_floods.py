@@ -13,10 +13,10 @@ import pytest
 import zmq
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteReceiver, connect, serve
 from penstock.errors import PeerClosed
 from penstock.pipeline.channels import admission, reception, remote_receiver
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]

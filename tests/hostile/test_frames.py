@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.failsafe import FAILSAFE_S
 
-from penstock import Packer, TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
-from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.pipeline.channels.tcp import FrameInlet
+from penstock.records import Packer
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.schemas.group import GROUP_SCHEMA

@@ -15,17 +15,17 @@ import pytest
 import zmq
 from tests.hostile.test_frames import frames_of, record, say
 
-from penstock import Key, TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
 from penstock.errors import PeerClosed, PeerLost, TooManySenders
 from penstock.pipeline.channels import tcp_acceptor
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]
 
-KEY = Key(bytes(32))
+KEY = ChannelKey(bytes(32))
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -65,7 +65,7 @@ async def until_cut(connection: socket.socket) -> None:
             await anyio.lowlevel.checkpoint()
 
 
-async def still_works(inbox: Inbox, key: Key | None = None) -> None:
+async def still_works(inbox: Inbox, key: ChannelKey | None = None) -> None:
     async with connect(inbox.url, TrajectoryGroup, key=key) as outbox:
         await outbox.send(group(instance_id="after"))
         assert (await inbox.receive()).instance_id == "after"

@@ -33,8 +33,8 @@ from penstock import (
     source,
 )
 from penstock.pipeline.appending import append_whole
-from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
 from penstock.testing import group
+from penstock.training import latest_checkpoint, write_checkpoint
 
 CAPACITY_BYTES = 2**17
 """Of the journal: a volume holds about 20 groups."""

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.journal.script_of_a_run import State
 
-from penstock.stages.training.checkpoint import latest_checkpoint
+from penstock.training import latest_checkpoint
 
 SCRIPT = Path(__file__).with_name("script_of_a_run.py")
 

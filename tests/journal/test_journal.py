@@ -18,21 +18,20 @@ from penstock import (
     Context,
     GroupId,
     Journal,
-    Ledger,
     ReceiveChannel,
     SendChannel,
     SinkTrainer,
     TrainBatch,
     TrajectoryGroup,
     each,
-    memory_channel,
     processes,
     source,
 )
+from penstock.accounting import Ledger
+from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline, JournalFull, JournalInUse, StageFailed
-from penstock.pipeline.context import entered
 from penstock.pipeline.journal_entry import encode_entry
-from penstock.testing import drive, group
+from penstock.testing import drive, entered, group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
 ENTRY_BYTES = len(encode_entry(RECORDS[0]))

@@ -20,9 +20,11 @@ import anyio.to_thread
 import numpy as np
 import numpy.random
 
-from penstock import TrajectoryGroup, WeightPublisher, WeightSubscriber, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.errors import OutOfFileDescriptors
 from penstock.testing import group
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 TENSORS = {"weight": np.zeros(4, np.float32)}
 

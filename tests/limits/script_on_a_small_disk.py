@@ -20,24 +20,13 @@ import msgspec
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock import (
-    AdvantageWeighted,
-    Batcher,
-    Key,
-    Pipeline,
-    ReceiveChannel,
-    SendChannel,
-    SinkTrainer,
-    SourceChannel,
-    TorchTrainer,
-    TrajectoryGroup,
-    WeightFolder,
-    source,
-)
+from penstock import Batcher, Pipeline, ReceiveChannel, SendChannel, SinkTrainer, SourceChannel, TrajectoryGroup, source
+from penstock.channels import ChannelKey
 from penstock.errors import DiskFull, JournalFull, StageFailed
+from penstock.losses import AdvantageWeighted
 from penstock.pipeline.journal import open_journal
-from penstock.stages.engines.torch_folder_subscriber import FolderSubscriber
 from penstock.testing import group
+from penstock.torch import FolderSubscriber, TorchTrainer, WeightFolder
 
 model = partial(TinyModel, vocabulary=1000, width=64)
 """Its weights take 750 KB, and Adam's state twice that."""
@@ -171,10 +160,10 @@ def small_files(disk: Path) -> None:
     (folder := disk / "small").mkdir()
     with full_but_for(disk, 0):
         try:
-            Key.create(folder / "a.key")
+            ChannelKey.create(folder / "a.key")
         except DiskFull as error:
             say("key", error)
-        channel = SourceChannel("tcp://127.0.0.1:0", address=folder / "address", key=Key(bytes(32)))
+        channel = SourceChannel("tcp://127.0.0.1:0", address=folder / "address", key=ChannelKey(bytes(32)))
         try:
             anyio.run(source(channel).sink(Ignore()).run)
         except StageFailed as failed:

@@ -41,7 +41,7 @@ def test_whatever_number_of_descriptors_is_left_it_opens_or_says_that_they_are_t
 def test_a_receiver_and_its_sender_have_room_in_a_process_of_40_descriptors() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); import anyio\n"
-        "from penstock import TrajectoryGroup, connect, serve\n"
+        "from penstock import TrajectoryGroup\nfrom penstock.channels import connect, serve\n"
         "from penstock.testing import group\n"
         "async def main():\n"
         "    async with serve('shm://', TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:\n"

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock import TrajectoryGroup
+from penstock import GroupId, TrajectoryGroup
 from penstock.pipeline.assembly import Assembly, Parting, Why
 from penstock.pipeline.repetitions import mask_of
-from penstock.schemas import GroupId
 
 __all__ = [
     "BeginsAnew",

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of, is_broken
 
-from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
+from penstock import TrajectoryGroup, TrajectoryId
+from penstock.accounting import Ledger, Metrics
 from penstock.errors import PeerLost
 from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.joint import Passage

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from tests.models.explore import Broken, Moments, Step, explore, hold
 
-from penstock import Ledger, TrainBatch, TrajectoryGroup
+from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock.accounting import Ledger
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
 from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
-from penstock.schemas import GroupId
 from penstock.testing import group
 
 __all__ = ["RULES", "Books", "Channel", "Line"]

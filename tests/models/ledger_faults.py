@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock.accounting import CommittedPrompts, Ledger
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.committed_prompts import CommittedPrompts
 from penstock.pipeline.ledger import Origin
 from penstock.pipeline.processes.account import Account, EndState
-from penstock.schemas import GroupId
 
 __all__ = [
     "AdmitsAgain",

@@ -17,12 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.models.explore import Broken, hold
 from tests.models.machine import PICKS, any_of, is_broken
 
-from penstock import Ledger, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock.accounting import Balance, Ledger
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.ledger import Balance
 from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
 from penstock.pipeline.repetitions import bits, mask_of
-from penstock.schemas import GroupId
 from penstock.testing import group
 
 __all__ = ["LEDGER_RULES", "LedgerMachine"]

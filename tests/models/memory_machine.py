@@ -14,8 +14,7 @@ from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of, is_broken
 from tests.models.waiting_machine import TURNS
 
-from penstock import memory_channel
-from penstock.pipeline.channels.memory import MemoryReceiver, MemorySender
+from penstock.channels import MemoryReceiver, MemorySender, memory_channel
 
 __all__ = ["MEMORY_RULES", "MemoryMachine"]
 

@@ -11,10 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import ChannelFull
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.testing import group
 
 AMPLE = 2**20

@@ -77,9 +77,10 @@ from tests.models.memory_machine import MemoryMachine, Record
 from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
+from penstock.channels import MemoryReceiver, MemorySender
 from penstock.errors import IllegalTransition
 from penstock.pipeline.assembly import Assembly
-from penstock.pipeline.channels.memory import MemoryReceiver, MemorySender, _Queue
+from penstock.pipeline.channels.memory import _Queue
 from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.pipeline.processes.worker_books import RelayBooks, SourceBooks
 from penstock.pipeline.waiting import Waiters

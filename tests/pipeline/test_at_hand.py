@@ -8,10 +8,9 @@ from itertools import pairwise
 import anyio
 import pytest
 
-from penstock import memory_channel
+from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import PeerLost
 from penstock.pipeline.at_hand import AT_ONCE, at_hand, send_each
-from penstock.pipeline.channels.memory import MemoryReceiver
 
 
 async def test_what_is_there_comes_at_once_in_order_and_no_more_than_wanted() -> None:

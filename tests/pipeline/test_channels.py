@@ -12,11 +12,11 @@ import pytest
 import zmq.utils.garbage
 from tests.failsafe import FAILSAFE_S
 
-from penstock import Key, ReceiveChannel, SendChannel, TrajectoryGroup, connect, memory_channel, serve
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
+from penstock.channels import ChannelKey, RemoteReceiver, RemoteSender, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
 from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.pipeline.channels.remote_sender import RemoteSender, SenderLine
+from penstock.pipeline.channels.remote_sender import SenderLine
 from penstock.schemas.control import Goodbye, Message, Release
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
@@ -40,7 +40,7 @@ class MemoryEnds:
 class RemoteEnds:
     inbox: ReceiveChannel[TrajectoryGroup]
     url: str
-    key: Key | None
+    key: ChannelKey | None
     joined: int = 0
 
     def join(self) -> AbstractAsyncContextManager[SendChannel[TrajectoryGroup]]:
@@ -67,7 +67,7 @@ async def memory(
         yield ends
 
 
-def remote(url: str, key: Key | None = None) -> MakeChannel:
+def remote(url: str, key: ChannelKey | None = None) -> MakeChannel:
     @asynccontextmanager
     async def make(
         *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int | None = 1
@@ -84,7 +84,7 @@ CARRIERS: dict[str, MakeChannel] = {
     "memory": memory,
     "shm": remote("shm://"),
     "tcp": remote("tcp://127.0.0.1:0"),
-    "tcp with a key": remote("tcp://127.0.0.1:0", Key(bytes(range(32)))),
+    "tcp with a key": remote("tcp://127.0.0.1:0", ChannelKey(bytes(range(32)))),
 }
 
 

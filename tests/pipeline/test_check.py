@@ -12,7 +12,6 @@ from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack, Tra
 from penstock import (
     AdvantageNormalizer,
     Batcher,
-    NoOpPolicy,
     Pipeline,
     ReceiveChannel,
     SendChannel,
@@ -25,6 +24,7 @@ from penstock import (
     source,
 )
 from penstock.errors import InvalidConfig, InvalidPipeline
+from penstock.policies import NoOpPolicy
 
 T = TypeVar("T")
 

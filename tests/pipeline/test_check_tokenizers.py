@@ -10,20 +10,9 @@ import structlog
 from tests.pipeline.flow_stages import Groups, Pack, Train
 
 from arithmetic.tokenizer import TOKENIZER
-from penstock import (
-    HttpPolicy,
-    NoOpPolicy,
-    Pipeline,
-    ReceiveChannel,
-    SendChannel,
-    SourceChannel,
-    StageInfo,
-    TrajectoryGroup,
-    identity_of,
-    processes,
-    source,
-)
+from penstock import Pipeline, ReceiveChannel, SendChannel, SourceChannel, StageInfo, TrajectoryGroup, processes, source
 from penstock.errors import InvalidPipeline
+from penstock.policies import HttpPolicy, NoOpPolicy, tokenizer_identity
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> No
         ),
         (Says(tokenizer=OTHER, policy=Has(Words())), Reads(), Trains(), "Says and Says"),
         (Says(tokenizer=TOKENIZER), Reads(Words()), Trains(), "Says and Reads"),
-        (Says(tokenizer=Words()), Reads(identity_of(OTHER)), Trains(), "Says and Reads"),
+        (Says(tokenizer=Words()), Reads(tokenizer_identity(OTHER)), Trains(), "Says and Reads"),
     ],
 )
 def test_two_that_differ_are_refused_with_both_identities(says: Says, reads: Reads, trains: Trains, who: str) -> None:

@@ -12,7 +12,8 @@ import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.testing import group
 
 ROOT = Path(__file__).parents[2]

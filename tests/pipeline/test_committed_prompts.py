@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.committed_prompts import CommittedPrompts, CommittedState
-from penstock.schemas import GroupId
+from penstock import GroupId
+from penstock.accounting import CommittedPrompts
+from penstock.pipeline.committed_prompts import CommittedState
 
 BLOCK = 1024
 """Numbers that are kept as one, where they have the same mask."""

@@ -20,9 +20,8 @@ from torch import nn
 from penstock.errors import NoDevice, OutOfSharedMemory, PeerLost, StaleHandle, WeightsMismatch
 from penstock.pipeline.policy import device_memory as module
 from penstock.pipeline.policy.device_memory import HANDLE_BYTES, DeviceMemory
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
-from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 from penstock.schemas.control import DeviceHandle
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 
 class HostDriver:

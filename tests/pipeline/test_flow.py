@@ -24,17 +24,9 @@ from tests.pipeline.flow_stages import (
     WaitAtEnd,
 )
 
-from penstock import (
-    Ledger,
-    Metrics,
-    Pipeline,
-    PipelineStatistics,
-    ReceiveChannel,
-    SendChannel,
-    Source,
-    memory_channel,
-    source,
-)
+from penstock import Pipeline, ReceiveChannel, SendChannel, Source, source
+from penstock.accounting import Ledger, Metrics, PipelineStatistics
+from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline, NothingTrained, RecordsSwallowed, StageFailed
 from penstock.testing import drive_source
 

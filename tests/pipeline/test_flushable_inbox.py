@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import anyio
 
-from penstock.pipeline.channels.memory import memory_channel
-from penstock.pipeline.context import Context, entered
+from penstock import Context
+from penstock.accounting import Ledger, Metrics
+from penstock.channels import memory_channel
 from penstock.pipeline.flush import FlushableInbox
-from penstock.pipeline.ledger import Ledger
-from penstock.pipeline.telemetry import Metrics
+from penstock.testing import entered
 
 MANY = 1000
 

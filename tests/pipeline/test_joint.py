@@ -3,7 +3,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from penstock import GroupId, Ledger, TrainBatch, TrajectoryGroup, memory_channel
+from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock.accounting import Ledger
+from penstock.channels import memory_channel
 from penstock.errors import ChannelFull
 from penstock.pipeline.joint import Inbox, Outbox, Passage, trajectories_of
 from penstock.testing import group

@@ -4,10 +4,10 @@ import anyio
 import numpy as np
 import pytest
 
+from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock.accounting import Ledger
 from penstock.errors import InvalidRecord, LedgerImbalance
-from penstock.pipeline.ledger import Ledger
 from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
-from penstock.schemas import GroupId, TrainBatch, TrajectoryGroup
 from penstock.testing import group
 
 A, B = GroupId("test", "a"), GroupId("test", "b")

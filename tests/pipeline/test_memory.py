@@ -6,7 +6,7 @@ from typing import NamedTuple
 import anyio
 import pytest
 
-from penstock import memory_channel
+from penstock.channels import memory_channel
 
 
 async def test_the_record_itself_is_handed_over() -> None:

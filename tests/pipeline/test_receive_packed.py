@@ -5,8 +5,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import Packer, TrainBatch, TrajectoryGroup, connect, serve
+from penstock import TrainBatch, TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.errors import InvalidRecord
+from penstock.records import Packer
 from penstock.testing import batch as a_batch
 from penstock.testing import group
 

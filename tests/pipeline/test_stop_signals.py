@@ -13,10 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 from tests.pipeline.flow_stages import Collect, Count, Forever
 
-from penstock import ReceiveChannel, SendChannel, source
+from penstock import Context, ReceiveChannel, SendChannel, source
 from penstock.errors import RunStopped, StageFailed
 from penstock.pipeline.causes import all_of
-from penstock.pipeline.context import Context
 from penstock.pipeline.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import structlog
 
-from penstock import JsonlSink, Metrics, get_logger
+from penstock.accounting import JsonlMetrics, Metrics, get_logger
 from penstock.pipeline.telemetry import WaitsHeard, telling_waits
 
 
@@ -83,7 +83,7 @@ def test_a_sink_that_raises_is_reported_once_and_never_ends_the_run() -> None:
 
 
 def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink = JsonlMetrics(tmp_path / "run" / "metrics.jsonl")
     sink({"reward": 0.5}, 1)
     sink({"reward": float("nan")}, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -182,7 +182,8 @@ def test_events_go_where_structlog_is_configured_to_send_them_even_if_that_comes
 
 
 def test_a_script_that_configures_nothing_sees_warnings_on_stderr_and_nothing_on_stdout() -> None:
-    script = "from penstock import get_logger; log = get_logger('penstock.x'); log.info('a'); log.warning('b', n=1)"
+    script = "from penstock.accounting import get_logger; log = get_logger('penstock.x'); "
+    script += "log.info('a'); log.warning('b', n=1)"
 
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
@@ -194,12 +195,12 @@ def test_a_run_that_goes_on_takes_back_the_lines_behind_its_checkpoint(
     tmp_path: Path, after_step: int, left: bytes
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, after_step=0)
+    sink = JsonlMetrics(path, after_step=0)
     for step in (1, 2, 3):
         sink({"loss": 0.5}, step)
     with path.open("ab") as file:
         file.write(b'{"step":4,"lo')  # it was killed
 
-    JsonlSink(path, after_step=after_step)
+    JsonlMetrics(path, after_step=after_step)
 
     assert path.read_bytes() == b"".join(b'{"step":%c,"loss":0.5}\n' % step for step in left)

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
-from penstock.pipeline.policy.weight_specs import Fused
-from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
+from penstock.weights import FusedTensor, WeightPublisher, WeightSubscriber
 
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=4.57'")
 
@@ -58,8 +56,10 @@ TOKENS = torch.arange(90).reshape(1, 90) % 97
 SHORT = TOKENS[:, :12]
 
 FUSED = [
-    Fused("model.layers.*.qkv.weight", tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in "qkv")),
-    Fused("model.layers.*.gate_up.weight", tuple(f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up"))),
+    FusedTensor("model.layers.*.qkv.weight", tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in "qkv")),
+    FusedTensor(
+        "model.layers.*.gate_up.weight", tuple(f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    ),
 ]
 
 

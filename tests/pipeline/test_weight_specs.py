@@ -8,10 +8,11 @@ import torch
 
 from penstock.errors import WeightsMismatch
 from penstock.pipeline.policy.weight_copies import Copies
-from penstock.pipeline.policy.weight_specs import Fused, Tensor, TensorSpec, fitted, packed, specs_of
+from penstock.pipeline.policy.weight_specs import Tensor, TensorSpec, fitted, packed, specs_of
 from penstock.pipeline.policy.weights import WeightReader, WeightWriter
+from penstock.weights import FusedTensor
 
-QKV = Fused("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight"))
+QKV = FusedTensor("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight"))
 
 
 def rows(*counts: int, first: float = 0) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
 from penstock.pipeline.policy.weight_tables import published_tables
-from penstock.stages.engines.torch_folder_subscriber import FolderSubscriber, Subscriber, subscriber
-from penstock.stages.engines.torch_weight_folder import WeightFolder
+from penstock.stages.engines.torch_folder_subscriber import Subscriber, subscriber
+from penstock.torch import FolderSubscriber, WeightFolder
+from penstock.weights import WeightPublisher
 
 Published: TypeAlias = nn.Module | dict[str, Any]
 Subscribed: TypeAlias = Callable[[Published], AbstractAsyncContextManager[Subscriber]]

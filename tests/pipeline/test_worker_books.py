@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import Ledger, Metrics, TrajectoryGroup, TrajectoryId
+from penstock import TrajectoryGroup, TrajectoryId
+from penstock.accounting import Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
 from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.joint import Passage

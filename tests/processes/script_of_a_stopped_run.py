@@ -22,9 +22,18 @@ from typing import Any
 import anyio
 from tests.processes.worker_stages import Sample
 
-from penstock import Pipeline, ReceiveChannel, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, processes, source
-from penstock.schemas import GroupId
-from penstock.stages.training.checkpoint import write_checkpoint
+from penstock import (
+    GroupId,
+    Pipeline,
+    ReceiveChannel,
+    SendChannel,
+    SinkTrainer,
+    TrainBatch,
+    TrajectoryGroup,
+    processes,
+    source,
+)
+from penstock.training import write_checkpoint
 
 GROUPS = 40
 STOP_TIMEOUT_S = {"hanging step": 1.0, "blocked stage": 1.0}

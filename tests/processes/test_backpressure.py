@@ -12,7 +12,8 @@ import numpy as np
 from tests.failsafe import FAILSAFE_S
 from tests.processes.worker_stages import SampleVersioned
 
-from penstock import Batcher, Ledger, Pipeline, PipelineStatistics, SinkTrainer, TrainBatch, processes, source
+from penstock import Batcher, Pipeline, SinkTrainer, TrainBatch, processes, source
+from penstock.accounting import Ledger, PipelineStatistics
 from penstock.testing import group
 
 WORKERS = 2

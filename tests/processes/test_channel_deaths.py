@@ -14,9 +14,9 @@ import anyio.to_thread
 import pytest
 from anyio.abc import Process
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import RemoteReceiver, connect, serve
 from penstock.errors import NobodyListens, PeerLost, TooManySenders
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
 SENDER = """

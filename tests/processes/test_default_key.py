@@ -10,7 +10,8 @@ import zmq
 from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
-from penstock import Key, TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import ChannelKey, connect, serve
 from penstock.errors import InvalidKey, KeyUnavailable, PeerClosed
 from penstock.pipeline.channels.default_key import default_key, default_key_path
 from penstock.testing import group
@@ -86,7 +87,7 @@ def test_threads_that_make_the_key_at_the_same_time_all_use_the_one_that_was_fir
     for thread in threads:
         thread.join(30)
 
-    assert made == [Key.load(path)._secret] * 8
+    assert made == [ChannelKey.load(path)._secret] * 8
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 

@@ -21,25 +21,15 @@ from tests import inference_server
 from tests.fake_policy import Letters
 from tests.tiny_model import TinyModel
 
-from penstock import (
-    Batcher,
-    EnginePublisher,
-    HttpPolicy,
-    SinkTrainer,
-    SourceEnv,
-    TrainBatch,
-    WeightFolder,
-    WeightPublisher,
-    source,
-)
-from penstock.pipeline.context import Worker
-from penstock.pipeline.errors import EngineFailed
+from penstock import Batcher, SinkTrainer, SourceEnv, TrainBatch, Worker, source
+from penstock.errors import EngineFailed
 from penstock.pipeline.policy import engine_sync
 from penstock.pipeline.policy.engine_sync import synced
-from penstock.stages.engines import http_policy
+from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy
+from penstock.stages.engines import http_engine
 from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.policies import Completion, Engine
-from penstock.stages.engines.torch_policy import TorchPolicy
+from penstock.torch import TorchPolicy, WeightFolder
+from penstock.weights import WeightPublisher
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99
@@ -329,7 +319,7 @@ async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_sync, "HURRIED_S", 0.1)
-    monkeypatch.setattr(http_policy, "HURRIED_UNDO_S", 0.1)
+    monkeypatch.setattr(http_engine, "HURRIED_UNDO_S", 0.1)
     with started(tmp_path, "sglang") as (url, server):
         policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=99, first_s=5))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:

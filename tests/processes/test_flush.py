@@ -22,11 +22,11 @@ from penstock import (
     TrainBatch,
     TrajectoryGroup,
     drop,
-    outlast,
     source,
 )
-from penstock.stages.training.checkpoint import write_checkpoint
+from penstock.channels import outlast
 from penstock.testing import group
+from penstock.training import write_checkpoint
 
 MANY = 10_000
 

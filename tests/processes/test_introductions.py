@@ -12,11 +12,13 @@ import pytest
 from anyio.abc import UNIXSocketStream
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TokenizerIdentity, TrajectoryGroup, connect, identity_of, outlast, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, outlast, serve
 from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost, TokenizersDiffer
 from penstock.pipeline.channels.door import Door
 from penstock.pipeline.channels.introduction import let_in
 from penstock.pipeline.channels.segment import SegmentWriter
+from penstock.policies import TokenizerIdentity, tokenizer_identity
 from penstock.schemas import control
 from penstock.testing import group
 
@@ -108,7 +110,7 @@ OURS, THEIRS = Words("yes", "no"), Words("no", "yes")
 
 
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
-@pytest.mark.parametrize("told", [THEIRS, identity_of(THEIRS)])
+@pytest.mark.parametrize("told", [THEIRS, tokenizer_identity(THEIRS)])
 async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
     url: str, told: Words | TokenizerIdentity
 ) -> None:
@@ -122,7 +124,7 @@ async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
 
     first, *identities = str(refused.value).splitlines()
     assert first == "the receiver refused: the receiver and sampler have tokenizers of different vocabulary"
-    assert identities == [f"  {identity_of(OURS)}", f"  {identity_of(THEIRS)}"]
+    assert identities == [f"  {tokenizer_identity(OURS)}", f"  {tokenizer_identity(THEIRS)}"]
     assert rejected == 1
 
 

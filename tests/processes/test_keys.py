@@ -14,21 +14,21 @@ import pytest
 import zmq
 from tests.failsafe import FAILSAFE_S
 
-from penstock import Key, TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
 from penstock.errors import InvalidKey, PeerClosed, ProtocolMismatch
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
 from penstock.testing import group
 
-KEY, OTHER = Key(bytes(32)), Key(bytes(range(32)))
+KEY, OTHER = ChannelKey(bytes(32)), ChannelKey(bytes(range(32)))
 
 
 @asynccontextmanager
-async def serving(url: str = "tcp://127.0.0.1:0", key: Key | None = KEY) -> AsyncIterator[RemoteReceiver[Any]]:
+async def serving(url: str = "tcp://127.0.0.1:0", key: ChannelKey | None = KEY) -> AsyncIterator[RemoteReceiver[Any]]:
     async with serve(url, TrajectoryGroup, key=key) as inbox:
         yield inbox
 
 
-async def still_works(inbox: RemoteReceiver[Any], key: Key | None = KEY) -> None:
+async def still_works(inbox: RemoteReceiver[Any], key: ChannelKey | None = KEY) -> None:
     async with connect(inbox.url, TrajectoryGroup, key=key) as outbox:
         await outbox.send(group(instance_id="after"))
         assert (await inbox.receive()).instance_id == "after"
@@ -56,7 +56,7 @@ async def test_without_a_key_nothing_leaves_loopback() -> None:
     ("theirs", "ours"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["another", "none", "one too many"]
 )
 async def test_a_sender_with_another_key_is_refused_at_once_and_the_others_go_on(
-    theirs: Key | None, ours: Key | None
+    theirs: ChannelKey | None, ours: ChannelKey | None
 ) -> None:
     async with serving(key=theirs) as inbox:
         with anyio.fail_after(FAILSAFE_S), pytest.raises((PeerClosed, ProtocolMismatch)):
@@ -136,16 +136,16 @@ def overhearing(host: str, port: int) -> Iterator[list[bytes]]:
 
 def test_a_key_is_kept_where_only_its_owner_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "run.key"
-    made = Key.create(path)
+    made = ChannelKey.create(path)
 
     assert path.stat().st_mode & 0o777 == 0o600
-    assert Key.load(path)._secret == made._secret
+    assert ChannelKey.load(path)._secret == made._secret
     assert made._secret.hex() not in repr(made)
     with pytest.raises(FileExistsError):
-        Key.create(path)
+        ChannelKey.create(path)
     path.chmod(0o640)
     with pytest.raises(InvalidKey, match="readable by its owner alone, got mode 640: chmod 600"):
-        Key.load(path)
+        ChannelKey.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "zz" * 32, "00" * 33])
@@ -154,7 +154,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
     path.touch(0o600)
     path.write_text(text)
     with pytest.raises(InvalidKey, match="expected"):
-        Key.load(path)
+        ChannelKey.load(path)
 
 
 async def test_shm_has_no_use_for_a_key() -> None:

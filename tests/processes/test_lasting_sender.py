@@ -16,12 +16,11 @@ import pytest
 from tests.faults.zygote import ROOT, environment
 from tests.journal.script_of_a_run import GROUP_TOKENS, State
 
-from penstock import TrajectoryGroup, outlast, serve
+from penstock import TrajectoryGroup
+from penstock.channels import LastingSender, RemoteSender, outlast, serve
 from penstock.errors import NobodyListens, RecordTooLarge, TooMuchUnsaved
-from penstock.pipeline.channels.lasting_sender import LastingSender
-from penstock.pipeline.channels.remote_sender import RemoteSender
-from penstock.stages.training.checkpoint import latest_checkpoint
 from penstock.testing import group
+from penstock.training import latest_checkpoint
 
 SCRIPT = Path(__file__).with_name("script_of_a_trainer.py")
 

@@ -18,20 +18,8 @@ from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
 from tests.loop_clock import LoopClock
 
-from penstock import (
-    Batcher,
-    GroupId,
-    Packer,
-    Pipeline,
-    SinkTrainer,
-    SourceChannel,
-    TrainBatch,
-    TrajectoryGroup,
-    connect,
-    outlast,
-    serve,
-    source,
-)
+from penstock import Batcher, GroupId, Pipeline, SinkTrainer, SourceChannel, TrainBatch, TrajectoryGroup, source
+from penstock.channels import LastingSender, RemoteReceiver, connect, outlast, serve
 from penstock.errors import (
     MemberAbsent,
     MemberNameInUse,
@@ -42,11 +30,10 @@ from penstock.errors import (
     StageFailed,
     TooManyMembers,
 )
-from penstock.pipeline.channels.lasting_sender import LastingSender
 from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.stages.training.checkpoint import write_checkpoint
+from penstock.records import Packer
 from penstock.testing import group
+from penstock.training import write_checkpoint
 
 MEMBER = """
 import sys, anyio

@@ -14,7 +14,8 @@ import anyio
 import pytest
 from tests.processes.children import child, line
 
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.errors import NobodyListens, PeerClosed, PeerLost
 from penstock.testing import group
 

@@ -17,19 +17,9 @@ import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
 
-from penstock import (
-    OutsideServer,
-    ReceiveChannel,
-    SendChannel,
-    TrajectoryGroup,
-    drop,
-    listens,
-    processes,
-    responds,
-    source,
-)
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, drop, processes, source
 from penstock.errors import ServerFailed
-from penstock.pipeline.processes.outside_server import RunningServer
+from penstock.servers import OutsideServer, RunningServer, http_ready, tcp_ready
 from penstock.testing import group
 
 SCRIPT = Path(__file__).with_name("outside.py")
@@ -51,7 +41,7 @@ def command(port: int, *traits: str) -> list[str]:
 def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_within_s: float = 30) -> OutsideServer:
     return OutsideServer(
         command=command(port, *traits),
-        ready=responds(f"http://127.0.0.1:{port}/health"),
+        ready=http_ready(f"http://127.0.0.1:{port}/health"),
         name="server",
         logs=logs,
         ready_within_s=ready_within_s,
@@ -132,7 +122,7 @@ async def test_the_body_begins_when_the_probe_succeeds_and_not_before(port: int,
 
 
 async def test_a_port_that_accepts_will_do_as_a_sign_of_life(port: int, tmp_path: Path) -> None:
-    server = OutsideServer(command=command(port), ready=listens(port), logs=tmp_path)
+    server = OutsideServer(command=command(port), ready=tcp_ready(port), logs=tmp_path)
 
     async with server.open() as opened:
         assert await ask(port, "/")
@@ -153,7 +143,7 @@ async def test_a_server_that_ends_before_it_is_ready_is_not_waited_for(port: int
 
 
 async def test_a_program_that_does_not_exist_is_told_as_such(port: int, tmp_path: Path) -> None:
-    server = OutsideServer(command=["/nowhere/vllm", "serve"], ready=listens(port), logs=tmp_path)
+    server = OutsideServer(command=["/nowhere/vllm", "serve"], ready=tcp_ready(port), logs=tmp_path)
 
     with pytest.raises(ServerFailed, match=r"vllm \(pid 0\) could not be started: No such file or directory"):
         async with server.open():

@@ -23,10 +23,9 @@ from tests.processes.children import child, line
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
 from penstock.pipeline.channels.door import Door
 from penstock.pipeline.policy import weight_publisher as module
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
 from penstock.pipeline.policy.weight_specs import Tensor
-from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
 from penstock.schemas.control import PROTOCOL_VERSION
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 
 def tensors(value: float = 0.0) -> dict[str, Tensor]:

@@ -13,15 +13,13 @@ from anyio.lowlevel import checkpoint
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
-from penstock.pipeline.context import Worker
-from penstock.pipeline.errors import EngineRefused, PeerLost, WeightsMismatch
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
-from penstock.stages.engines.policies import Completion, Engine
+from penstock import Worker
+from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
+from penstock.policies import Completion, Engine
 from penstock.stages.engines.torch_engine import TorchEngine
-from penstock.stages.engines.torch_policy import TorchPolicy
 from penstock.stages.engines.torch_sampling import Batch, Request
-from penstock.stages.engines.torch_weight_folder import WeightFolder
-from penstock.stages.training.causal_model import KVCache
+from penstock.torch import KVCache, TorchPolicy, WeightFolder
+from penstock.weights import WeightPublisher
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99

@@ -17,7 +17,8 @@ from tests.processes.children import child, line
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, Sample, SampleAndDie
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, connect, processes, serve, source
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
+from penstock.channels import connect, serve
 from penstock.errors import NobodyListens, PeerLost
 from penstock.pipeline.processes import workers
 from penstock.testing import group

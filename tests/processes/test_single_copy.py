@@ -16,8 +16,7 @@ from tests.processes.children import child, line
 from torch import nn
 
 from penstock.errors import PeerLost, WeightsMismatch
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
-from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 MIB = 2**20
 

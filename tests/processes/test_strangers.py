@@ -11,10 +11,9 @@ import anyio.to_thread
 import pytest
 import zmq
 
-from penstock import TrainBatch, TrajectoryGroup, connect, serve
+from penstock import TrainBatch, TrajectoryGroup
+from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import PeerClosed, PeerLost, ProtocolMismatch
-from penstock.pipeline.channels.remote_receiver import RemoteReceiver
-from penstock.pipeline.channels.remote_sender import RemoteSender
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.testing import group

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.pipeline.policy.weight_publisher import WeightPublisher
-from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
-from penstock.schemas import TrainBatch
-from penstock.stages.losses import AdvantageWeighted
-from penstock.stages.sink_trainer import SinkTrainer
-from penstock.stages.training.torch_trainer import TorchTrainer
+from penstock import SinkTrainer, TrainBatch
+from penstock.losses import AdvantageWeighted
 from penstock.testing import drive_sink, group
+from penstock.torch import TorchTrainer
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 
 def made(instance: int) -> TrainBatch:

@@ -17,8 +17,8 @@ from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Attentive, Commit
 
 from penstock import Pipeline, processes, source
+from penstock.accounting import StageStatistics
 from penstock.errors import WorkerFailed
-from penstock.pipeline.statistics import StageStatistics
 
 
 @asynccontextmanager

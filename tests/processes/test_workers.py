@@ -12,7 +12,8 @@ from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Commit
 
-from penstock import GroupAssembler, Metrics, SendChannel, Source, TrajectoryGroup, processes, source
+from penstock import GroupAssembler, SendChannel, Source, TrajectoryGroup, processes, source
+from penstock.accounting import Metrics
 from penstock.errors import RecordsSwallowed
 
 # -- work ----------------------------------------------------------------------------------------------------------

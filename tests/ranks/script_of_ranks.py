@@ -30,21 +30,11 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import (
-    PPOClip,
-    RankedTrainer,
-    ReceiveChannel,
-    SendChannel,
-    SinkTrainer,
-    TorchTrainer,
-    TrainBatch,
-    TrajectoryGroup,
-    source,
-)
+from penstock import GroupId, ReceiveChannel, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, source
 from penstock.errors import RunStopped
-from penstock.schemas import GroupId
-from penstock.stages.losses import KL
+from penstock.losses import KL, PPOClip
 from penstock.testing import batch, group
+from penstock.torch import RankedTrainer, TorchTrainer
 
 STEPS = 3
 TRAINED = {GroupId("test", "0"): 0b111}

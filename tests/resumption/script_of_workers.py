@@ -26,16 +26,9 @@ from tests.resumption.script_of_a_run import (
 )
 from tests.tiny_model import TinyModel
 
-from penstock import (
-    AdvantageNormalizer,
-    Batcher,
-    SinkTrainer,
-    SourceEnv,
-    TorchPolicy,
-    WeightPublisher,
-    processes,
-    source,
-)
+from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, processes, source
+from penstock.torch import TorchPolicy
+from penstock.weights import WeightPublisher
 
 STEP_GROUPS = 4
 WORKERS = 2

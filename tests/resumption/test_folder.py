@@ -6,10 +6,10 @@ from typing import ClassVar
 import pytest
 from tests.pipeline.flow_stages import Collect, Groups, Pack
 
-from penstock import SinkTrainer, TrainBatch, source
+from penstock import Context, SinkTrainer, TrainBatch, source
 from penstock.errors import InvalidPipeline, RunInUse
-from penstock.pipeline.context import Context
-from penstock.pipeline.resumption import ResumePoint, kept_in
+from penstock.pipeline.resumption import kept_in
+from penstock.training import ResumePoint
 
 
 class Foreign:

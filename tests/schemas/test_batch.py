@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schemas import (
-    Array,
-    GroupId,
-    InvalidRecord,
-    PackedGroup,
-    Packer,
-    TrainBatch,
-    TrajectoryGroup,
-    TrajectoryId,
-)
+from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock.errors import InvalidRecord
+from penstock.records import Array, PackedGroup, Packer
 from penstock.testing import batch, group
 
 

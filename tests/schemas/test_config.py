@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import InvalidConfig
 from penstock.schemas.config import MAX_CHARACTERS, Config, check_finite, load_config, parse_config, parse_yaml
-from penstock.schemas.errors import InvalidConfig
 
 
 class Marker(Config, frozen=True):

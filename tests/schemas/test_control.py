@@ -4,8 +4,8 @@ from typing import get_args
 import msgspec
 import pytest
 
+from penstock import GroupId
 from penstock.errors import ProtocolMismatch
-from penstock.schemas import GroupId
 from penstock.schemas import control as c
 from penstock.schemas.descriptor import Descriptor
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schemas import Array, GroupId, InvalidRecord, StopReason, TrajectoryGroup, TrajectoryId
+from penstock import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from penstock.errors import InvalidRecord
+from penstock.records import Array
 
 
 def built(**changed: Any) -> TrajectoryGroup:

@@ -4,7 +4,7 @@ import pickle
 
 import msgspec
 
-from penstock.schemas import GroupId, TrajectoryId
+from penstock import GroupId, TrajectoryId
 
 
 def test_a_trajectory_names_the_prompt_it_answers() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord
-from penstock.schemas.columns import Array
+from penstock.records import Array
 from penstock.schemas.group import GROUP_SCHEMA
 from penstock.schemas.layout import (
     KNOWN_COLUMNS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import TrajectoryGroup
+from penstock import TrajectoryGroup
 from penstock.schemas.noise import NOISE
 from penstock.testing import group
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.schemas import Packer
+from penstock.records import Packer
 from penstock.schemas.layout import DTYPES
 from penstock.schemas.recycled import SPARE_BLOCKS, Recycled
 from penstock.testing import group

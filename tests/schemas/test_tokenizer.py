@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from penstock.errors import TokenizersDiffer
-from penstock.schemas import TokenizerIdentity, check_tokenizers, identity_of
+from penstock.policies import TokenizerIdentity, check_tokenizers, tokenizer_identity
 
 
 @dataclass
@@ -63,7 +63,7 @@ def test_what_counts_is_compared_and_both_identities_are_told(other: Own, what: 
 
     heading, first, second = str(differ.value).split("\n  ")
     assert heading == f"source and trainer have tokenizers of different {what}"
-    assert (first, second) == (str(identity_of(one)), str(identity_of(other)))
+    assert (first, second) == (str(tokenizer_identity(one)), str(tokenizer_identity(other)))
     assert first.startswith("own at 77aa: 4 tokens #")
 
 
@@ -82,7 +82,7 @@ def test_every_pair_that_differs_is_told_of() -> None:
 
 
 def test_an_identity_travels_without_its_tokenizer() -> None:
-    encoded = msgspec.json.encode(identity_of(Own()))
+    encoded = msgspec.json.encode(tokenizer_identity(Own()))
 
     arrived = msgspec.json.decode(encoded, type=TokenizerIdentity)
 
@@ -93,4 +93,4 @@ def test_an_identity_travels_without_its_tokenizer() -> None:
 
 def test_a_tokenizer_without_a_vocabulary_has_no_identity() -> None:
     with pytest.raises(TypeError, match=r"expected a tokenizer with get_vocab\(\) -> {token: id}, got object"):
-        identity_of(object())
+        tokenizer_identity(object())

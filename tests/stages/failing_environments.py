@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tests.fake_policy import said
 
-from penstock.stages.environments import Rollout
+from penstock.environments import Rollout
 
 
 class AlwaysRaises:

@@ -4,8 +4,9 @@ import weakref
 
 import anyio
 
-from penstock import Stage, TrajectoryGroup, memory_channel
-from penstock.pipeline.context import Context, entered
+from penstock import Context, Stage, TrajectoryGroup
+from penstock.channels import memory_channel
+from penstock.testing import entered
 
 __all__ = ["lets_go_of_what_it_sent"]
 

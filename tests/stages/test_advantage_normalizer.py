@@ -12,13 +12,11 @@ import pytest
 from tests.stages.holding import lets_go_of_what_it_sent
 from tests.stages.turns import of_turns
 
+from penstock import AdvantageNormalizer, Context, TrajectoryGroup
+from penstock.channels import memory_channel
 from penstock.errors import InvalidRecord
-from penstock.pipeline.channels.memory import memory_channel
-from penstock.pipeline.context import Context, entered
-from penstock.schemas import TrajectoryGroup
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
 from penstock.stages.advantages.formulas import Mode
-from penstock.testing import drive, group
+from penstock.testing import drive, entered, group
 
 MODES: list[Mode] = list(get_args(Mode))
 GATHERING = ("batch", "reinforce++", "reinforce++-baseline")

@@ -11,14 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import AdvantageNormalizer, Batcher, Context, TrainBatch, TrajectoryGroup
+from penstock.channels import memory_channel
 from penstock.errors import InvalidRecord, RecordTooLarge
-from penstock.pipeline.channels.memory import memory_channel
-from penstock.pipeline.context import Context, entered
-from penstock.schemas import TrainBatch, TrajectoryGroup
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
 from penstock.stages.advantages.overrides import silenced
-from penstock.stages.batcher import Batcher
-from penstock.testing import drive, group
+from penstock.testing import drive, entered, group
 
 
 def of_tokens(*counts: int, first: int = 0, **more: Any) -> list[TrajectoryGroup]:

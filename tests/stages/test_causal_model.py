@@ -2,7 +2,7 @@ import pytest
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+from penstock.torch import CausalModel, KVCache, causal_attend, packed_attend, positions_of
 
 
 def everything(rows: int, length: int) -> torch.Tensor:

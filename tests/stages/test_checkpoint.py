@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.training.checkpoint import latest_checkpoint, remove_old_checkpoints, write_checkpoint
+from penstock.stages.training.checkpoint import remove_old_checkpoints
+from penstock.training import latest_checkpoint, write_checkpoint
 
 
 def write(text: str, folder: Path, step: int) -> Path:

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from penstock import StopReason
 from penstock.errors import ProtocolMismatch
-from penstock.schemas import StopReason
 from penstock.stages.engines.completion_stream import Events, StreamedCompletion
 
 STREAM = b": ping\n\ndata: one\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 3\n\ndata: [DONE]\n\ndata: begun"

@@ -11,10 +11,11 @@ import pytest
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.schemas import InvalidRecord, TrainBatch
-from penstock.stages.losses import AdvantageWeighted, Distillation, PPOClip, SampledDistillation, Term
-from penstock.stages.training.torch_trainer import TorchTrainer
+from penstock import TrainBatch
+from penstock.errors import InvalidRecord
+from penstock.losses import AdvantageWeighted, Distillation, PPOClip, SampledDistillation, Term
 from penstock.testing import batch
+from penstock.torch import TorchTrainer
 
 VOCABULARY = 11
 SGD = partial(torch.optim.SGD, lr=1.0)

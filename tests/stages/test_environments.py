@@ -14,18 +14,18 @@ import reasoning_gym
 from numpy.typing import NDArray
 from tests.fake_policy import Letters, said
 
-from penstock.pipeline.errors import InvalidPipeline
-from penstock.schemas import StopReason
-from penstock.stages.engines.policies import Completion
-from penstock.stages.environments import (
+from penstock import StopReason
+from penstock.environments import (
     Environment,
     EnvironmentFailed,
     OutsideEnvironment,
     Rollout,
     ScoredDataset,
     StepEnvironment,
-    open_tasks,
 )
+from penstock.errors import InvalidPipeline
+from penstock.policies import Completion
+from penstock.stages.environments import open_tasks
 
 Turns = Sequence[NDArray[np.int32] | Completion]
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stages.turns import of_turns
 
+from penstock import TrajectoryGroup
 from penstock.errors import InvalidRecord
-from penstock.schemas import TrajectoryGroup
 from penstock.stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
 from penstock.stages.advantages.formulas import EPSILON, Mode, RunningStatistics
 from penstock.stages.advantages.presets import OURS

@@ -10,10 +10,12 @@ import structlog
 from tests.processes.worker_sinks import Commit
 from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
 
-from penstock import Ledger, NoOpPolicy, SourceEnv, here, processes, source
+from penstock import SourceEnv, here, processes, source
+from penstock.accounting import Ledger
 from penstock.errors import RolloutsFailed
 from penstock.pipeline.failure_streak import FAILURE_LIMIT, FailureStreak
 from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account
+from penstock.policies import NoOpPolicy
 
 
 def sampling(make_env: Callable[[], Any], **options: Any) -> SourceEnv:

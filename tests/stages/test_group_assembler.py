@@ -17,22 +17,21 @@ from penstock import (
     Batcher,
     Context,
     GroupAssembler,
-    Ledger,
     ReceiveChannel,
     SendChannel,
     SinkTrainer,
     Source,
     TrainBatch,
     TrajectoryGroup,
-    memory_channel,
     processes,
     source,
 )
+from penstock.accounting import Ledger
+from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline
 from penstock.pipeline.channels.ends import Receiving
-from penstock.pipeline.context import entered
 from penstock.pipeline.joint import Outbox, Passage
-from penstock.testing import VirtualClock, drive, group
+from penstock.testing import VirtualClock, drive, entered, group
 
 SIZE = 3
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import TrajectoryGroup
 from penstock.errors import InvalidRecord
-from penstock.schemas import TrajectoryGroup
 from penstock.stages.handful import Handful
 from penstock.testing import group
 

@@ -25,7 +25,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 
-from penstock import EnginePublisher, SourceEnv, WeightFolder
+from penstock import Context, SourceEnv, StopReason, Worker
 from penstock.errors import (
     EngineFailed,
     EngineRefused,
@@ -35,14 +35,13 @@ from penstock.errors import (
     PenstockError,
     ProtocolMismatch,
 )
-from penstock.pipeline.context import Context, Worker, entered
-from penstock.schemas import StopReason
+from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy, Policy
 from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.http_policy import HttpEngine, HttpPolicy
+from penstock.stages.engines.http_engine import HttpEngine
 from penstock.stages.engines.inference_servers import Server
-from penstock.stages.engines.policies import Completion, Engine, Policy
 from penstock.stages.engines.server_client import ServerClient
-from penstock.testing import drive_source
+from penstock.testing import drive_source, entered
+from penstock.torch import WeightFolder
 
 SERVER = Path(__file__).parent.parent / "inference_server.py"
 

@@ -11,12 +11,11 @@ import pytest
 from aiohttp import web
 from tests.stages.test_teacher import Letters
 
-from penstock import TrajectoryGroup
+from penstock import Teacher, TrajectoryGroup
 from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens
 from penstock.stages.engines.backoff import Backoff
-from penstock.stages.teacher import Teacher
 from penstock.stages.teachers import http_teacher
-from penstock.stages.teachers.http_teacher import HttpTeacher
+from penstock.teachers import HttpTeacher
 from penstock.testing import Driven, drive, group
 
 Reply = Callable[[dict[str, Any]], web.Response]

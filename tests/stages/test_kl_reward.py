@@ -9,11 +9,10 @@ import pytest
 import torch
 from tests.stages.losses.scoring import scored
 
-from penstock.schemas import InvalidRecord, TrajectoryGroup
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock import AdvantageNormalizer, KLReward, TrajectoryGroup
+from penstock.errors import InvalidRecord
+from penstock.losses import KL
 from penstock.stages.kl_estimate import KLEstimator
-from penstock.stages.kl_reward import KLReward
-from penstock.stages.losses import KL
 from penstock.testing import drive, group
 
 BEHAVIOR = [0.0, -1.0, -2.0, 0.0, -1.0, -9.0]

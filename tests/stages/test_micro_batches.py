@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas import InvalidRecord, TrainBatch
+from penstock import TrainBatch
+from penstock.errors import InvalidRecord
 from penstock.stages.training.micro_batches import MicroBatch, lay_out, micro_batches
 from penstock.testing import batch
 

@@ -4,8 +4,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from penstock.pipeline.ledger import Ledger
-from penstock.schemas import GroupId
+from penstock import GroupId
+from penstock.accounting import Ledger
 from penstock.stages.pace import Pace
 from penstock.testing import VirtualClock
 

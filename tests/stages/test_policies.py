@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from tests.fake_policy import FakePolicy
 
-from penstock.pipeline.context import Worker
-from penstock.stages.engines.http_policy import HttpEngine
-from penstock.stages.engines.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
+from penstock import Worker
+from penstock.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
+from penstock.stages.engines.http_engine import HttpEngine
 from penstock.stages.engines.torch_engine import TorchEngine
 
 LISTED = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}

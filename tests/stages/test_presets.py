@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tests.stages.trainer_libraries import FORMULAS, GAMMA, LAMBDA, Row
 
-from penstock.schemas import TrajectoryGroup
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
+from penstock import AdvantageNormalizer, TrajectoryGroup
 from penstock.stages.advantages.estimator import RewardLevel
 from penstock.stages.advantages.formulas import Mode
 from penstock.stages.advantages.presets import PRESETS, Library

@@ -13,9 +13,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from penstock import ReceiveChannel, SendChannel, StageInfo, TrajectoryGroup, source
 from penstock.errors import InvalidConfig, InvalidPipeline
-from penstock.schemas import check_tokenizers, identity_of
-from penstock.stages.engines.policies import Tokenizer
-from penstock.stages.engines.pretrained_tokenizer import PretrainedTokenizer
+from penstock.policies import PretrainedTokenizer, Tokenizer, check_tokenizers, tokenizer_identity
 
 WORDS = ["what", "is", "one", "and", "?", "[unknown]"]
 
@@ -82,7 +80,7 @@ def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_ide
     (saved(tmp_path / "filed") / "chat_template.jinja").write_text("{{ m }}")
     filed = PretrainedTokenizer(tmp_path / "filed")
 
-    hashes = [identity_of(each).chat_template_hash for each in (plain, configured, filed)]
+    hashes = [tokenizer_identity(each).chat_template_hash for each in (plain, configured, filed)]
 
     assert hashes[0] is None
     assert hashes[1] == hashes[2] is not None
@@ -93,7 +91,7 @@ def test_it_is_the_same_tokenizer_as_the_library_has_it_in_memory(tmp_path: Path
 
     check_tokenizers({"folder": tokenizer, "library": backend()})
 
-    assert identity_of(tokenizer).special_tokens == (("<begin>", 6), ("<end>", 7))
+    assert tokenizer_identity(tokenizer).special_tokens == (("<begin>", 6), ("<end>", 7))
 
 
 def test_it_is_the_same_tokenizer_as_transformers_loads_and_saves(tmp_path: Path) -> None:
@@ -111,8 +109,8 @@ def test_it_is_the_same_tokenizer_as_transformers_loads_and_saves(tmp_path: Path
     check_tokenizers({"ours": ours, "theirs": theirs})
     assert ours.encode("one and one") == theirs.encode("one and one", add_special_tokens=False)
     fields = ("vocabulary_hash", "special_tokens", "eos_id", "chat_template_hash")
-    assert [getattr(identity_of(ours), field) for field in fields] == [
-        getattr(identity_of(theirs), field) for field in fields
+    assert [getattr(tokenizer_identity(ours), field) for field in fields] == [
+        getattr(tokenizer_identity(theirs), field) for field in fields
     ]
 
 
@@ -121,7 +119,7 @@ def test_a_folder_of_the_hubs_cache_tells_its_revision(tmp_path: Path) -> None:
 
     tokenizer = PretrainedTokenizer(saved(tmp_path / "snapshots" / "0f1e2d"))
 
-    assert identity_of(tokenizer).revision == "0f1e2d"
+    assert tokenizer_identity(tokenizer).revision == "0f1e2d"
 
 
 def test_it_travels_to_workers_as_its_folder(tmp_path: Path) -> None:

@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stages.holding import lets_go_of_what_it_sent
 
+from penstock import Context, RewardBridge, TrajectoryGroup
+from penstock.channels import memory_channel
 from penstock.errors import InvalidConfig, RewardFunctionFailed
-from penstock.pipeline.channels.memory import memory_channel
-from penstock.pipeline.context import Context, entered
-from penstock.schemas import TrajectoryGroup
-from penstock.stages.reward_bridge import RewardBridge
-from penstock.stages.rewards.reward_functions import Answer, RewardFunction
-from penstock.testing import VirtualClock, drive, group
+from penstock.rewards import RewardFunction, RewardInput
+from penstock.testing import VirtualClock, drive, entered, group
 
 fewer = settings(max_examples=50)
 
@@ -300,7 +298,7 @@ async def test_a_group_of_empty_sequences_passes() -> None:
 # -- functions -------------------------------------------------------------------------------------------------------
 
 
-def length(answer: Answer) -> float:
+def length(answer: RewardInput) -> float:
     """A plain function: runs in a thread."""
     return float(len(answer.text))
 
@@ -308,7 +306,7 @@ def length(answer: Answer) -> float:
 async def test_a_plain_function_runs_in_a_thread() -> None:
     names: list[str] = []
 
-    def where(_answer: Answer) -> float:
+    def where(_answer: RewardInput) -> float:
         names.append(threading.current_thread().name)
         return 0.25
 
@@ -321,7 +319,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
 async def test_an_async_function_runs_on_the_event_loop() -> None:
     names: list[str] = []
 
-    async def where(_answer: Answer) -> float:
+    async def where(_answer: RewardInput) -> float:
         await anyio.lowlevel.checkpoint()
         names.append(threading.current_thread().name)
         return 0.25
@@ -329,7 +327,7 @@ async def test_an_async_function_runs_on_the_event_loop() -> None:
     class Judge:
         __name__ = "judge"
 
-        async def __call__(self, answer: Answer) -> float:
+        async def __call__(self, answer: RewardInput) -> float:
             return await where(answer)
 
     (out,) = await drive(bridge(RewardFunction(where), RewardFunction(Judge())), [said("abc", rewards=[1])])
@@ -339,9 +337,9 @@ async def test_an_async_function_runs_on_the_event_loop() -> None:
 
 
 async def test_a_function_sees_text_score_trajectory_and_meta() -> None:
-    seen: list[Answer] = []
+    seen: list[RewardInput] = []
 
-    async def look(answer: Answer) -> float:
+    async def look(answer: RewardInput) -> float:
         seen.append(answer)
         return 0.0
 
@@ -358,7 +356,7 @@ async def test_a_function_sees_text_score_trajectory_and_meta() -> None:
 async def test_no_more_calls_run_at_a_time_than_were_allowed() -> None:
     running, most = 0, 0
 
-    async def count(_answer: Answer) -> float:
+    async def count(_answer: RewardInput) -> float:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -374,7 +372,7 @@ async def test_no_more_calls_run_at_a_time_than_were_allowed() -> None:
 async def test_several_groups_are_judged_at_a_time_and_leave_in_order() -> None:
     last_began = anyio.Event()
 
-    async def first_waits_for_last(answer: Answer) -> float:
+    async def first_waits_for_last(answer: RewardInput) -> float:
         if answer.text == "last":
             last_began.set()
         elif answer.text == "first":
@@ -391,7 +389,7 @@ async def test_groups_are_taken_in_only_while_there_is_room_for_calls() -> None:
     feed, inbox = memory_channel[TrajectoryGroup](10)
     outbox, shaped = memory_channel[TrajectoryGroup](10)
 
-    async def never(_answer: Answer) -> float:
+    async def never(_answer: RewardInput) -> float:
         await anyio.sleep_forever()
         return 0.0
 
@@ -410,7 +408,7 @@ async def test_groups_that_functions_judge_are_held_as_copies() -> None:
     outbox, shaped = memory_channel[TrajectoryGroup](1)
     began, go = anyio.Event(), anyio.Event()
 
-    async def wait(_answer: Answer) -> float:
+    async def wait(_answer: RewardInput) -> float:
         began.set()
         await go.wait()
         return 0.0
@@ -432,7 +430,7 @@ async def test_groups_that_functions_judge_are_held_as_copies() -> None:
 async def test_a_fallback_asks_functions_about_failed_answers_only() -> None:
     asked: list[str] = []
 
-    async def ask(answer: Answer) -> float:
+    async def ask(answer: RewardInput) -> float:
         asked.append(answer.text)
         return 5.0
 
@@ -446,7 +444,7 @@ async def test_a_fallback_asks_functions_about_failed_answers_only() -> None:
 # -- functions that fail ---------------------------------------------------------------------------------------------
 
 
-async def fragile(answer: Answer) -> float:
+async def fragile(answer: RewardInput) -> float:
     if answer.text == "raise":
         raise KeyError(answer.text)
     if answer.text == "hang":
@@ -520,7 +518,7 @@ def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
 
 
 def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
-    async def slow(_answer: Answer) -> float:
+    async def slow(_answer: RewardInput) -> float:
         await anyio.sleep(20)
         return 1.0
 
@@ -534,7 +532,7 @@ def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
 async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> None:
     done = threading.Event()
 
-    def hang(_answer: Answer) -> float:
+    def hang(_answer: RewardInput) -> float:
         done.wait()
         return 0.0
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock import AdvantageNormalizer, Batcher, RewardBridge, RewardFunction
-from penstock.schemas import TrajectoryGroup
+from penstock import AdvantageNormalizer, Batcher, RewardBridge, TrajectoryGroup
+from penstock.rewards import RewardFunction
 from penstock.schemas.noise import NOISE
 from penstock.stages.advantages.formulas import Mode
 from penstock.stages.advantages.presets import PRESETS, Library

@@ -16,13 +16,12 @@ from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 
-from penstock.pipeline.channels.memory import MemoryReceiver, memory_channel
-from penstock.pipeline.context import Context, entered
-from penstock.pipeline.ledger import Ledger
-from penstock.schemas import GroupId, StopReason, TrainBatch
-from penstock.stages.sink_trainer import SinkTrainer, batch_metrics
-from penstock.stages.training.checkpoint import write_checkpoint
-from penstock.testing import batch, drive_sink
+from penstock import Context, GroupId, SinkTrainer, StopReason, TrainBatch
+from penstock.accounting import Ledger
+from penstock.channels import MemoryReceiver, memory_channel
+from penstock.stages.sink_trainer import batch_metrics
+from penstock.testing import batch, drive_sink, entered
+from penstock.training import write_checkpoint
 
 
 @dataclass

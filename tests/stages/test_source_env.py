@@ -16,16 +16,13 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from tests.fake_policy import FakePolicy, Letters, said
 
-from penstock.pipeline.channels.memory import memory_channel
-from penstock.pipeline.context import Context, Worker, entered
-from penstock.pipeline.errors import InvalidConfig, InvalidRecord, LedgerImbalance
-from penstock.pipeline.resumption import ResumePoint
-from penstock.schemas import GroupId, StopReason, TrajectoryGroup
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.engines.policies import Completion, GenerationIsOutside, NoOpPolicy
-from penstock.stages.environments import Rollout
-from penstock.stages.source_env import SourceEnv
-from penstock.testing import Driven, VirtualClock, drive, drive_source
+from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker
+from penstock.channels import memory_channel
+from penstock.environments import Rollout
+from penstock.errors import InvalidConfig, InvalidRecord, LedgerImbalance
+from penstock.policies import Completion, GenerationIsOutside, NoOpPolicy
+from penstock.testing import Driven, VirtualClock, drive, drive_source, entered
+from penstock.training import ResumePoint
 
 
 class Sums:

@@ -12,12 +12,11 @@ import pytest
 from numpy.typing import NDArray
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrainBatch, TrajectoryGroup, memory_channel
+from penstock import Teacher, TrainBatch, TrajectoryGroup, Worker
+from penstock.channels import memory_channel
 from penstock.errors import EngineFailed, EngineRefused, NobodyListens, TokenizersDiffer
-from penstock.pipeline.context import Worker
 from penstock.stages.engines.backoff import Backoff
-from penstock.stages.teacher import Teacher
-from penstock.stages.teachers.candidates import Candidates
+from penstock.teachers import TeacherCandidates
 from penstock.testing import Driven, VirtualClock, drive, group
 
 
@@ -32,19 +31,19 @@ class Letters:
         return {letter: index for index, letter in enumerate(self.letters)}
 
 
-Answer = Callable[[NDArray[np.int32]], Candidates]
+RewardInput = Callable[[NDArray[np.int32]], TeacherCandidates]
 
 
-def next_of_each(tokens: NDArray[np.int32]) -> Candidates:
+def next_of_each(tokens: NDArray[np.int32]) -> TeacherCandidates:
     """Two candidates for every token but the first: itself, and the number after it."""
-    return Candidates.of([None, *({int(token): -0.5, int(token) + 1: -1.0} for token in tokens[1:])])
+    return TeacherCandidates.of([None, *({int(token): -0.5, int(token) + 1: -1.0} for token in tokens[1:])])
 
 
 @dataclass
 class Scripted:
     """A teacher that does at each question what comes next in its script, and what comes last ever after."""
 
-    script: Sequence[Answer | Exception | float] = (next_of_each,)
+    script: Sequence[RewardInput | Exception | float] = (next_of_each,)
     tokenizer: Any = Letters()
     questions: list[list[int]] = field(default_factory=list)
     at_once: int = 0
@@ -55,7 +54,7 @@ class Scripted:
         del worker
         yield self
 
-    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> Candidates:
+    async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:
         assert len(wanted) == len(tokens)
         assert top_k == 2
         self.questions.append(tokens.tolist())
@@ -199,12 +198,12 @@ def test_pauses_between_attempts_grow() -> None:
         (EngineFailed("busy"), 3),
         (100.0, 3),
         (EngineRefused("longer than what it was trained for"), 1),
-        (lambda _: Candidates.of([None]), 1),
+        (lambda _: TeacherCandidates.of([None]), 1),
     ],
     ids=["busy", "slow", "refused", "nonsense"],
 )
 def test_a_group_at_one_of_whose_sequences_the_teacher_failed_is_dropped_with_the_reason(
-    failure: Exception | float | Answer, attempts: int
+    failure: Exception | float | RewardInput, attempts: int
 ) -> None:
     teacher = Scripted([next_of_each] + [failure] * attempts + [next_of_each])
 
@@ -263,7 +262,7 @@ def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(concurrency
 
 @pytest.mark.parametrize("concurrency", [1, 8, 32])
 def test_a_first_group_that_is_too_long_in_all_its_sequences_is_dropped_alone(concurrency: int) -> None:
-    def refuse_the_long(tokens: NDArray[np.int32]) -> Candidates:
+    def refuse_the_long(tokens: NDArray[np.int32]) -> TeacherCandidates:
         if len(tokens) > 8:
             raise EngineRefused("too long")
         return next_of_each(tokens)

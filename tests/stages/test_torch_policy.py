@@ -14,13 +14,12 @@ from tests.failsafe import FAILSAFE_S
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
-from penstock.pipeline.context import Context, Worker, entered
-from penstock.schemas import StopReason
-from penstock.stages.engines.policies import Completion, Engine
+from penstock import Context, StopReason, Worker
+from penstock.policies import Completion, Engine
 from penstock.stages.engines.torch_engine import TorchEngine
-from penstock.stages.engines.torch_policy import TorchPolicy
 from penstock.stages.engines.torch_sampling import Request, generate
-from penstock.stages.training.causal_model import KVCache, causal_attend
+from penstock.testing import entered
+from penstock.torch import KVCache, TorchPolicy, causal_attend
 
 EOS = 3
 

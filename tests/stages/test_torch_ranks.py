@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.tiny_model import TinyModel
 
-from penstock import RankedTrainer, TorchTrainer, TrainBatch
+from penstock import TrainBatch
 from penstock.stages.training.torch_ranks import decode_share, encode_share, owners
 from penstock.testing import batch
+from penstock.torch import RankedTrainer, TorchTrainer
 
 
 @given(st.lists(st.integers(0, 500), max_size=40), st.integers(1, 8))

@@ -10,10 +10,10 @@ import torch
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
-from penstock.schemas import InvalidRecord, TrajectoryGroup
-from penstock.stages.training.causal_model import KVCache
-from penstock.stages.training.torch_reference import TorchReference
+from penstock import TrajectoryGroup
+from penstock.errors import InvalidRecord
 from penstock.testing import drive, group
+from penstock.torch import KVCache, TorchReference
 
 VOCABULARY = 11
 

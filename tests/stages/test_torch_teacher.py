@@ -11,15 +11,11 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from arithmetic.tokenizer import TOKENIZER
-from penstock import TrainBatch, TrajectoryGroup
+from penstock import Teacher, TrainBatch, TrajectoryGroup, Worker
 from penstock.errors import InvalidRecord
-from penstock.pipeline.context import Worker
-from penstock.stages.losses import Distillation
-from penstock.stages.teacher import Teacher
-from penstock.stages.teachers.torch_teacher import TorchTeacher
-from penstock.stages.training.causal_model import KVCache
-from penstock.stages.training.torch_trainer import TorchTrainer
+from penstock.losses import Distillation
 from penstock.testing import drive, group
+from penstock.torch import KVCache, TorchTeacher, TorchTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,27 +18,14 @@ import torch
 from tests.tiny_model import TinyModel
 from torch import Tensor, nn
 
-from penstock.errors import TokenizersDiffer, WeightsMismatch
-from penstock.schemas import GroupId, InvalidRecord, TrainBatch
-from penstock.stages.advantage_normalizer import AdvantageNormalizer
-from penstock.stages.losses import (
-    CISPO,
-    GSPO,
-    KL,
-    AdvantageWeighted,
-    Entropy,
-    ImportanceWeight,
-    Loss,
-    LossValue,
-    Mean,
-    PPOClip,
-    Scored,
-)
-from penstock.stages.sink_trainer import Checkpointed, WeightedTrainer
-from penstock.stages.training.causal_model import KVCache
+from penstock import AdvantageNormalizer, GroupId, TrainBatch
+from penstock.errors import InvalidRecord, TokenizersDiffer, WeightsMismatch
+from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
+from penstock.stages.losses import LossValue
 from penstock.stages.training.micro_batches import micro_batches
-from penstock.stages.training.torch_trainer import TorchTrainer
 from penstock.testing import batch, drive, group
+from penstock.torch import KVCache, TorchTrainer
+from penstock.training import Checkpointed, WeightedTrainer
 
 VOCABULARY = 11
 ADAM = partial(torch.optim.AdamW, lr=0.01)

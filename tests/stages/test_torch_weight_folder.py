@@ -25,10 +25,10 @@ from penstock.errors import (
     WeightsInUse,
     WeightsMismatch,
 )
-from penstock.pipeline.policy.weight_specs import Fused, Tensor
-from penstock.stages.engines.torch_folder_subscriber import FolderSubscriber
-from penstock.stages.engines.torch_weight_folder import WeightFolder
+from penstock.pipeline.policy.weight_specs import Tensor
 from penstock.stages.sink_trainer import Generation
+from penstock.torch import FolderSubscriber, WeightFolder
+from penstock.weights import FusedTensor
 
 
 def tied(value: float = 0.0) -> nn.Sequential:
@@ -90,7 +90,7 @@ async def test_tensors_by_name_are_filled_in_place(tmp_path: Path) -> None:
 async def test_the_files_are_safetensors_of_what_was_fused_and_cast_and_old_ones_go(tmp_path: Path) -> None:
     given = {"q": torch.ones(2, 3), "k": torch.zeros(1, 3), "step": torch.tensor(4)}
     model = {"q": torch.zeros(2, 3, dtype=torch.bfloat16), "k": torch.ones(1, 3, dtype=torch.bfloat16)}
-    rule = [Fused("qk", ("q", "k"))]
+    rule = [FusedTensor("qk", ("q", "k"))]
 
     async with WeightFolder(tmp_path, given, fused=rule, cast={"float32": "bfloat16"}) as publisher:
         for version in (1, 2, 3):

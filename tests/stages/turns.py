@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.schemas import TrajectoryGroup
+from penstock import TrajectoryGroup
 
 __all__ = ["of_turns"]
 

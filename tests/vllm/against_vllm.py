@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from penstock import HttpPolicy, OutsideServer, WeightFolder, responds
+from penstock import Worker
 from penstock.errors import EngineRefused, ServerFailed
-from penstock.pipeline.context import Worker
-from penstock.stages.engines.policies import Completion, Engine
+from penstock.policies import Completion, Engine, HttpPolicy
+from penstock.servers import OutsideServer, http_ready
+from penstock.torch import WeightFolder
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,7 +87,7 @@ def recipe(weights: Path, port: int, logs: Path) -> OutsideServer:
     options = [f"--{name}={value}" for name, value in (arguments | limits).items()]
     return OutsideServer(
         command=[os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *options],
-        ready=responds(f"http://127.0.0.1:{port}/health"),
+        ready=http_ready(f"http://127.0.0.1:{port}/health"),
         name="vllm",
         logs=logs,
         environment=SETTINGS | {"VLLM_CACHE_ROOT": str(logs / "cache")},

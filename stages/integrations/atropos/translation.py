@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ....schemas import Array, InvalidRecord, TrajectoryGroup
 from ....schemas.columns import freeze
-from ...teachers.candidates import ROUNDING, Candidates
+from ...teachers.candidates import ROUNDING, TeacherCandidates
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
 __all__ = ["META", "as_if_sent", "from_group", "scored_of", "to_group"]
@@ -81,7 +81,7 @@ def as_if_sent(
     ids, logprobs = group.teacher_ids, group.teacher_logprobs
     if candidates is not None and ids is not None and logprobs is not None and ids.shape[1] != candidates:
         given = ids >= 0
-        columns |= _teacher(Candidates(given.sum(axis=1), ids[given], logprobs[given]), group.tokens, candidates)
+        columns |= _teacher(TeacherCandidates(given.sum(axis=1), ids[given], logprobs[given]), group.tokens, candidates)
     freeze(columns.values())
     return msgspec.structs.replace(TrajectoryGroup.assemble(group.header(), columns), env=env)
 
@@ -174,7 +174,9 @@ def _place(at: int, offsets: NDArray[np.int64]) -> str:
     return f"[{sequence}][{at - int(offsets[sequence])}]"
 
 
-def _candidates(ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Sequence[Sequence[float]]]) -> Candidates:
+def _candidates(
+    ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Sequence[Sequence[float]]]
+) -> TeacherCandidates:
     """Return those of all sequences, one token's after another's."""
     try:
         counts, others = (np.fromiter(map(len, chain.from_iterable(rows)), np.int64) for rows in (ids, logprobs))
@@ -188,12 +190,12 @@ def _candidates(ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Seque
             f"got {others[at]}",
         )
     flat_ids = _ints("distill_token_ids", [[*chain.from_iterable(chain.from_iterable(ids))]])
-    return Candidates(
+    return TeacherCandidates(
         counts, flat_ids, _floats("distill_logprobs", [[*chain.from_iterable(chain.from_iterable(logprobs))]])
     )
 
 
-def _teacher(candidates: Candidates, tokens: NDArray[np.int32], width: int | None) -> dict[str, Array]:
+def _teacher(candidates: TeacherCandidates, tokens: NDArray[np.int32], width: int | None) -> dict[str, Array]:
     """Return `teacher_ids` and `teacher_logprobs`, [N, K]."""
     try:
         ids, logprobs = candidates.columns(tokens, int(candidates.counts.max(initial=0)) if width is None else width)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stages.losses import (
+from penstock.losses import (
     CISPO,
     GSPO,
     KL,

@@ -13,7 +13,8 @@ import torch
 from tests.stages.losses.scoring import part_of, scored
 from torch import Tensor
 
-from penstock.stages.losses import AdvantageWeighted, Aggregated, Aggregation, Counted, Loss, PPOClip, Scored
+from penstock.losses import AdvantageWeighted, Loss, PPOClip, Scored
+from penstock.stages.losses import Aggregated, Aggregation, Counted
 
 LENGTHS = (3, 0, 5, 1, 0, 2)
 """Tokens that train; two of six sequences are masked wholly."""

@@ -10,21 +10,17 @@ import torch
 from tests.stages.losses.scoring import part_of, scored, slope
 from torch import Tensor
 
-from penstock.schemas import InvalidRecord
-from penstock.stages.losses import (
-    TOKENS_USED,
+from penstock.errors import InvalidRecord
+from penstock.losses import (
     AdvantageWeighted,
     Distillation,
     ImportanceWeight,
     Loss,
-    Metric,
     PPOClip,
-    Rest,
     SampledDistillation,
     Scored,
-    check_used,
-    merge,
 )
+from penstock.stages.losses import TOKENS_USED, Metric, Rest, check_used, merge
 
 VOCABULARY = 5
 MODES: list[Rest] = ["raw", "renormalised", "tail"]

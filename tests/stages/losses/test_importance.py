@@ -7,8 +7,9 @@ import pytest
 import torch
 from tests.stages.losses.scoring import random, scored, slope
 
-from penstock.schemas import InvalidRecord
-from penstock.stages.losses import CISPO, GSPO, AdvantageWeighted, ImportanceWeight, PolicyTerm, PPOClip, Weighted
+from penstock.errors import InvalidRecord
+from penstock.losses import CISPO, GSPO, AdvantageWeighted, ImportanceWeight, PPOClip
+from penstock.stages.losses import PolicyTerm, Weighted
 
 
 def weights(weight: ImportanceWeight, ratios: list[list[float]]) -> list[float]:

@@ -9,16 +9,7 @@ from typing import NamedTuple
 import pytest
 from tests.stages.losses.scoring import random
 
-from penstock.stages.losses import (
-    CISPO,
-    GSPO,
-    KL,
-    AdvantageWeighted,
-    ImportanceWeight,
-    Loss,
-    PPOClip,
-    Scored,
-)
+from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, ImportanceWeight, Loss, PPOClip, Scored
 
 
 class Token(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from tests.stages.losses.scoring import random, scored, slope
 from torch import Tensor
 
-from penstock.schemas import InvalidRecord
-from penstock.stages.losses import CISPO, GSPO, AdvantageWeighted, Loss, PPOClip, Term
+from penstock.errors import InvalidRecord
+from penstock.losses import CISPO, GSPO, AdvantageWeighted, Loss, PPOClip, Term
 
 PPO = PPOClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 

@@ -7,18 +7,10 @@ import pytest
 import torch
 from tests.stages.losses.scoring import random, scored
 
-from penstock.schemas import InvalidRecord
+from penstock.errors import InvalidRecord
+from penstock.losses import KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
 from penstock.stages.kl_estimate import kl_estimate
-from penstock.stages.losses import (
-    KL,
-    AdvantageWeighted,
-    Aggregated,
-    Aggregation,
-    Entropy,
-    ImportanceWeight,
-    PPOClip,
-    entropy_of,
-)
+from penstock.stages.losses import Aggregated, Aggregation, entropy_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,14 @@
+"""The three kinds of environment, as protocols, and the records that they return."""
+
+from __future__ import annotations
+
+from .stages.environments import (
+    Environment,
+    EnvironmentFailed,
+    OutsideEnvironment,
+    Rollout,
+    ScoredDataset,
+    StepEnvironment,
+)
+
+__all__ = ["Environment", "EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"]

@@ -1,0 +1,35 @@
+"""Environments and trainers that were written for Atropos."""
+
+from __future__ import annotations
+
+from ..stages.integrations.atropos import (
+    Action,
+    AtroposAPIError,
+    AtroposClient,
+    AtroposEnvironment,
+    AtroposGateway,
+    AtroposTrainers,
+    GatewayGone,
+    Limits,
+    ServerConfig,
+    ShmTransport,
+    register_with_gem,
+    submit,
+    submitting,
+)
+
+__all__ = [
+    "Action",
+    "AtroposAPIError",
+    "AtroposClient",
+    "AtroposEnvironment",
+    "AtroposGateway",
+    "AtroposTrainers",
+    "GatewayGone",
+    "Limits",
+    "ServerConfig",
+    "ShmTransport",
+    "register_with_gem",
+    "submit",
+    "submitting",
+]

@@ -1,0 +1,40 @@
+"""The terms of a loss. Needs torch."""
+
+from __future__ import annotations
+
+from .pipeline.extras import extra
+
+with extra("torch", "penstock.losses"):
+    from .stages.losses import (
+        CISPO,
+        GSPO,
+        KL,
+        AdvantageWeighted,
+        Distillation,
+        Entropy,
+        ImportanceWeight,
+        Loss,
+        Mean,
+        PerToken,
+        PPOClip,
+        SampledDistillation,
+        Scored,
+        Term,
+    )
+
+__all__ = [
+    "CISPO",
+    "GSPO",
+    "KL",
+    "AdvantageWeighted",
+    "Distillation",
+    "Entropy",
+    "ImportanceWeight",
+    "Loss",
+    "Mean",
+    "PPOClip",
+    "PerToken",
+    "SampledDistillation",
+    "Scored",
+    "Term",
+]

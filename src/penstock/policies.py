@@ -1,0 +1,25 @@
+"""Policies, the engines that they open, and tokenizers."""
+
+from __future__ import annotations
+
+from .schemas import TokenizerIdentity, check_tokenizers, tokenizer_identity
+from .stages.engines.engine_publisher import EnginePublisher
+from .stages.engines.http_policy import HttpPolicy
+from .stages.engines.policies import Completion, Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, Tokenizer
+from .stages.engines.pretrained_tokenizer import PretrainedTokenizer
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EnginePublisher",
+    "GenerationIsOutside",
+    "HttpPolicy",
+    "NoOpEngine",
+    "NoOpPolicy",
+    "Policy",
+    "PretrainedTokenizer",
+    "Tokenizer",
+    "TokenizerIdentity",
+    "check_tokenizers",
+    "tokenizer_identity",
+]

@@ -1,0 +1,7 @@
+"""Functions of one's own as components of a reward."""
+
+from __future__ import annotations
+
+from .stages.rewards.reward_functions import RewardFunction, RewardInput
+
+__all__ = ["RewardFunction", "RewardInput"]

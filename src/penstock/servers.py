@@ -1,0 +1,7 @@
+"""Servers from outside as parts of a run."""
+
+from __future__ import annotations
+
+from .pipeline.processes.outside_server import OutsideServer, Probe, RunningServer, http_ready, tcp_ready
+
+__all__ = ["OutsideServer", "Probe", "RunningServer", "http_ready", "tcp_ready"]

@@ -1,0 +1,30 @@
+"""Parts that hold a torch model: trainers, policies, teachers, weights in a folder. Needs torch."""
+
+from __future__ import annotations
+
+from .pipeline.extras import extra
+
+with extra("torch", "penstock.torch"):
+    from .stages.engines.torch_folder_subscriber import FolderSubscriber
+    from .stages.engines.torch_policy import TorchPolicy
+    from .stages.engines.torch_weight_folder import WeightFolder
+    from .stages.teachers.torch_teacher import TorchTeacher
+    from .stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+    from .stages.training.torch_ranked_trainer import RankedTrainer
+    from .stages.training.torch_reference import TorchReference
+    from .stages.training.torch_trainer import TorchTrainer
+
+__all__ = [
+    "CausalModel",
+    "FolderSubscriber",
+    "KVCache",
+    "RankedTrainer",
+    "TorchPolicy",
+    "TorchReference",
+    "TorchTeacher",
+    "TorchTrainer",
+    "WeightFolder",
+    "causal_attend",
+    "packed_attend",
+    "positions_of",
+]

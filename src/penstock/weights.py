@@ -1,0 +1,9 @@
+"""Weights that reach the processes that sample, through shared memory."""
+
+from __future__ import annotations
+
+from .pipeline.policy.weight_publisher import WeightPublisher
+from .pipeline.policy.weight_specs import FusedTensor
+from .pipeline.policy.weight_subscriber import WeightSubscriber
+
+__all__ = ["FusedTensor", "WeightPublisher", "WeightSubscriber"]

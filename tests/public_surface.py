@@ -1,0 +1,23 @@
+"""The public modules, found where they lie, and every public name."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import penstock
+
+INTERNAL = {"cli", "commands"}
+"""Modules beside the public ones that serve the command line."""
+
+
+def public_modules() -> list[ModuleType]:
+    """`penstock`, and every public module below it."""
+    folder = Path(penstock.__path__[0])
+    stems = [path.stem for path in folder.glob("*.py") if path.stem not in {"__init__", *INTERNAL}]
+    stems += [f"integrations.{path.stem}" for path in (folder / "integrations").glob("*.py") if path.stem != "__init__"]
+    return [penstock, *(importlib.import_module(f"penstock.{stem}") for stem in sorted(stems))]
+
+
+def public_names() -> list[tuple[str, object]]:
+    """Every public name with its value."""
+    return [(name, getattr(module, name)) for module in public_modules() for name in module.__all__]
