@@ -16,7 +16,7 @@ from .stages.integrations.atropos.queue.trajectory_queue import (
 )
 from .stages.integrations.atropos.server.limits import Limits
 from .stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
-from .stages.integrations.atropos.shm.receiver import CAPACITY_BYTES
+from .stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
 
 __all__ = ["commands"]
 

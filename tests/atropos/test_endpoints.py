@@ -21,8 +21,7 @@ from penstock.stages.integrations.atropos.server.app import application
 from penstock.stages.integrations.atropos.server.backend import RelayBackend
 from penstock.stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
 from penstock.stages.integrations.atropos.server.limits import Bodies, BodyRefused, Refusals
-from penstock.stages.integrations.atropos.server.shm_ingest import ShmIngest
-from penstock.stages.integrations.atropos.shm.receiver import ShmReceiver
+from penstock.stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
 from penstock.stages.integrations.atropos.translation import from_group
 from penstock.testing import group
 

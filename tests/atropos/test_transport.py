@@ -17,10 +17,10 @@ from penstock import TrajectoryGroup
 from penstock.channels import RemoteSender
 from penstock.errors import NobodyListens
 from penstock.integrations.atropos import GatewayGone, ShmTransport, submitting
+from penstock.stages.integrations.atropos import shm_transport as transport
+from penstock.stages.integrations.atropos import submitter
 from penstock.stages.integrations.atropos.contract import scored_data
-from penstock.stages.integrations.atropos.shm import sender as sender_module
-from penstock.stages.integrations.atropos.shm import transport
-from penstock.stages.integrations.atropos.shm.receiver import ShmReceiver, open_receiver
+from penstock.stages.integrations.atropos.server.shm_receiver import ShmReceiver, open_receiver
 from penstock.stages.integrations.atropos.translation import to_group
 
 ENV_ID = 3
@@ -396,7 +396,7 @@ async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkey
         await send(env, scored_group(0))
         await received(way_in, 1)
         await way_in._inbox.aclose()
-        monkeypatch.setattr(sender_module, "RECONNECT_TIMEOUT_S", 0.02)
+        monkeypatch.setattr(submitter, "SHM_RECONNECT_TIMEOUT_S", 0.02)
 
         with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to come back"):
             await send(env, scored_group(1))

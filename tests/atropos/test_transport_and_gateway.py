@@ -21,7 +21,7 @@ from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
 from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
-from penstock.stages.integrations.atropos.shm.receiver import CAPACITY
+from penstock.stages.integrations.atropos.server.shm_receiver import CAPACITY
 
 BATCH = 16
 TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)

@@ -6,11 +6,10 @@ from .server.gateway import AtroposGateway
 from .server.limits import Limits
 from .server.serve import ServerConfig
 from .server.trainers import AtroposTrainers
-from .shm.sender import GatewayGone
-from .shm.transport import ShmTransport
+from .shm_transport import ShmTransport
 from .steps.messages import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem
-from .submit import submit, submitting
+from .submitter import GatewayGone, submit, submitting
 
 __all__ = [
     "Action",

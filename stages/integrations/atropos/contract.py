@@ -19,6 +19,7 @@ from .coercion import decode
 __all__ = [
     "BY_TOKEN",
     "NO_LOGPROB",
+    "SHM_PATH",
     "UNTRAINED",
     "BatchAnswer",
     "EnvReference",
@@ -27,6 +28,7 @@ __all__ = [
     "Greeting",
     "Registered",
     "ScoredData",
+    "ShmAnswer",
     "SubmitAnswer",
     "TrainerRegistration",
     "Untrainable",
@@ -39,6 +41,9 @@ UNTRAINED = -100
 
 NO_LOGPROB = 1.0
 """What `inference_logprobs` hold where nothing trains."""
+
+SHM_PATH = "/shm"
+"""Endpoint of a gateway that environments on its host ask for the address of its shared-memory receiver."""
 
 Rows: TypeAlias = list[list[int]]
 FloatRows: TypeAlias = list[list[float]]
@@ -111,6 +116,13 @@ class SubmitAnswer(msgspec.Struct, frozen=True):
     status: str
     rejected: tuple[str, ...] = ()
     """Why groups cannot be trained on; the others were accepted. The original server trains on anything."""
+
+
+class ShmAnswer(msgspec.Struct, frozen=True):
+    """Answers GET /shm, which a gateway alone has."""
+
+    url: str
+    """Address of its shared-memory receiver: argument of `connect`."""
 
 
 # -- scored data -------------------------------------------------------------------------------------------------------

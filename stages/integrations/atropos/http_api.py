@@ -28,9 +28,8 @@ from ...engines.retrying import Failure, retried
 from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
 from .api_error import AtroposAPIError, Situation
 from .coercion import decode
-from .contract import BatchAnswer, Greeting, Registered, SubmitAnswer, TrainerRegistration
+from .contract import SHM_PATH, BatchAnswer, Greeting, Registered, ShmAnswer, SubmitAnswer, TrainerRegistration
 from .queue.records import Info
-from .shm.receiver import PATH, ShmAnswer
 
 __all__ = ["HttpApi"]
 
@@ -159,13 +158,13 @@ class HttpApi:
             OSError: it does not answer now; it is not asked again.
         """
         try:
-            answer = await self._client.body("GET", PATH)
+            answer = await self._client.body("GET", SHM_PATH)
         except Failed as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return None
             if error.status in PASSING:
                 raise OSError(str(error)) from error
-            raise self._error("rejected", f"GET {PATH}", f"expected an answer, got {error}") from error
+            raise self._error("rejected", f"GET {SHM_PATH}", f"expected an answer, got {error}") from error
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         try:

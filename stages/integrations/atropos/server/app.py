@@ -24,8 +24,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from .....schemas import InvalidRecord
+from ..contract import SHM_PATH
 from ..queue.records import QueueFull, RequestRejected
-from ..shm.receiver import PATH
 from .endpoints import Endpoints
 from .limits import BodyRefused
 from .serve import ServerConfig
@@ -80,7 +80,7 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         ("GET", "/reset_data", endpoints.reset_data),
     ]
     if endpoints.ingest is not None:
-        listed.append(("GET", PATH, endpoints.shm))
+        listed.append(("GET", SHM_PATH, endpoints.shm))
     unavailable = endpoints.backend.unavailable
     routes = [
         Route(path, _endpoint(handler, unavailable.get(path)), methods=[method]) for method, path, handler in listed

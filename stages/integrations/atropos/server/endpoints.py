@@ -50,7 +50,7 @@ from ..queue.records import (
 from ..queue.trajectory_queue import TrajectoryQueue
 from .backend import Backend
 from .limits import Bodies, BodyRefused, Limits, Refusals
-from .shm_ingest import ShmIngest
+from .shm_receiver import ShmIngest
 
 __all__ = ["Endpoints"]
 

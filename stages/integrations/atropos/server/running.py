@@ -29,13 +29,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .....pipeline.errors import InvalidConfig
 from ..queue.trajectory_queue import TrajectoryQueue
-from ..shm.receiver import open_receiver
 from .app import application, refusal
 from .backend import Backend
 from .endpoints import Endpoints
 from .limits import Limits, Refusals
 from .serve import ServerConfig
-from .shm_ingest import ShmIngest
+from .shm_receiver import ShmIngest, open_receiver
 
 __all__ = ["RunningServer", "run_server"]
 

@@ -19,9 +19,9 @@ from .....pipeline.errors import InvalidConfig, MissingExtra
 from .....pipeline.waiting import Waiters
 from .....schemas.numbers import normalize_counts
 from ..queue.trajectory_queue import TrajectoryQueue
-from ..shm.receiver import CAPACITY_BYTES
 from .backend import Backend, RelayBackend
 from .limits import Limits
+from .shm_receiver import CAPACITY_BYTES
 
 if TYPE_CHECKING:
     from .running import RunningServer

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import anyio
 
-from ..api_error import load_http_api
-from ..submit import Submitter, submitting
+from .api_error import load_http_api
+from .submitter import Submitter, submitting
 
 __all__ = ["ShmTransport"]
 

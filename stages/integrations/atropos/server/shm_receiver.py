@@ -1,16 +1,18 @@
-"""ShmReceiver: a channel beside the gateway's HTTP server, for environments on this host.
+"""A channel beside the gateway's HTTP server, for environments on this host; its groups enter the queue of the others.
 
-Groups come decoded, their arrays views of the slots of the environment that sent them. Releasing a group returns its
-credit, so keep `group.owned()` of one that is needed for longer. Knows nothing about HTTP: the gateway answers `url`
-at `PATH`, and adds `waiting` to what `/status-env` answers.
+`ShmReceiver` knows nothing about HTTP: groups come decoded, their arrays views of the slots of the environment that
+sent them, and releasing a group returns its credit. While the queue has no room for an environment `ShmIngest` keeps
+its groups, so that it gets no credit; groups of other environments pass them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import msgspec
+import anyio
 
 from .....pipeline.channels.carriers import serve
 from .....pipeline.channels.peer import Peer
@@ -18,13 +20,17 @@ from .....pipeline.channels.remote_receiver import RemoteReceiver
 from .....pipeline.errors import PeerLost
 from .....pipeline.telemetry import get_logger
 from .....schemas import TrajectoryGroup
+from ..contract import Untrainable
+from ..queue.records import QueueFull, RequestRejected, Submission
 
-__all__ = ["PATH", "ShmAnswer", "ShmReceiver", "open_receiver"]
+if TYPE_CHECKING:
+    from .endpoints import Endpoints
+
+__all__ = ["CAPACITY_BYTES", "ShmIngest", "ShmReceiver", "open_receiver"]
+
+G = TypeVar("G")
 
 log = get_logger("penstock.atropos")
-
-PATH = "/shm"
-"""Where the gateway answers a GET with the address."""
 
 CAPACITY = 16
 """Groups that each environment may have in flight: as many may be on their way here when `/status-env` is answered."""
@@ -34,12 +40,8 @@ CAPACITY_BYTES = 16 * 2**20
 
 MAX_ENVIRONMENTS = 512
 
-
-class ShmAnswer(msgspec.Struct, frozen=True):
-    """Answers GET /shm."""
-
-    url: str
-    """Argument of `connect`."""
+RETRY_S = 1.0
+"""Interval in which groups are tried again though nothing made room: nobody tells that an environment fell silent."""
 
 
 class ShmReceiver:
@@ -119,3 +121,57 @@ async def open_receiver(
     ) as inbox:
         inbox.keep_open()
         yield ShmReceiver(inbox, senders)
+
+
+class ShmIngest(Generic[G]):
+    """Takes groups from `receiver` while `run` runs."""
+
+    def __init__(self, receiver: ShmReceiver) -> None:
+        self._receiver = receiver
+        self._kept: dict[int | None, deque[tuple[TrajectoryGroup, Submission[G]]]] = {}
+        """Groups without room, by environment; holding a group keeps its sender from having credit."""
+
+    @property
+    def url(self) -> str:
+        """Address that environments connect to."""
+        return self._receiver.url
+
+    def waiting(self, env_id: int) -> int:
+        """Return the number of groups of an environment that have come and are not in the queue."""
+        return self._receiver.waiting(env_id) + len(self._kept.get(env_id, ()))
+
+    async def run(self, endpoints: Endpoints[G]) -> None:
+        """Enter everything that comes into the queue of `endpoints`."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._retry, endpoints)
+            async for env_id, group in self._receiver:
+                try:
+                    submission = await endpoints.submission_of_group(group, env_id)
+                except (Untrainable, RequestRejected) as error:
+                    endpoints.refuse(env_id, error)
+                    continue
+                if env_id in self._kept or not _entered(submission, endpoints):
+                    self._kept.setdefault(env_id, deque()).append((group, submission))
+                del group, submission
+            tasks.cancel_scope.cancel()
+
+    async def _retry(self, endpoints: Endpoints[G]) -> None:
+        while True:
+            with anyio.move_on_after(RETRY_S):
+                await endpoints.room.wait()
+            for env_id, line in list(self._kept.items()):
+                while line and _entered(line[0][1], endpoints):
+                    line.popleft()
+                if not line:
+                    del self._kept[env_id]
+
+
+def _entered(submission: Submission[G], endpoints: Endpoints[G]) -> bool:
+    """Return whether there was room; a group that is refused for another reason is dropped and counted."""
+    try:
+        endpoints.accept([submission])
+    except QueueFull:
+        return False
+    except RequestRejected as error:
+        endpoints.refuse(submission.env_id, error)
+    return True

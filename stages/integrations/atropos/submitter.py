@@ -1,0 +1,308 @@
+"""submit: send groups to a gateway from environments that are not Atropos'. No pipeline and no registration is needed.
+
+A gateway on this host gets them through shared memory, any other server of the contract over HTTP. A submission that is
+sent again after a failure is accepted once: over HTTP by its idempotency key, through shared memory because a group is
+sent again only where no gateway has received it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import anyio
+import msgspec
+
+from ....pipeline.causes import alone
+from ....pipeline.channels.carriers import connect
+from ....pipeline.channels.remote_sender import RemoteSender
+from ....pipeline.context import current
+from ....pipeline.errors import (
+    NobodyListens,
+    OutOfSharedMemory,
+    PeerClosed,
+    PeerLost,
+    PenstockError,
+    RecordTooLarge,
+    TooManySenders,
+)
+from ....pipeline.telemetry import get_logger
+from ....pipeline.waiting import Waiters
+from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
+from ....schemas.config import check_url
+from ...engines.backoff import Backoff, jitter
+from ...engines.retrying import WITHOUT_END
+from .api_error import AtroposAPIError, load_http_api, without_token
+from .contract import scored_data
+from .translation import from_group, to_group
+
+if TYPE_CHECKING:
+    from .http_api import HttpApi
+
+__all__ = ["GatewayGone", "Submitter", "submit", "submitting"]
+
+log = get_logger("penstock.atropos")
+
+Group: TypeAlias = TrajectoryGroup | Mapping[str, Any]
+"""A group, or a dict with the fields of Atropos' ScoredData."""
+
+REQUEST_TIMEOUT_S = 60.0
+"""Bound on one attempt."""
+
+RECONNECT_TIMEOUT_S = 300.0
+"""Bound on the time that a gateway may be away, or have no room."""
+
+LATEST = 2**63 - 1
+"""Policy version of a group that comes without one: a gateway takes its current step for it."""
+
+SHM_RECONNECT_TIMEOUT_S = 60.0
+"""Bound on the time that a gateway may be away before `sent` raises."""
+
+RETRIES = Backoff(WITHOUT_END, 0.05, 1.0)
+"""Pauses between attempts to reach a gateway; there is no event to wait for."""
+
+ATTEMPTS = 2
+"""Attempts to connect for the first time; the gateway may end between its answer and the handshake."""
+
+
+class GatewayGone(PenstockError):
+    """A gateway on this host went away, and may not have received all groups that were sent to it."""
+
+
+async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None = None, ca: str | None = None) -> None:
+    """Send one group, or several, to the gateway at `url`, and return when the gateway has them.
+
+    Each call opens a connection; see `submitting` for many calls.
+
+    Args:
+        url: http:// or https://, with host and port.
+        groups: over HTTP they lose what the contract has no field for: policy versions, names, parts of rewards.
+        token: the gateway's; by default PENSTOCK_TOKEN.
+        ca: file with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system.
+
+    Raises:
+        AtroposAPIError: the gateway refused them, or was away for too long.
+        GatewayGone: the gateway on this host went away with them.
+        InvalidRecord: a dict has no JSON form.
+        InvalidConfig: `url` is not an address, or `ca` cannot be read.
+        MissingExtra: aiohttp is not installed.
+        NobodyListens: the gateway on this host went away, and did not come back in time.
+    """
+    async with submitting(url, token=token, ca=ca) as submit_to:
+        await submit_to(groups)
+
+
+@asynccontextmanager
+async def submitting(
+    url: str, *, token: str | None = None, ca: str | None = None, name: str = "submitter"
+) -> AsyncGenerator[Submitter]:
+    """Open a connection to the gateway at `url` within the `async with`; for arguments and errors see `submit`.
+
+        async with submitting("http://127.0.0.1:8000") as submit_to:
+            await submit_to(group)
+
+    `name` is what the gateway's log calls the sender. Leaving waits until the gateway has everything that was sent.
+    """
+    check_url(url, "url")
+    timeouts = {"request_timeout_s": REQUEST_TIMEOUT_S, "reconnect_timeout_s": RECONNECT_TIMEOUT_S}
+    async with load_http_api("submit").open(url, token=token, ca=ca, **timeouts) as api:
+        await api.greet()
+        sender = ShmSender(without_token(url), api.shm_url, name)
+        with alone():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sender.run)
+                try:
+                    yield Submitter(api, sender)
+                finally:
+                    sender.close()
+
+
+class Submitter:
+    """Sends groups to one gateway; see `submitting`."""
+
+    def __init__(self, api: HttpApi, sender: ShmSender) -> None:
+        self._api = api
+        self._sender = sender
+        self._run = secrets.token_hex(4)
+        """Part of every instance id, so that no other submitter has the same ids."""
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return repr(self._sender).replace("ShmSender", "Submitter")
+
+    async def __call__(self, groups: Group | Sequence[Group]) -> None:
+        """Send one group, or several; for errors see `submit`."""
+        await self.send(groups, {"env": "atropos", "policy_version": LATEST})
+
+    async def send(
+        self,
+        groups: Group | Sequence[Group],
+        origin: Mapping[str, Any],
+        foreign: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> None:
+        """Send groups; `origin` are arguments of `to_group`, `foreign` sends where the server is no gateway."""
+        listed = [groups] if isinstance(groups, Mapping | TrajectoryGroup) else list(groups)
+        left = [group for group in listed if not await self._sender.sent(partial(self._record, group, origin))]
+        if left and foreign is not None and not self._sender.to_gateway:
+            await foreign(groups if len(left) == len(listed) else left)
+        elif left:
+            body = _json(left[0]) if len(left) == 1 else b"[%b]" % b",".join(map(_json, left))
+            await self._api.submit(body, to_gateway=self._sender.to_gateway)
+
+    def _record(self, group: Group, origin: Mapping[str, Any]) -> TrajectoryGroup:
+        if isinstance(group, TrajectoryGroup):
+            return group
+        return to_group(scored_data(group), instance_id=f"{self._run}.{next(self._numbers)}", **origin)
+
+
+def _json(group: Group) -> bytes:
+    if isinstance(group, TrajectoryGroup):
+        return from_group(group)
+    try:
+        return msgspec.json.encode(group)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidRecord(f"expected a group that has a JSON form, got one without: {error}") from None
+
+
+# -- through shared memory ---------------------------------------------------------------------------------------------
+
+
+class ShmSender:
+    """A connection to a gateway's `ShmReceiver`, made again when the gateway comes back; sends while `run` runs.
+
+    Where there is no way through shared memory it logs that once, and the caller sends over HTTP.
+
+    Args:
+        url: the server, as messages show it.
+        receiver_url: returns the address of the gateway's receiver, None where the server is no gateway; raises OSError
+            where it does not answer, AtroposAPIError where it refuses to.
+        name: of this sender, in the gateway's messages.
+    """
+
+    def __init__(self, url: str, receiver_url: Callable[[], Awaitable[str | None]], name: str) -> None:
+        self.to_gateway = True
+        """False once the server has proved to be no penstock gateway."""
+        self._url = url
+        self._receiver_url = receiver_url
+        self._name = name
+        self._sender: RemoteSender[TrajectoryGroup] | None = None
+        """While there is a connection."""
+        self._connected_before = False
+        """Then the gateway is on this host."""
+        self._unusable: str | None = None
+        """Why groups go over HTTP; None while they do not."""
+        self._changed = Waiters()
+        self._closing = anyio.Event()
+        self._lost = 0
+        """Groups that were sent and not yet released by a gateway that went away."""
+
+    def __repr__(self) -> str:
+        state = self._unusable or ("open" if self._sender is not None else "not open")
+        return f"<ShmSender to {self._url}: {state}>"
+
+    async def sent(self, make: Callable[[], TrajectoryGroup]) -> bool:
+        """Send the group that `make` returns, and wait for credit if need be; return False where HTTP has to be used.
+
+        Cancelled, it has not sent the group.
+
+        Raises:
+            NobodyListens: the gateway went away, and did not come back in time.
+        """
+        while (sender := await self._connected()) is not None:
+            try:
+                await sender.send(make())
+            except (InvalidRecord, RecordTooLarge) as error:  # over HTTP the gateway answers why, or has room
+                log.warning("group_sent_over_http", sender=self._name, reason=str(error))
+                return False
+            except (PeerClosed, PeerLost):
+                while self._sender is sender:
+                    await self._changed.wait()
+            else:
+                return True
+        return False
+
+    async def _connected(self) -> RemoteSender[TrajectoryGroup] | None:
+        with anyio.move_on_after(SHM_RECONNECT_TIMEOUT_S):
+            while self._sender is None and self._unusable is None:
+                await self._changed.wait()
+        if self._sender is None and self._unusable is None:
+            raise NobodyListens(
+                f"expected the gateway at {self._url} to come back, got nothing for {SHM_RECONNECT_TIMEOUT_S:g} s: is "
+                f"its process running, at the same address?"
+            )
+        return self._sender
+
+    def close(self) -> None:
+        """Have `run` return once the gateway has received everything that was sent."""
+        self._closing.set()
+
+    async def run(self) -> None:
+        """Look for the gateway, hold the connection, and look again when it is lost; return where there is none.
+
+        Raises:
+            GatewayGone: groups may not have reached a gateway that went away.
+        """
+        await self._stay_connected()
+        if self._lost:
+            raise GatewayGone(
+                f"expected the gateway at {self._url} to receive every group, got {self._lost} that it may not have "
+                f"received when it went away; what it had received and not trained is lost with it, too"
+            )
+
+    async def _stay_connected(self) -> None:
+        draw = jitter(current().worker)
+        pauses, attempts = RETRIES.pauses(draw), 0
+        while self._unusable is None and not self._closing.is_set():
+            try:
+                if (url := await self._receiver_url()) is None:
+                    self.to_gateway = False
+                    self._use_http("the server is no gateway of penstock")
+                    return
+                async with connect(url, TrajectoryGroup, name=self._name) as sender:
+                    pauses, attempts, self._connected_before = RETRIES.pauses(draw), 0, True
+                    await self._hold(sender)
+                self._note_lost(sender)
+            except AtroposAPIError as error:
+                self._use_http(error.summary)
+            except (OutOfSharedMemory, ProtocolMismatch, TooManySenders) as error:
+                self._use_http(f"the gateway's shared memory cannot be used: {error}")
+            except (NobodyListens, PeerClosed) as error:
+                attempts += 1
+                if not self._connected_before and attempts == ATTEMPTS:
+                    self._use_http(f"the gateway is on another host, or refuses senders: {error}")
+            except (OSError, PeerLost) as error:  # a TimeoutError is an OSError
+                log.debug("gateway_unreachable", url=self._url, reason=str(error))
+            with anyio.move_on_after(next(pauses)):
+                await self._closing.wait()
+
+    async def _hold(self, sender: RemoteSender[TrajectoryGroup]) -> None:
+        """Let groups be sent, until the gateway is gone or this sender is closed."""
+        self._sender = sender
+        self._changed.wake_all()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._cancel_at_close, tasks.cancel_scope)
+                await sender.gone()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._sender = None
+            self._changed.wake_all()
+
+    def _note_lost(self, sender: RemoteSender[TrajectoryGroup]) -> None:
+        if sender.failure is not None:
+            items = sender.statistics().items  # groups that the gateway had taken are lost too; it alone knew of them
+            log.warning("gateway_gone", url=self._url, reason=str(sender.failure), groups_on_the_way=items)
+            self._lost += items
+
+    async def _cancel_at_close(self, scope: anyio.CancelScope) -> None:
+        await self._closing.wait()
+        scope.cancel()
+
+    def _use_http(self, reason: str) -> None:
+        log.warning("sending_over_http", url=self._url, reason=reason)
+        self._unusable = reason
+        self._changed.wake_all()
