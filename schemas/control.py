@@ -21,19 +21,18 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Closed",
     "DeviceHandle",
+    "EndOfWeights",
     "Ended",
     "Farewell",
-    "Final",
     "Goodbye",
     "Hello",
-    "Holding",
     "Leaving",
     "Message",
     "NewVersion",
     "Observed",
     "Offer",
     "Pause",
-    "Paused",
+    "PauseAck",
     "Publish",
     "Ready",
     "Refused",
@@ -41,6 +40,7 @@ __all__ = [
     "Resume",
     "SenderMessage",
     "Subscribe",
+    "ViewsInUse",
     "Wanting",
     "Weights",
     "Welcome",
@@ -263,13 +263,13 @@ class Pause(_Message, frozen=True):
     number: int
 
 
-class Paused(_Message, frozen=True):
+class PauseAck(_Message, frozen=True):
     """Sampling has stopped, as pause `number` asked."""
 
     number: int
 
 
-class Holding(_Message, frozen=True):
+class ViewsInUse(_Message, frozen=True):
     """The subscriber's model is views of publication `sequence`, and samples from it; 0 where it does not."""
 
     sequence: int
@@ -279,7 +279,7 @@ class Resume(_Message, frozen=True):
     """Sampling may go on."""
 
 
-class Final(_Message, frozen=True):
+class EndOfWeights(_Message, frozen=True):
     """The publisher is done: the weights that lie ready are the last."""
 
 
@@ -301,10 +301,10 @@ Message = (
     | Weights
     | NewVersion
     | Pause
-    | Paused
-    | Holding
+    | PauseAck
+    | ViewsInUse
     | Resume
-    | Final
+    | EndOfWeights
 )
 
 encode = msgspec.msgpack.Encoder().encode

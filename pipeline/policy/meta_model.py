@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Completion"]
+__all__ = ["MetaMaterializer"]
 
 _CHANGES = {"training"}
 """Attributes that are set after construction."""
 
 
-class Completion:
+class MetaMaterializer:
     """Every tensor of a model that is on the meta device and in no state_dict, computed; `apply` gives it them.
 
     A module is made again as `type(module)(…)`, each argument being its attribute of that name (`config`, say), and the
@@ -36,10 +36,10 @@ class Completion:
     ...         self.register_buffer("inv_freq", theta ** -torch.arange(0, 1, 0.5), persistent=False)
     >>> with torch.device("meta"):
     ...     rotary = Rotary(theta=100.0)
-    >>> completion = Completion(rotary, "cpu")
-    >>> completion.refusals
+    >>> materializer = MetaMaterializer(rotary, "cpu")
+    >>> materializer.refusals
     []
-    >>> completion.apply()
+    >>> materializer.apply()
     >>> rotary.inv_freq
     tensor([1.0000, 0.1000])
     """
@@ -56,7 +56,7 @@ class Completion:
             if left := dict(_left(module)):
                 try:
                     self._keep(module, _made(module, left, torch.device(device)))
-                except _CannotTell as error:
+                except _CannotMaterialize as error:
                     lines += [f"{name or 'model'}.{tensor}: {error}" for tensor in left]
                     self.buffers |= {(module, tensor): None for tensor in left}
         if lines:
@@ -76,7 +76,7 @@ class Completion:
                 setattr(module, name, tensor)
 
 
-class _CannotTell(Exception):
+class _CannotMaterialize(Exception):
     """How a module was made."""
 
 
@@ -106,12 +106,14 @@ def _contents(value: object) -> list[object]:
 def _made(module: nn.Module, left: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
     for name, tensor in left.items():
         if tensor is None:
-            raise _CannotTell(f"expected a tensor, found {name} that contains some")
+            raise _CannotMaterialize(f"expected a tensor, found {name} that contains some")
     again, once_more = (_again(module, seed) for seed in (0, 1))
     _check_same(module, again)
     for name in left:
         if not torch.equal(_bytes(getattr(again, name)), _bytes(getattr(once_more, name))):
-            raise _CannotTell(f"expected the same numbers whenever {type(module).__name__} is made, found random ones")
+            raise _CannotMaterialize(
+                f"expected the same numbers whenever {type(module).__name__} is made, found random ones"
+            )
     return {name: getattr(again, name).to(device, tensor.dtype) for name, tensor in left.items() if tensor is not None}
 
 
@@ -134,7 +136,7 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
         if name == "device":
             arguments[name] = "cpu"
         elif name not in vars(module):
-            raise _CannotTell(
+            raise _CannotMaterialize(
                 f"expected {type(module).__name__} to keep its argument {name} as an attribute, found none"
             )
         else:
@@ -147,7 +149,7 @@ def _check_same(module: nn.Module, again: nn.Module) -> None:
     for name, value in [*vars(again).items(), *again._buffers.items()]:  # noqa: SLF001 (torch has no other way to ask)
         ours = getattr(module, name, None)
         if not name.startswith("_") and name not in _CHANGES and _essence(value) != _essence(ours):
-            raise _CannotTell(f"made again, {type(module).__name__} has {name} = {value!r}, expected {ours!r}")
+            raise _CannotMaterialize(f"made again, {type(module).__name__} has {name} = {value!r}, expected {ours!r}")
 
 
 def _essence(value: object) -> object:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import WeightsMismatch
 from .weight_memory import HostMemory, fill
-from .weight_specs import FusedTensor, Inventory, Part, Tensor, differing, fit, specs_of
+from .weight_specs import FusedTensor, Part, Tensor, TensorManifest, differing, fit, specs_of
 from .weights import Publication, WeightReader
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ class Targets:
     """Tensors that are filled, and where each lies among those that are published."""
 
     def __init__(
-        self, model: nn.Module | Mapping[str, Tensor], published: Inventory, fused: Iterable[FusedTensor], whose: str
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        published: TensorManifest,
+        fused: Iterable[FusedTensor],
+        whose: str,
     ) -> None:
         """Hold a module, or tensors by name, to what is published; a module also to the tables, which are not filled.
 

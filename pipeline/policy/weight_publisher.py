@@ -25,15 +25,15 @@ from anyio.abc import SocketListener, TaskGroup
 from ...schemas import ProtocolMismatch
 from ...schemas.control import (
     PROTOCOL_VERSION,
-    Final,
-    Holding,
+    EndOfWeights,
     Message,
     NewVersion,
     Pause,
-    Paused,
+    PauseAck,
     Refused,
     Resume,
     Subscribe,
+    ViewsInUse,
     Weights,
     check_name,
 )
@@ -45,7 +45,7 @@ from ..telemetry import get_logger
 from ..waiting import Waiters
 from .engine_sync import Syncable, synced
 from .weight_door import opened_door
-from .weight_specs import FusedTensor, Tensor, inventory_of
+from .weight_specs import FusedTensor, Tensor, manifest_of
 from .weights import NO_VERSION, WeightWriter
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class WeightPublisher:
             InvalidConfig: seconds that are not finite.
             TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
         """
-        tensors, tables = inventory_of(model)
+        tensors, tables = manifest_of(model)
         self._make = partial(WeightWriter, tensors, fused=tuple(fused), cast=dict(cast), device=device, tables=tables)
         self._patience_s = finite_number("patience_s", patience_s, zero=True)
         self.name = check_name(name or f"publisher in process {os.getpid()}")
@@ -339,9 +339,9 @@ class WeightPublisher:
         try:
             while True:
                 said = await listener.door.hear()
-                if isinstance(said, Paused):
+                if isinstance(said, PauseAck):
                     listener.confirmed = said.number
-                elif isinstance(said, Holding):
+                elif isinstance(said, ViewsInUse):
                     listener.holding = said.sequence
                 self._changed.wake_all()
         except anyio.EndOfStream:
@@ -358,7 +358,7 @@ class WeightPublisher:
                     await listener.bell.wait()
                     continue
                 await listener.door.say(news)
-                if isinstance(news, Final):
+                if isinstance(news, EndOfWeights):
                     listener.told_final = True
                     self._changed.wake_all()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -373,7 +373,7 @@ class WeightPublisher:
             listener.told_pause = self._pause
             return Pause(self._pause) if self._pause else Resume()
         if self._final and not listener.told_final:
-            return Final()
+            return EndOfWeights()
         return None
 
     def _ring(self) -> None:

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 __all__ = [
     "ITEM_BYTES",
     "FusedTensor",
-    "Inventory",
     "Part",
     "TableSpec",
     "Tensor",
+    "TensorManifest",
     "TensorSpec",
     "cast_specs",
     "check_weights",
     "differing",
     "fit",
     "fitted",
-    "inventory_of",
+    "manifest_of",
     "packed",
     "specs_of",
 ]
@@ -90,7 +90,7 @@ class TableSpec(NamedTuple):
         return f"{self.dtype} {list(self.shape)} {f'of xxh3 {self.xxh3}' if self.xxh3 else 'of the meta device'}"
 
 
-class Inventory(NamedTuple):
+class TensorManifest(NamedTuple):
     """What somebody who publishes has."""
 
     tensors: tuple[TensorSpec, ...]
@@ -99,17 +99,17 @@ class Inventory(NamedTuple):
     """What a sampler must have made alike; none where tensors alone were given, so that nobody knows."""
 
 
-def inventory_of(given: Mapping[str, Tensor] | nn.Module) -> Inventory:
+def manifest_of(given: Mapping[str, Tensor] | nn.Module) -> TensorManifest:
     """What there is in a module, or in tensors by name.
 
     Raises:
         TypeError: a value is no tensor, or has a dtype that does not travel, or is a table of the meta device.
     """
     if isinstance(given, Mapping):
-        return Inventory(specs_of(given))
+        return TensorManifest(specs_of(given))
     from .weight_tables import published_tables  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
 
-    return Inventory(specs_of(given.state_dict()), published_tables(given))
+    return TensorManifest(specs_of(given.state_dict()), published_tables(given))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:

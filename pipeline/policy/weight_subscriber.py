@@ -26,14 +26,14 @@ import anyio.to_thread
 from ...schemas import ProtocolMismatch
 from ...schemas.control import (
     PROTOCOL_VERSION,
-    Final,
-    Holding,
+    EndOfWeights,
     Message,
     Pause,
-    Paused,
+    PauseAck,
     Refused,
     Resume,
     Subscribe,
+    ViewsInUse,
     Weights,
     check_name,
 )
@@ -299,9 +299,9 @@ class WeightSubscriber:
     def _note(self, said: Message) -> None:
         if isinstance(said, Pause):
             self._pause = said.number
-        elif isinstance(said, Resume | Final):
+        elif isinstance(said, Resume | EndOfWeights):
             self._pause = 0
-            self._final = isinstance(said, Final)
+            self._final = isinstance(said, EndOfWeights)
         self._answer.wake_all()
         self._news.wake_all()
 
@@ -311,12 +311,12 @@ class WeightSubscriber:
             while True:
                 if (held := self._holding()) != self._told_held:
                     self._told_held = held
-                    await door.say(Holding(held))
+                    await door.say(ViewsInUse(held))
                 elif self._active or self._pause in {0, self._confirmed}:
                     await self._answer.wait()
                 else:
                     self._confirmed = self._pause
-                    await door.say(Paused(self._confirmed))
+                    await door.say(PauseAck(self._confirmed))
 
     def _holding(self) -> int:
         """The publication that must stay as it is.

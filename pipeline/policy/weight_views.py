@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsMismatch
-from .meta_model import Completion
-from .weight_specs import FusedTensor, Inventory, Part, differing, fit, specs_of
+from .meta_model import MetaMaterializer
+from .weight_specs import FusedTensor, Part, TensorManifest, differing, fit, specs_of
 from .weight_tables import table_differences
 from .weights import Publication, WeightReader
 
@@ -39,7 +39,7 @@ class Views:
     """A model, and how its tensors are pointed to memory."""
 
     def __init__(
-        self, model: nn.Module, published: Inventory, fused: Iterable[FusedTensor], whose: str, device: str
+        self, model: nn.Module, published: TensorManifest, fused: Iterable[FusedTensor], whose: str, device: str
     ) -> None:
         """Hold `model` to what is published, and make up for what it lacks; its tensors stay where they are so far.
 
@@ -50,13 +50,13 @@ class Views:
         self._slots = dict(_slots(model))
         tensors = specs_of({name: slot.tensor for name, slot in self._slots.items()})
         self._parts, lines = fit(tensors, published.tensors, fused)
-        completion = Completion(model, device)
-        lines += table_differences(published.tables, model, completion.buffers)
+        materializer = MetaMaterializer(model, device)
+        lines += table_differences(published.tables, model, materializer.buffers)
         refusals = [differing(lines, whose)] if lines else []
-        refusals += [*self._elsewhere(device, whose), *completion.refusals]
+        refusals += [*self._elsewhere(device, whose), *materializer.refusals]
         if refusals:
             raise WeightsMismatch("\n".join(refusals))
-        completion.apply()
+        materializer.apply()
         model.requires_grad_(requires_grad=False)
 
     def _elsewhere(self, device: str, whose: str) -> Iterator[str]:

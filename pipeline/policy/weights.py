@@ -30,10 +30,10 @@ from .weight_memory import HostMemory, VersionMemory
 from .weight_specs import (
     ITEM_BYTES,
     FusedTensor,
-    Inventory,
     Part,
     TableSpec,
     Tensor,
+    TensorManifest,
     TensorSpec,
     cast_specs,
     fitted,
@@ -129,7 +129,7 @@ class WeightWriter:
         self.specs, self._parts = packed(cast_specs(specs, cast), fused, "weights to publish")
         """What is published."""
         self.generation = secrets.randbits(63)
-        manifest = msgspec.msgpack.encode(Inventory(self.specs, tables))
+        manifest = msgspec.msgpack.encode(TensorManifest(self.specs, tables))
         self.manifest_bytes = len(manifest)
         first = _end_of_manifest(len(manifest))
         self.nbytes = _Plan(self.specs, first).nbytes if device == "cpu" else first
@@ -292,12 +292,12 @@ def _check_generation(found: int, expected: int) -> None:
         raise StaleHandle(f"expected weights of publisher {expected:x}, got those of {found:x}: subscribe anew")
 
 
-_inventory_decoder = msgspec.msgpack.Decoder(Inventory)
+_inventory_decoder = msgspec.msgpack.Decoder(TensorManifest)
 
 
-def _decoded(encoded: memoryview) -> Inventory:
+def _decoded(encoded: memoryview) -> TensorManifest:
     try:
-        inventory: Inventory = _inventory_decoder.decode(encoded)
+        inventory: TensorManifest = _inventory_decoder.decode(encoded)
     except UNREADABLE as error:
         raise ProtocolMismatch(f"expected lists of tensors and of tables, got {error}") from None
     known: dict[str, TensorSpec] = {}

@@ -36,13 +36,13 @@ from ...pipeline.os_errors import explaining_os_errors
 from ...pipeline.policy.engine_sync import Syncable, synced
 from ...pipeline.policy.weight_specs import (
     FusedTensor,
-    Inventory,
     TableSpec,
     Tensor,
+    TensorManifest,
     TensorSpec,
     cast_specs,
     fitted,
-    inventory_of,
+    manifest_of,
     packed,
     specs_of,
 )
@@ -84,9 +84,9 @@ class Owner(msgspec.Struct, frozen=True):
     """Whether it said that there will be nothing newer."""
 
     @property
-    def inventory(self) -> Inventory:
+    def inventory(self) -> TensorManifest:
         """What it has."""
-        return Inventory(self.tensors, self.tables)
+        return TensorManifest(self.tensors, self.tables)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class WeightFolder:
         """
         self.folder = Path(folder).absolute()
         self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
-        self._given, tables = inventory_of(model)
+        self._given, tables = manifest_of(model)
         specs, self._parts = packed(cast_specs(self._given, cast), fused, "weights to publish")
         self._owner = Owner(self.name, secrets.randbits(63), specs, tables)
         self._lock = -1

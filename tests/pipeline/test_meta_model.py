@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.pipeline.policy.meta_model import Completion
+from penstock.pipeline.policy.meta_model import MetaMaterializer
 
 
 class Rotary(nn.Module):
@@ -39,7 +39,7 @@ def on_meta(make: type[nn.Module], *arguments: object) -> nn.Module:
 def test_every_table_is_made_from_its_modules_own_arguments() -> None:
     model, made = on_meta(Model), Model()
 
-    Completion(model, "cpu").apply()
+    MetaMaterializer(model, "cpu").apply()
 
     tables = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     assert tables.keys() == {"layers.0.rotary.inv_freq", "layers.1.rotary.inv_freq"}
@@ -52,7 +52,7 @@ def test_every_table_is_made_from_its_modules_own_arguments() -> None:
 def test_a_table_is_of_the_dtype_that_the_model_was_brought_to() -> None:
     rotary = on_meta(Rotary, 8, 5e5).to(torch.bfloat16)
 
-    Completion(rotary, "cpu").apply()
+    MetaMaterializer(rotary, "cpu").apply()
 
     assert torch.equal(rotary.get_buffer("inv_freq"), Rotary(8, 5e5).to(torch.bfloat16).get_buffer("inv_freq"))
 
@@ -68,7 +68,7 @@ def test_no_random_number_is_drawn() -> None:
     model = on_meta(Noisy, 3)
     state = torch.get_rng_state()
 
-    Completion(model, "cpu").apply()
+    MetaMaterializer(model, "cpu").apply()
 
     assert torch.equal(torch.get_rng_state(), state)
     assert model.get_buffer("table").tolist() == [0, 1, 2]
@@ -129,7 +129,7 @@ class Anything(nn.Module):
     ids=["default", "changed", "random", "list", "nested"],
 )
 def test_what_cannot_be_told_is_never_guessed(model: nn.Module, line: str) -> None:
-    (refusal,) = Completion(model, "cpu").refusals
+    (refusal,) = MetaMaterializer(model, "cpu").refusals
 
     assert re.search(line, refusal)
 
@@ -138,7 +138,7 @@ def test_arguments_without_names_are_not_guessed() -> None:
     with torch.device("meta"):
         model = Anything(theta=5e5)
 
-    (refusal,) = Completion(model, "cpu").refusals
+    (refusal,) = MetaMaterializer(model, "cpu").refusals
 
     assert "model.table: expected Anything to keep its argument options" in refusal
 
@@ -146,7 +146,7 @@ def test_arguments_without_names_are_not_guessed() -> None:
 def test_everything_that_is_missing_is_listed_and_nothing_was_changed() -> None:
     model = nn.ModuleList([on_meta(Rotary, 8, 5e5), on_meta(Forgetful, 8), on_meta(Listing)])
 
-    (refusal,) = Completion(model, "cpu").refusals
+    (refusal,) = MetaMaterializer(model, "cpu").refusals
 
     assert [text.split(":")[0].strip() for text in refusal.splitlines()[1:-1]] == ["1.inv_freq", "2.tables"]
     assert model.get_buffer("0.inv_freq").is_meta
@@ -157,6 +157,6 @@ def test_what_was_set_by_hand_is_left_alone() -> None:
     mine: Tensor = torch.tensor([1.0, 0.5, 0.25, 0.125])
     model.inv_freq = mine
 
-    Completion(model, "cpu").apply()
+    MetaMaterializer(model, "cpu").apply()
 
     assert model.inv_freq is mine

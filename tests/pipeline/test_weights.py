@@ -20,7 +20,7 @@ from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, We
 from penstock.pipeline.policy import weights as module
 from penstock.pipeline.policy.weight_copies import Copies
 from penstock.pipeline.policy.weight_memory import HostMemory
-from penstock.pipeline.policy.weight_specs import Inventory, Tensor, TensorSpec, check_weights, specs_of
+from penstock.pipeline.policy.weight_specs import Tensor, TensorManifest, TensorSpec, check_weights, specs_of
 from penstock.pipeline.policy.weights import NO_VERSION, WeightReader, WeightWriter
 
 
@@ -366,7 +366,7 @@ def test_a_segment_of_another_publisher_is_stale() -> None:
     ],
 )
 def test_a_list_with_tensors_that_cannot_be_is_refused(spec: TensorSpec) -> None:
-    encoded = msgspec.msgpack.encode(Inventory((spec,)))
+    encoded = msgspec.msgpack.encode(TensorManifest((spec,)))
 
     with pytest.raises(ProtocolMismatch, match=r"x: expected (a dtype among|to be one with a tensor like it)"):
         module._decoded(memoryview(encoded))

@@ -27,10 +27,10 @@ MESSAGES: list[c.Message] = [
     c.Weights(c.PROTOCOL_VERSION, "trainer", 2**62, 2**40, 512, 0, c.DeviceHandle("uuid", 2**40, bytes(64))),
     c.NewVersion(4),
     c.Pause(1),
-    c.Paused(1),
-    c.Holding(3),
+    c.PauseAck(1),
+    c.ViewsInUse(3),
     c.Resume(),
-    c.Final(),
+    c.EndOfWeights(),
 ]
 
 
