@@ -243,8 +243,6 @@ class Weights(_Named, frozen=True):
     """Drawn when the segment was made: a segment that says another was made by another publisher."""
     nbytes: int
     """Bytes of the whole segment."""
-    manifest_bytes: int
-    """Bytes of the lists of tensors and tables, which lie in the segment."""
     pause: int
     """Number of the pause that is on; 0 where sampling may go on."""
     device: DeviceHandle | None = None

@@ -84,7 +84,7 @@ _own: dict[bytes, torch.Tensor] = {}
 
 
 class DeviceMemory:
-    """Memory of one device; see `weight_memory.VersionMemory`."""
+    """Memory of one device; it has the methods of `weight_memory.HostMemory`."""
 
     stays = False
 
@@ -136,22 +136,22 @@ class DeviceMemory:
 
     @property
     def device(self) -> str:
-        """As `VersionMemory.device`."""
+        """As `HostMemory.device`."""
         return str(self._whole.device)
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        """As `VersionMemory.store`."""
+        """As `HostMemory.store`."""
         import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
 
         target = self.tensor(start, spec.nbytes).view(getattr(torch, spec.dtype)).view(spec.shape)
         target.copy_(torch.as_tensor(tensor).detach())
 
     def flush(self) -> None:
-        """As `VersionMemory.flush`."""
+        """As `HostMemory.flush`."""
         driver().synchronize(self._index)
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """As `VersionMemory.tensor`."""
+        """As `HostMemory.tensor`."""
         return self._whole[start : start + nbytes]
 
     def mark(self, generation: int) -> None:

@@ -1,8 +1,7 @@
 """Tensors that have memory of their own, on any device: a published version is copied into them.
 
-For models on a device that cannot see the publisher's memory, and for tensors that are no model's. A version is first
-copied into private memory, a few megabytes at a time, with a look after each piece at whether the publisher began to
-write over it. The tensors are touched only when a version was read whole.
+For models on a device that cannot see the publisher's memory, and for tensors that belong to no model. A version in
+shared memory is first copied into private memory (`PrivateCopy`), so that the tensors change only when it is whole.
 """
 
 from __future__ import annotations
@@ -14,25 +13,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WeightsMismatch
-from .weight_memory import HostMemory, fill
-from .weight_specs import FusedTensor, Part, Tensor, TensorManifest, differing, fit, specs_of
+from .weight_memory import HostMemory, TensorBuffer, fill
+from .weight_specs import FusedTensor, Tensor, TensorManifest, differing, fit, specs_of
 from .weights import Publication, WeightReader
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Copies", "Targets"]
+    from .weight_views import MappedModel
+
+__all__ = ["CopiedModel", "PrivateCopy", "attached"]
 
 CHUNK_BYTES = 4 * 2**20
-"""What is copied before the next look."""
+"""Bytes that are copied before the next look."""
 
 ATTEMPTS = 32
 """How often a copy starts over. It starts over at the moment a new version is complete and then has as long as the
 publisher needs for the next two, so the second attempt succeeds unless the machine stalls the reader."""
 
 
-class Targets:
-    """Tensors that are filled, and where each lies among those that are published."""
+def attached(
+    model: nn.Module | Mapping[str, Tensor],
+    published: TensorManifest,
+    fused: Iterable[FusedTensor],
+    whose: str,
+    *,
+    device: str,
+    copied: bool,
+) -> CopiedModel | MappedModel:
+    """Compare `model` with `published`, and return it as versions are loaded into it: by views, or by copies.
+
+    Raises:
+        WeightsMismatch: listing every difference.
+        TypeError: a value is not a tensor.
+    """
+    if copied or isinstance(model, Mapping):
+        return CopiedModel(model, published, fused, whose)
+    from .weight_views import MappedModel  # noqa: PLC0415 (only a process that holds a torch model imports torch)
+
+    return MappedModel(model, published, fused, whose, device)
+
+
+class CopiedModel:
+    """Tensors by name that are filled in place."""
 
     def __init__(
         self,
@@ -41,73 +64,62 @@ class Targets:
         fused: Iterable[FusedTensor],
         whose: str,
     ) -> None:
-        """Hold a module, or tensors by name, to what is published; a module also to the tables, which are not filled.
+        """Compare a module, or tensors by name, with `published`; of a module also its tables, which are not filled.
 
         Raises:
             WeightsMismatch: listing every difference.
-            TypeError: a value is no tensor.
+            TypeError: a value is not a tensor.
         """
-        self.tensors = dict(model if isinstance(model, Mapping) else model.state_dict())
-        parts, lines = fit(specs_of(self.tensors), published.tensors, fused)
+        self._tensors = dict(model if isinstance(model, Mapping) else model.state_dict())
+        self._parts, lines = fit(specs_of(self._tensors), published.tensors, fused)
         if not isinstance(model, Mapping):
-            from .weight_tables import table_differences  # noqa: PLC0415 (only whoever holds a torch model has torch)
+            from .weight_tables import table_differences  # noqa: PLC0415 (only a process with a torch model has torch)
 
             lines += table_differences(published.tables, model, {})
         if lines:
             raise WeightsMismatch(differing(lines, whose))
-        self.parts: tuple[Part, ...] = parts
+
+    def load(self, version: TensorBuffer) -> None:
+        """Copy `version`, which lies in memory of the host, into the tensors."""
+        for part in self._parts:
+            fill(self._tensors[part.spec.name], version.elements(part), part.spec)
 
 
-class Copies:
-    """Tensors by name, and how they are brought to a version."""
+class PrivateCopy:
+    """Private memory into which versions are copied from shared memory, whole."""
 
-    holds = False
-    """The publisher may write over what was copied."""
-
-    def __init__(
-        self, reader: WeightReader, model: nn.Module | Mapping[str, Tensor], fused: Iterable[FusedTensor], whose: str
-    ) -> None:
-        """As `Targets`.
+    def __init__(self, reader: WeightReader, whose: str) -> None:
+        """Allocate memory for one version.
 
         Raises:
-            WeightsMismatch: listing every difference; or the versions lie on a device.
-            TypeError: a value is no tensor.
+            WeightsMismatch: the versions lie on a device.
         """
-        self._targets = Targets(model, reader.inventory, fused, whose)
         if not isinstance(reader.memory, HostMemory):
             raise WeightsMismatch(
                 f"{whose}: expected versions in memory of the host, found them on {reader.memory.device}: attach the "
                 f"model itself, on that device"
             )
-        self._bytes = reader.memory.bytes
+        self._shared = reader.memory.bytes
         self._reader = reader
-        self._version: NDArray[np.uint8] = np.zeros(reader.buffer_bytes, np.uint8)
-        """One version, private."""
+        self._bytes: NDArray[np.uint8] = np.zeros(max(reader.layout.nbytes, 1), np.uint8)
 
-    def bring(self) -> Publication | None:
-        """Copy the newest version into the tensors, and say which it was.
-
-        None, and they stay as they were, if there is none yet or the publisher never let a copy finish.
-        """
+    def read(self) -> tuple[Publication, TensorBuffer] | None:
+        """Copy the newest version and return it; None if there is none yet or the publisher never let a copy finish."""
         for _ in range(ATTEMPTS):
             newest = self._reader.newest()
             if newest is None:
                 break
             if self._copied(newest.sequence):
-                self._fill()
-                return newest
+                return newest, TensorBuffer(self._reader.layout, HostMemory(self._bytes.data), 0)
         return None
 
     def _copied(self, sequence: int) -> bool:
-        first = self._reader.start(sequence)
-        for start in range(0, len(self._version), CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, len(self._version))
-            self._version[start:end] = self._bytes[first + start : first + end]
+        """Copy a few megabytes at a time, with a look after each at whether the publisher began to write over it."""
+        first = self._reader.tensors(sequence).start
+        nbytes = self._reader.layout.nbytes
+        for start in range(0, nbytes, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, nbytes)
+            self._bytes[start:end] = self._shared[first + start : first + end]
             if not self._reader.intact(sequence):
                 return False
         return True
-
-    def _fill(self) -> None:
-        for part in self._targets.parts:
-            start = self._reader.start(0, part) - self._reader.start(0)
-            fill(self._targets.tensors[part.spec.name], self._version[start : start + part.spec.nbytes], part.spec)

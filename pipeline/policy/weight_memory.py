@@ -6,68 +6,81 @@ functions that meet a torch tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas import Array
-from .weight_specs import Tensor, TensorSpec
+from .device_memory import DeviceMemory
+from .tensor_layout import TensorLayout
+from .weight_specs import Part, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "VersionMemory", "bytes_of", "fill"]
-
-
-class VersionMemory(Protocol):
-    """Memory that holds versions of weights."""
-
-    @property
-    def device(self) -> str:
-        """Where it is, in torch's words: "cpu", "cuda:0"."""
-        ...
-
-    @property
-    def stays(self) -> bool:
-        """Whether it is still there when whoever made it has closed it."""
-        ...
-
-    def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        """Copy `tensor` there, as `spec` says it is to be: in C order, of that dtype."""
-        ...
-
-    def flush(self) -> None:
-        """Return when everything that was stored is there for other processes to see."""
-        ...
-
-    def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of it, not a copy; the tensor keeps the memory alive."""
-        ...
+__all__ = ["HostMemory", "TensorBuffer", "VersionMemory", "bytes_of", "fill"]
 
 
 class HostMemory:
     """Memory of the host that is mapped in this process; every view keeps the mapping."""
 
     device = "cpu"
+    """Where it is, in torch's words."""
     stays = True
+    """Whether it is still there when its publisher has closed it."""
 
     def __init__(self, memory: memoryview) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         """[nbytes] read-only where the mapping is."""
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        """As `VersionMemory.store`."""
+        """Copy `tensor` to byte `start`, with the dtype of `spec`, in C order."""
         self.bytes[start : start + spec.nbytes] = bytes_of(tensor, spec.dtype)
 
     def flush(self) -> None:
-        """There is nothing to wait for."""
+        """Return when other processes can see everything that was stored: at once."""
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """As `VersionMemory.tensor`. Nothing may write to it: the kernel would kill this process."""
-        import torch  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
+        """Return bytes as a tensor, not a copy, which keeps the memory alive.
 
-        return torch.from_numpy(np.asarray(_Writable(self.bytes)))[start : start + nbytes]
+        You must not write to it where the mapping is read-only: the kernel would kill this process.
+        """
+        return self._whole[start : start + nbytes]
+
+    @cached_property
+    def _whole(self) -> torch.Tensor:
+        import torch  # noqa: PLC0415 (only a process that holds a torch model imports torch)
+
+        return torch.from_numpy(np.asarray(_Writable(self.bytes)))
+
+
+VersionMemory: TypeAlias = HostMemory | DeviceMemory
+"""Memory that holds versions of weights."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class TensorBuffer:
+    """The tensors of one version: a layout, and the memory in which its bytes lie."""
+
+    layout: TensorLayout
+    memory: VersionMemory
+    start: int
+    """Bytes of `memory` before the first tensor."""
+
+    def elements(self, part: Part) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor in memory of the host; not a copy."""
+        start = self.start + self.layout.offset(part)
+        return cast("HostMemory", self.memory).bytes[start : start + part.spec.nbytes]
+
+    def tensor(self, part: Part) -> torch.Tensor:
+        """Return a tensor; not a copy."""
+        import torch  # noqa: PLC0415 (only a process that holds a torch model imports torch)
+
+        elements = self.memory.tensor(self.start + self.layout.offset(part), part.spec.nbytes)
+        return elements.view(getattr(torch, part.spec.dtype)).view(part.spec.shape)
 
 
 class _Writable:

@@ -47,6 +47,7 @@ from .engine_sync import Syncable, synced
 from .weight_door import opened_door
 from .weight_specs import FusedTensor, Tensor, manifest_of
 from .weights import NO_VERSION, WeightWriter
+from .write_plan import WritePlan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,9 +127,11 @@ class WeightPublisher:
         Raises:
             InvalidConfig: seconds that are not finite.
             TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
+            WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names a dtype that does not travel.
         """
-        tensors, tables = manifest_of(model)
-        self._make = partial(WeightWriter, tensors, fused=tuple(fused), cast=dict(cast), device=device, tables=tables)
+        self._plan = WritePlan(manifest_of(model), fused, cast)
+        self._device = device
         self._patience_s = finite_number("patience_s", patience_s, zero=True)
         self.name = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
@@ -155,15 +158,13 @@ class WeightPublisher:
 
         Raises:
             OutOfSharedMemory: the machine has no room for the weights, twice.
-            WeightsMismatch: `fused` does not fit the tensors.
-            ValueError: `cast` names a dtype that does not travel.
             NoDevice: this process cannot use `device`.
             OutOfFileDescriptors: this process has too few left.
             DiskFull, NotWritable: the folder for the socket cannot be written; the message names it.
         """
         available(DESCRIPTORS, "a publisher of weights")
         async with AsyncExitStack() as stack:
-            self._writer = await anyio.to_thread.run_sync(self._make)
+            self._writer = await anyio.to_thread.run_sync(WeightWriter, self._plan, self._device)
             stack.callback(self._close)
             self._url, door = await enter_in_thread(stack, opened_door())
             listener = await stack.enter_async_context(await SocketListener.from_socket(door))
@@ -210,7 +211,8 @@ class WeightPublisher:
         """
         async with self._publishing:
             writer = self._opened()
-            await anyio.to_thread.run_sync(writer.check, tensors, version)
+            check = partial(self._plan.check, newest=writer.latest)
+            await anyio.to_thread.run_sync(check, tensors, version)
             await self._left(writer.sequence - 1)
             try:
                 await anyio.to_thread.run_sync(writer.write, tensors, version)
@@ -314,7 +316,6 @@ class WeightPublisher:
             self.name,
             writer.generation,
             writer.nbytes,
-            writer.manifest_bytes,
             self._pause,
             writer.handle,
         )

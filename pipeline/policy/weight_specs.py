@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "ITEM_BYTES",
+    "DTYPES",
     "FusedTensor",
     "Part",
     "TableSpec",
@@ -42,21 +42,31 @@ __all__ = [
 Tensor: TypeAlias = "Array | torch.Tensor"
 """Weights are given as numpy arrays or as torch tensors, on any device."""
 
-ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
+
+class Dtype(NamedTuple):
+    """A dtype that can be published."""
+
+    code: str
+    """Its name in a safetensors file."""
+    nbytes: int
+    """Bytes of an element."""
+
+
+DTYPES = {
+    "bool": Dtype("BOOL", 1),
+    "uint8": Dtype("U8", 1),
+    "int8": Dtype("I8", 1),
+    "int16": Dtype("I16", 2),
+    "int32": Dtype("I32", 4),
+    "int64": Dtype("I64", 8),
+    "float8_e4m3fn": Dtype("F8_E4M3", 1),
+    "float8_e5m2": Dtype("F8_E5M2", 1),
+    "float16": Dtype("F16", 2),
+    "bfloat16": Dtype("BF16", 2),
+    "float32": Dtype("F32", 4),
+    "float64": Dtype("F64", 8),
 }
-"""The dtypes that travel, by the name that numpy and torch give them."""
+"""The dtypes that can be published, by the name that numpy and torch give them."""
 
 
 class TensorSpec(NamedTuple):
@@ -71,7 +81,7 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that the tensor occupies."""
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return DTYPES[self.dtype].nbytes * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -127,8 +137,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 def _spec_of(name: str, tensor: Tensor, first: dict[tuple[object, ...], str]) -> TensorSpec:
     dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise TypeError(f"{name}: expected a tensor of {', '.join(ITEM_BYTES)}, got {type(tensor).__name__} {dtype}")
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: expected a tensor of {', '.join(DTYPES)}, got {type(tensor).__name__} {dtype}")
     tied = first.setdefault((dtype, *_memory_of(tensor)), name) if math.prod(tensor.shape) else name
     return TensorSpec(name, dtype, tuple(tensor.shape), "" if tied == name else tied)
 
@@ -146,8 +156,8 @@ def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[Te
     Raises:
         ValueError: `cast` names a dtype that does not travel.
     """
-    if unknown := {*cast, *cast.values()} - set(ITEM_BYTES):
-        raise ValueError(f"cast: expected dtypes among {', '.join(ITEM_BYTES)}, got {sorted(unknown)}")
+    if unknown := {*cast, *cast.values()} - set(DTYPES):
+        raise ValueError(f"cast: expected dtypes among {', '.join(DTYPES)}, got {sorted(unknown)}")
     return tuple(spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs)
 
 

@@ -43,7 +43,7 @@ from ..channels.socket_directory import sweep_after
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from ..file_descriptors import available
 from ..waiting import Waiters
-from .weight_copies import Copies
+from .weight_copies import CopiedModel, PrivateCopy, attached
 from .weight_door import directory_of, knock
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION, WeightReader
@@ -51,7 +51,7 @@ from .weights import NO_VERSION, WeightReader
 if TYPE_CHECKING:
     from torch import nn
 
-    from .weight_views import MountedViews
+    from .weight_views import MappedModel
 
 __all__ = ["WeightSubscriber"]
 
@@ -69,8 +69,10 @@ class WeightSubscriber:
         self._stack = AsyncExitStack()
         self._reader: WeightReader | None = None
         self._publisher = url
-        self._target: Copies | MountedViews | None = None
+        self._target: CopiedModel | MappedModel | None = None
         """What is brought to the newest version."""
+        self._source: PrivateCopy | WeightReader | None = None
+        """What reads versions for it."""
         self._version = NO_VERSION
         self._held = 0
         """The publication that the model is views of; 0 where it is views of none."""
@@ -140,9 +142,7 @@ class WeightSubscriber:
         with ExitStack() as stack:
             stack.callback(os.close, fd)
             self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
-            return await anyio.to_thread.run_sync(
-                WeightReader, fd, said.nbytes, said.manifest_bytes, said.generation, said.device
-            )
+            return await anyio.to_thread.run_sync(WeightReader, fd, said.nbytes, said.generation, said.device)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -180,17 +180,14 @@ class WeightSubscriber:
             TypeError: a value is no tensor.
         """
         reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
-        if copied or isinstance(model, Mapping):
-            self._target = Copies(reader, model, fused, whose)
-        else:
-            from .weight_views import MountedViews  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
-
-            self._target = MountedViews(reader, model, fused, whose)
+        target = attached(model, reader.layout.manifest, fused, whose, device=self.device, copied=copied)
+        self._source = PrivateCopy(reader, whose) if isinstance(target, CopiedModel) else reader
+        self._target = target
         self._version, self._held = NO_VERSION, 0
 
     def detach(self) -> None:
         """Let go of what was attached, and of the memory that bringing it to a version took."""
-        self._target = None
+        self._target, self._source = None, None
 
     def refresh(self) -> int:
         """Bring what is attached to the newest version, if it is older or not `intact`; return the version it holds.
@@ -203,15 +200,17 @@ class WeightSubscriber:
             RuntimeError: nothing is attached.
         """
         reader = self._opened()
-        if self._target is None:
+        if self._target is None or self._source is None:
             raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
         if self._failure is not None and not reader.memory.stays:
             raise self._failure
         if reader.latest > self._version or not self.intact:
-            brought = self._target.bring()
-            if brought is not None:
-                self._version = brought.version
-                self._held = brought.sequence if self._target.holds else 0
+            read = self._source.read()
+            if read is not None:
+                publication, tensors = read
+                self._target.load(tensors)
+                self._version = publication.version
+                self._held = publication.sequence if self._source is reader else 0
                 self._loop.call_soon_threadsafe(self._answer.wake_all)
         elif self._failure is not None:
             raise self._failure

@@ -6,19 +6,20 @@ parameters that are not on the meta device, stay the objects they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsMismatch
 from .meta_model import MetaMaterializer
-from .weight_specs import FusedTensor, Part, TensorManifest, differing, fit, specs_of
+from .weight_memory import TensorBuffer
+from .weight_specs import FusedTensor, TensorManifest, differing, fit, specs_of
 from .weight_tables import table_differences
-from .weights import Publication, WeightReader
 
-__all__ = ["MountedViews", "Views"]
+__all__ = ["MappedModel"]
 
 
 class _Slot(NamedTuple):
@@ -35,17 +36,17 @@ class _Slot(NamedTuple):
         return tensor
 
 
-class Views:
-    """A model, and how its tensors are pointed to memory."""
+class MappedModel:
+    """A model whose tensors are views of a version."""
 
     def __init__(
         self, model: nn.Module, published: TensorManifest, fused: Iterable[FusedTensor], whose: str, device: str
     ) -> None:
-        """Hold `model` to what is published, and make up for what it lacks; its tensors stay where they are so far.
+        """Compare `model` with `published`, and compute the tensors that it lacks; the others stay as they are so far.
 
         Raises:
-            WeightsMismatch: listing every difference, tensors on another device than the published ones, and what
-                cannot be computed of a model that was built on the meta device. The model is as it was.
+            WeightsMismatch: listing every difference, tensors on another device than the published ones, and tensors
+                of a model that was built on the meta device that cannot be computed. The model is as it was.
         """
         self._slots = dict(_slots(model))
         tensors = specs_of({name: slot.tensor for name, slot in self._slots.items()})
@@ -58,6 +59,8 @@ class Views:
             raise WeightsMismatch("\n".join(refusals))
         materializer.apply()
         model.requires_grad_(requires_grad=False)
+        self._views: WeakKeyDictionary[TensorBuffer, list[Tensor]] = WeakKeyDictionary()
+        """Views of each buffer that is still there: the two of a publisher take turns."""
 
     def _elsewhere(self, device: str, whose: str) -> Iterator[str]:
         wanted = {str(torch.device(device)), "meta"}
@@ -69,49 +72,18 @@ class Views:
                 + "\nAttach it with copied=True to have the weights copied"
             )
 
-    def views(self, memory: Callable[[Part], Tensor]) -> list[Tensor]:
-        """Tensors like the model's, in its order, of the bytes that `memory` gives for each."""
-        return [memory(part).view(getattr(torch, part.spec.dtype)).view(part.spec.shape) for part in self._parts]
-
-    def point_to(self, views: Sequence[Tensor]) -> None:
-        """Make `views` the model's tensors. Nobody computes with it meanwhile."""
+    def load(self, version: TensorBuffer) -> None:
+        """Make views of `version` the model's tensors. Nothing may compute with the model meanwhile."""
         made: dict[int, Tensor] = {}
-        """What took the place of a tensor of the meta device: one for all that were tied."""
-        for slot, view in zip(self._slots.values(), views, strict=True):
+        """The tensor that replaced one of the meta device: one for all that were tied."""
+        if version not in self._views:
+            self._views[version] = [version.tensor(part) for part in self._parts]
+        for slot, view in zip(self._slots.values(), self._views[version], strict=True):
             tensor = slot.tensor
             if tensor.is_meta:
                 slot.tensors[slot.name] = made.setdefault(id(tensor), _like(tensor, view))
             else:
                 tensor.data = view
-
-
-class MountedViews:
-    """A model on a publisher's segment."""
-
-    holds = True
-    """The publisher must not write over what the model is views of."""
-
-    def __init__(self, reader: WeightReader, model: nn.Module, fused: Iterable[FusedTensor], whose: str) -> None:
-        """As `Views`."""
-        self._reader = reader
-        self._model = Views(model, reader.inventory, fused, whose, reader.memory.device)
-        self._buffers: dict[int, list[Tensor]] = {}
-        """Views of each of the two buffers."""
-
-    def bring(self) -> Publication | None:
-        """Point the model to the newest version, and say which it is; None if there is none yet."""
-        newest = self._reader.newest()
-        if newest is not None:
-            self._model.point_to(self._views_of(newest.sequence))
-        return newest
-
-    def _views_of(self, sequence: int) -> list[Tensor]:
-        def memory(part: Part) -> Tensor:
-            return self._reader.memory.tensor(self._reader.start(sequence, part), part.spec.nbytes)
-
-        if sequence % 2 not in self._buffers:
-            self._buffers[sequence % 2] = self._model.views(memory)
-        return self._buffers[sequence % 2]
 
 
 def _like(tensor: Tensor, view: Tensor) -> Tensor:

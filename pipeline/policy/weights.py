@@ -1,11 +1,11 @@
 """Weights in shared memory: two buffers, between which a reader never sees a mixture.
 
-The publisher writes one buffer while the other is read. Whoever copies, copies and then looks whether the publisher
-began to write over it; if so, it copies anew. Whoever samples from the buffer itself looks before each token. No lock,
-so there is nothing that a killed process could hold.
+The publisher writes one buffer while the other is read. A reader that copies looks afterwards whether the publisher
+began to write over what it copied, and copies again if so; a sampler whose model is views of the buffer looks before
+each token. There is no lock, so a killed process leaves nothing locked.
 
-Layout: one page of signed 64-bit words, the lists of tensors and tables as msgpack, the two buffers; each begins on a
-page. The buffers may lie on a device instead, behind a page of their own.
+The segment: one page of signed 64-bit words, the header of the layout (`tensor_layout`), two buffers with the tensors'
+bytes; each of these begins on a page. The buffers may lie on a device instead, behind a page of their own.
 """
 
 from __future__ import annotations
@@ -14,32 +14,18 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import NamedTuple
-
-import msgspec
 
 from ...schemas import ProtocolMismatch
 from ...schemas.control import DeviceHandle
-from ...schemas.errors import UNREADABLE
 from ..channels.shared_memory import allocate, may_shrink
 from ..errors import OutOfSharedMemory, StaleHandle
 from .device_memory import DeviceMemory
-from .weight_memory import HostMemory, VersionMemory
-from .weight_specs import (
-    ITEM_BYTES,
-    FusedTensor,
-    Part,
-    TableSpec,
-    Tensor,
-    TensorManifest,
-    TensorSpec,
-    cast_specs,
-    fitted,
-    packed,
-    specs_of,
-)
+from .tensor_layout import LENGTH, TensorLayout, header_bytes
+from .weight_memory import HostMemory, TensorBuffer, VersionMemory
+from .weight_specs import Tensor
+from .write_plan import WritePlan
 
 __all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 
@@ -48,9 +34,6 @@ NO_VERSION = -1
 
 LOOKS = 32
 """How often a reader looks anew for the newest version: a second time only where it was stalled for a whole one."""
-
-ALIGNMENT = 64
-"""Bytes: every tensor begins on a cache line."""
 
 SEQUENCE, LATEST, BEGUN, VERSION, GENERATION = 0, 1, 2, 4, 6
 """Words of the first page: publications so far; the newest version; for each of the two buffers, the publication that
@@ -65,29 +48,10 @@ class Publication(NamedTuple):
     version: int
 
 
-class _Plan:
-    """How memory is cut: where the two buffers lie in it, and where the tensors lie in a buffer."""
-
-    def __init__(self, specs: Iterable[TensorSpec], first: int) -> None:
-        self.offsets: dict[str, int] = {}
-        end = 0
-        for spec in specs:
-            self.offsets[spec.name] = self.offsets[spec.tied] if spec.tied else end
-            end += 0 if spec.tied else -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-        self.first = first
-        """Where the first buffer begins."""
-        self.buffer_bytes = _pages(max(end, 1))
-        self.nbytes = self.first + 2 * self.buffer_bytes
-        """Bytes of the memory: the weights twice, and a little."""
-
-    def start(self, sequence: int, part: Part | None = None) -> int:
-        """Where the buffer of publication `sequence` begins, or a tensor in it."""
-        inside = 0 if part is None else self.offsets[part.whole] + part.offset
-        return self.first + sequence % 2 * self.buffer_bytes + inside
-
-
-def _end_of_manifest(manifest_bytes: int) -> int:
-    return mmap.PAGESIZE + _pages(manifest_bytes)
+def _starts(layout: TensorLayout, first: int) -> tuple[int, int, int]:
+    """Return where in a memory the buffers begin, and where they end: the weights take their size twice."""
+    nbytes = _pages(max(layout.nbytes, 1))
+    return first, first + nbytes, first + 2 * nbytes
 
 
 def _pages(nbytes: int) -> int:
@@ -108,33 +72,21 @@ def _fence() -> None:
 class WeightWriter:
     """The publisher's side. Blocks while it allocates and while it writes: use it in a worker thread."""
 
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        *,
-        fused: Iterable[FusedTensor] = (),
-        cast: Mapping[str, str] = MappingProxyType({}),
-        device: str = "cpu",
-        tables: tuple[TableSpec, ...] | None = None,
-    ) -> None:
-        """Allocate both buffers; `tables` are those of the model whose tensors `specs` are, where they are known.
+    def __init__(self, plan: WritePlan, device: str = "cpu") -> None:
+        """Allocate both buffers.
 
         Raises:
             OutOfSharedMemory: the machine has no room for them.
-            WeightsMismatch: `fused` names tensors that are absent or do not go together.
             NoDevice: there is no such device.
-            ValueError: `cast` names a dtype that does not travel.
         """
-        self._given = tuple(specs)
-        self.specs, self._parts = packed(cast_specs(specs, cast), fused, "weights to publish")
-        """What is published."""
+        self._plan = plan
         self.generation = secrets.randbits(63)
-        manifest = msgspec.msgpack.encode(TensorManifest(self.specs, tables))
-        self.manifest_bytes = len(manifest)
-        first = _end_of_manifest(len(manifest))
-        self.nbytes = _Plan(self.specs, first).nbytes if device == "cpu" else first
+        header = plan.layout.header
+        first = mmap.PAGESIZE + _pages(len(header))
+        *self._buffers, end = _starts(plan.layout, first if device == "cpu" else mmap.PAGESIZE)
+        self.nbytes = end if device == "cpu" else first
         """Bytes of the segment."""
-        purpose = f"{len(self.specs)} tensors, twice"
+        purpose = f"{len(plan.layout.manifest.tensors)} tensors, twice"
         self.fd = allocate(self.nbytes, purpose, "free memory, or publish a smaller model")
         """To be handed to readers; open until `close`."""
         try:
@@ -145,19 +97,18 @@ class WeightWriter:
                 f"expected to map {self.nbytes} bytes of shared memory for {purpose}, got none ({error.strerror}): "
                 f"raise the limit of address space (ulimit -v), or publish a smaller model"
             ) from error
-        memory[mmap.PAGESIZE : mmap.PAGESIZE + len(manifest)] = manifest
+        memory[mmap.PAGESIZE : mmap.PAGESIZE + len(header)] = header
         self._words = memory[: mmap.PAGESIZE].cast("q")
         self._words[LATEST], self._words[GENERATION] = NO_VERSION, self.generation
         self.handle: DeviceHandle | None = None
-        """Where the buffers are, if not in the segment."""
+        """The memory of the buffers, if it is not the segment."""
         self._memory: VersionMemory = HostMemory(memory)
-        self._plan = _Plan(self.specs, first if device == "cpu" else mmap.PAGESIZE)
         if device != "cpu":
-            self._move_to(device)
+            self._move_to(device, end)
 
-    def _move_to(self, device: str) -> None:
+    def _move_to(self, device: str, nbytes: int) -> None:
         try:
-            memory = DeviceMemory.allocate(device, self._plan.nbytes)
+            memory = DeviceMemory.allocate(device, nbytes)
         except BaseException:
             self.close()
             raise
@@ -174,17 +125,6 @@ class WeightWriter:
         """Publications so far."""
         return self._words[SEQUENCE]
 
-    def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Refuse what cannot be written.
-
-        Raises:
-            WeightsMismatch: the tensors are not those that the segment was made for.
-            ValueError: `version` is not newer than the last.
-        """
-        fitted(self._given, specs_of(tensors), (), "weights to publish")
-        if version <= self.latest:
-            raise ValueError(f"expected a version above {self.latest}, got {version}")
-
     def write(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy `tensors`, which were checked, into the buffer that nobody was pointed to, and point everyone to it.
 
@@ -194,9 +134,8 @@ class WeightWriter:
         at = sequence % 2
         self._words[BEGUN + at] = sequence
         _fence()
-        for part in self._parts:
-            if not part.spec.tied:
-                self._memory.store(self._plan.start(sequence, part), tensors[part.spec.name], part.spec)
+        for offset, tensor, spec in self._plan.pieces(tensors):
+            self._memory.store(self._buffers[at] + offset, tensor, spec)
         self._memory.flush()
         self._words[VERSION + at] = version
         _fence()
@@ -216,35 +155,29 @@ class WeightWriter:
 class WeightReader:
     """A subscriber's side: a read-only mapping of a segment that was handed over. Blocks while it maps and reads."""
 
-    def __init__(
-        self, fd: int, nbytes: int, manifest_bytes: int, generation: int, handle: DeviceHandle | None = None
-    ) -> None:
+    def __init__(self, fd: int, nbytes: int, generation: int, handle: DeviceHandle | None = None) -> None:
         """Map the segment; `fd` stays the caller's.
 
         Raises:
-            ProtocolMismatch: it is no segment of weights of that size, or could shrink under the reader.
+            ProtocolMismatch: it is not a segment of weights of that size, or could shrink under the reader.
             StaleHandle: it is a segment of another publisher, or `handle` leads to memory of another.
         """
         size, loose = os.fstat(fd).st_size, may_shrink(fd)
         if size != nbytes or loose:
             can = "can" if loose else "cannot"
             raise ProtocolMismatch(f"expected {nbytes} bytes of weights that cannot shrink, got {size} that {can}")
-        first = _end_of_manifest(manifest_bytes)
-        if first > size:
-            raise ProtocolMismatch(f"expected a list of tensors within {size} bytes, got one of {manifest_bytes}")
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        self.layout = _layout_in(memory[mmap.PAGESIZE :])
+        """The layout of each version."""
         self._words = memory[: mmap.PAGESIZE].cast("q")
         _check_generation(self._words[GENERATION], generation)
-        self.inventory = _decoded(memory[mmap.PAGESIZE : mmap.PAGESIZE + manifest_bytes])
-        """What is published, in the publisher's order."""
-        self._plan = _Plan(self.inventory.tensors, first if handle is None else mmap.PAGESIZE)
-        have = nbytes if handle is None else handle.nbytes
         self.memory = HostMemory(memory) if handle is None else _opened(handle, generation)
-        """Where the versions lie."""
-        if self._plan.nbytes != have:
-            raise ProtocolMismatch(
-                f"expected two buffers of {self._plan.buffer_bytes} bytes from {self._plan.first}, got {have}"
-            )
+        """The memory of the buffers."""
+        first = mmap.PAGESIZE + (_pages(len(self.layout.header)) if handle is None else 0)
+        *buffers, end = _starts(self.layout, first)
+        if end != (have := nbytes if handle is None else handle.nbytes):
+            raise ProtocolMismatch(f"expected two buffers of {(end - first) // 2} bytes from {first}, got {have}")
+        self._versions = [TensorBuffer(self.layout, self.memory, start) for start in buffers]
 
     @property
     def latest(self) -> int:
@@ -271,14 +204,14 @@ class WeightReader:
         _fence()
         return self._words[BEGUN + sequence % 2] == sequence
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of one version."""
-        return self._plan.buffer_bytes
+    def tensors(self, sequence: int) -> TensorBuffer:
+        """Return the tensors of publication `sequence`, in the publisher's memory."""
+        return self._versions[sequence % 2]
 
-    def start(self, sequence: int, part: Part | None = None) -> int:
-        """Where publication `sequence` begins in `memory`, or a tensor of it."""
-        return self._plan.start(sequence, part)
+    def read(self) -> tuple[Publication, TensorBuffer] | None:
+        """Return the newest version, in the publisher's memory; None as `newest`."""
+        newest = self.newest()
+        return None if newest is None else (newest, self.tensors(newest.sequence))
 
 
 def _opened(handle: DeviceHandle, generation: int) -> DeviceMemory:
@@ -292,19 +225,9 @@ def _check_generation(found: int, expected: int) -> None:
         raise StaleHandle(f"expected weights of publisher {expected:x}, got those of {found:x}: subscribe anew")
 
 
-_inventory_decoder = msgspec.msgpack.Decoder(TensorManifest)
-
-
-def _decoded(encoded: memoryview) -> TensorManifest:
+def _layout_in(memory: memoryview) -> TensorLayout:
     try:
-        inventory: TensorManifest = _inventory_decoder.decode(encoded)
-    except UNREADABLE as error:
-        raise ProtocolMismatch(f"expected lists of tensors and of tables, got {error}") from None
-    known: dict[str, TensorSpec] = {}
-    for spec in inventory.tensors:
-        if spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:
-            raise ProtocolMismatch(f"{spec.name}: expected a dtype among {sorted(ITEM_BYTES)}, got {spec}")
-        if spec.tied and str(known.get(spec.tied)) != str(spec):
-            raise ProtocolMismatch(f"{spec.name}: expected to be one with a tensor like it before it, got {spec.tied}")
-        known[spec.name] = spec
-    return inventory
+        length = header_bytes(memory[: LENGTH.size], len(memory))
+        return TensorLayout.parse(memory[LENGTH.size : LENGTH.size + length])
+    except ValueError as error:
+        raise ProtocolMismatch(f"expected the header of published tensors, got {error}") from None

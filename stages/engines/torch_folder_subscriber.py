@@ -11,30 +11,33 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
+from typing import BinaryIO, Self, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
 from ...pipeline.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsDamaged
-from ...pipeline.policy.weight_copies import Targets
-from ...pipeline.policy.weight_memory import fill
-from ...pipeline.policy.weight_specs import FusedTensor, Part, Tensor
+from ...pipeline.policy.tensor_layout import TensorLayout
+from ...pipeline.policy.weight_copies import CopiedModel, attached
+from ...pipeline.policy.weight_memory import HostMemory, TensorBuffer
+from ...pipeline.policy.weight_specs import FusedTensor, Tensor
 from ...pipeline.policy.weight_subscriber import WeightSubscriber
-from ...pipeline.policy.weight_views import Views
+from ...pipeline.policy.weight_views import MappedModel
 from ...pipeline.policy.weights import NO_VERSION
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
-from .torch_weight_folder import CHUNK_BYTES, MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
+from .torch_weight_folder import MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
 
 __all__ = ["FolderSubscriber", "Subscriber", "subscriber"]
 
 S = TypeVar("S", Manifest, Owner)
+
+CHUNK_BYTES = 4 * 2**20
+"""Bytes that are read before they are hashed."""
 
 LOOK_S = 0.25
 """How often the folder is looked at: a file system that hosts share tells nobody what others do in it."""
@@ -48,7 +51,9 @@ class FolderSubscriber:
         self.url = url
         self._folder = Path(url.removeprefix(FOLDER_SCHEME))
         self._owner: Owner | None = None
-        self._target: _Copies | _Views | None = None
+        self._layout: TensorLayout
+        """Of every version."""
+        self._target: CopiedModel | MappedModel | None = None
         self._version = NO_VERSION
         self._latest = NO_VERSION
         self._newest = self._folder
@@ -66,8 +71,9 @@ class FolderSubscriber:
             NobodyListens: nobody ever did.
         """
         try:
-            self._owner = await anyio.to_thread.run_sync(_decoded, self._folder / OWNER, Owner)
-        except WeightsDamaged as error:
+            owner = await anyio.to_thread.run_sync(_decoded, self._folder / OWNER, Owner)
+            self._layout, self._owner = owner.layout(), owner
+        except (WeightsDamaged, ValueError) as error:
             raise NobodyListens(f"expected a publisher at {self.url}, got none: {error}") from None
         return self
 
@@ -104,11 +110,9 @@ class FolderSubscriber:
             WeightsMismatch: what is published differs; lists every difference.
             TypeError: a value is no tensor.
         """
-        owner, whose = self._opened(), f"weights of {self._opened().name} do not fit the model"
-        if copied or isinstance(model, Mapping):
-            self._target = _Copies(Targets(model, owner.inventory, fused, whose))
-        else:
-            self._target = _Views(Views(model, owner.inventory, fused, whose, "cpu"))
+        owner, manifest = self._opened(), self._layout.manifest
+        whose = f"weights of {owner.name} do not fit the model"
+        self._target = attached(model, manifest, fused, whose, device=self.device, copied=copied)
         self._version = NO_VERSION
 
     def detach(self) -> None:
@@ -130,15 +134,15 @@ class FolderSubscriber:
             self._look()
         while self._latest > self._version:
             try:
-                content = _read(self._newest, self._opened())
+                version, tensors = self._read(self._newest)
             except WeightsDamaged:
                 damaged = self._latest
                 self._look()
                 if self._latest == damaged:  # else it was deleted, for there are newer ones
                     raise
             else:
-                self._target.bring(content)
-                self._version = content.version
+                self._target.load(tensors)
+                self._version = version
         return self._version
 
     def _look(self) -> None:
@@ -184,91 +188,44 @@ class FolderSubscriber:
         """Sample within the body; it is never waited for."""
         yield
 
+    def _read(self, folder: Path) -> tuple[int, TensorBuffer]:
+        """Read a version, whole.
+
+        Raises:
+            WeightsDamaged: it is torn, absent or altered.
+            StaleHandle: it is another publisher's.
+        """
+        manifest, owner = _decoded(folder / MANIFEST, Manifest), self._opened()
+        if manifest.generation != owner.generation:
+            raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe anew")
+        path, start = folder / WEIGHTS, len(self._layout.header)
+        expected = start + self._layout.nbytes
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                memory = np.empty(min(size, expected), np.uint8)
+                found = _read_into(memory, file)
+        except OSError as error:
+            raise WeightsDamaged(f"expected {path}, got none: {error.strerror}") from error
+        if size != expected:
+            raise WeightsDamaged(f"{path}: expected {expected} bytes, got {size}: it is torn")
+        if found != manifest.xxh3:
+            raise WeightsDamaged(f"{path}: expected xxh3 {manifest.xxh3}, got {found}: it was altered")
+        return manifest.version, TensorBuffer(self._layout, HostMemory(memory.data), start)
+
     def _opened(self) -> Owner:
         if self._owner is None:
             raise RuntimeError(f"expected an open subscriber, got {self!r}: use it within `async with`")
         return self._owner
 
 
-class _Content(NamedTuple):
-    """A version that was read."""
-
-    version: int
-    memory: NDArray[np.uint8]
-    starts: Mapping[str, int]
-    """Where each tensor begins in it."""
-
-    def elements(self, part: Part) -> NDArray[np.uint8]:
-        start = self.starts[part.whole] + part.offset
-        return self.memory[start : start + part.spec.nbytes]
-
-
-class _Views:
-    """A model whose tensors are views of the version that was read last."""
-
-    def __init__(self, model: Views) -> None:
-        self._model = model
-
-    def bring(self, content: _Content) -> None:
-        self._model.point_to(self._model.views(lambda part: torch.from_numpy(content.elements(part))))
-
-
-class _Copies:
-    """Tensors by name, that are filled."""
-
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
-
-    def bring(self, content: _Content) -> None:
-        for part in self._targets.parts:
-            fill(self._targets.tensors[part.spec.name], content.elements(part), part.spec)
-
-
-def _read(folder: Path, owner: Owner) -> _Content:
-    """A version, whole.
-
-    Raises:
-        WeightsDamaged: it is torn, absent or altered.
-        StaleHandle: it is another publisher's.
-    """
-    manifest = _decoded(folder / MANIFEST, Manifest)
-    if manifest.generation != owner.generation:
-        raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe anew")
-    path = folder / WEIGHTS
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            memory = np.empty(min(size, manifest.nbytes), np.uint8)
-            found = _read_into(memory, file)
-    except OSError as error:
-        raise WeightsDamaged(f"expected {path}, got none: {error.strerror}") from error
-    if size != manifest.nbytes:
-        raise WeightsDamaged(f"{path}: expected {manifest.nbytes} bytes, got {size}: it is torn")
-    if found != manifest.xxh3:
-        raise WeightsDamaged(f"{path}: expected xxh3 {manifest.xxh3}, got {found}: it was altered")
-    return _Content(manifest.version, memory, _starts(memory, manifest))
-
-
 def _read_into(memory: NDArray[np.uint8], file: BinaryIO) -> str:
-    """Fill `memory` as far as the file goes, and return the hash of what was read."""
+    """Fill `memory` as far as the file goes, and return the hash of the bytes that were read."""
     digest, view, at = xxhash.xxh3_128(), memory.data, 0
     while count := file.readinto(view[at : at + CHUNK_BYTES]):  # type: ignore[attr-defined]
         digest.update(view[at : at + count])
         at += count
     return digest.hexdigest()
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """A tensor, in the head of a safetensors file."""
-
-    data_offsets: tuple[int, int]
-
-
-def _starts(memory: NDArray[np.uint8], manifest: Manifest) -> dict[str, int]:
-    """Where each tensor begins in a safetensors file, tied ones where they are one."""
-    first = 8 + int.from_bytes(memory[:8].tobytes(), "little")
-    head = msgspec.json.decode(memory[8:first].tobytes(), type=dict[str, _Entry])
-    return {spec.name: first + head[spec.tied or spec.name].data_offsets[0] for spec in manifest.tensors}
 
 
 def _decoded(path: Path, kind: type[S]) -> S:

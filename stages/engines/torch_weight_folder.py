@@ -1,9 +1,9 @@
 """Weights for samplers that share no memory with the trainer: a folder of versions, on a disk that both can see.
 
-A version is a directory that is there whole or not at all: a safetensors file, and a manifest that says whose it is,
-which tensors are in it, and what the file's hash is. The publisher holds a lock for as long as it lives; whoever reads
-finds out by it whether the publisher is still there. A version is read into memory, hashed on the way, and a model's
-tensors are views of that memory: one copy in each process.
+A version is a directory that is there whole or not at all: a safetensors file, and a manifest with its publisher and
+its hash. The publisher holds a lock for as long as it lives, by which a reader sees whether it is still there. A
+version is read into memory and hashed on the way; a model's tensors are views of that memory, so each process has one
+copy.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -17,7 +17,7 @@ import secrets
 import shutil
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -26,31 +26,21 @@ from typing import Self, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
-import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import nn
 
 from ...pipeline.errors import WeightsInUse
 from ...pipeline.os_errors import explaining_os_errors
 from ...pipeline.policy.engine_sync import Syncable, synced
-from ...pipeline.policy.weight_specs import (
-    FusedTensor,
-    TableSpec,
-    Tensor,
-    TensorManifest,
-    TensorSpec,
-    cast_specs,
-    fitted,
-    manifest_of,
-    packed,
-    specs_of,
-)
+from ...pipeline.policy.tensor_layout import LENGTH, TensorLayout
+from ...pipeline.policy.weight_memory import bytes_of
+from ...pipeline.policy.weight_specs import FusedTensor, Tensor, manifest_of
 from ...pipeline.policy.weights import NO_VERSION
+from ...pipeline.policy.write_plan import WritePlan
 from ...pipeline.telemetry import get_logger
 from ..training.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 
-__all__ = ["CHUNK_BYTES", "MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
+__all__ = ["MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
 
 log = get_logger("penstock.weights")
 
@@ -64,9 +54,6 @@ WEIGHTS = "weights.safetensors"
 KEPT = 2
 """Versions that stay: the newest, and the one that somebody may be reading."""
 
-CHUNK_BYTES = 4 * 2**20
-"""What is hashed at a time."""
-
 _WHOLE_FILE = struct.Struct("hhqqi4x")
 """A lock (struct flock) of an open file: unlike flock, it works on NFS, and one can look at it without taking it."""
 
@@ -77,25 +64,25 @@ class Owner(msgspec.Struct, frozen=True):
     name: str
     generation: int
     """Drawn when the folder was taken: versions that say another are another publisher's."""
-    tensors: tuple[TensorSpec, ...]
-    tables: tuple[TableSpec, ...] | None
-    """What samplers must have made alike; none where the publisher was not given the module."""
+    header: msgspec.Raw
+    """The header of each version's file."""
     closed: bool = False
     """Whether it said that there will be nothing newer."""
 
-    @property
-    def inventory(self) -> TensorManifest:
-        """What it has."""
-        return TensorManifest(self.tensors, self.tables)
+    def layout(self) -> TensorLayout:
+        """Return the layout of each version's file.
+
+        Raises:
+            ValueError: the header is not one of published tensors.
+        """
+        return TensorLayout.parse(bytes(self.header))
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a version is."""
+    """The version in a directory."""
 
     version: int
     generation: int
-    tensors: tuple[TensorSpec, ...]
-    nbytes: int
     xxh3: str
     """Of the file of weights (128 bits, hexadecimal)."""
 
@@ -121,9 +108,8 @@ class WeightFolder:
         """
         self.folder = Path(folder).absolute()
         self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
-        self._given, tables = manifest_of(model)
-        specs, self._parts = packed(cast_specs(self._given, cast), fused, "weights to publish")
-        self._owner = Owner(self.name, secrets.randbits(63), specs, tables)
+        self._plan = WritePlan(manifest_of(model), fused, cast)
+        self._owner = Owner(self.name, secrets.randbits(63), msgspec.Raw(self._plan.layout.header[LENGTH.size :]))
         self._lock = -1
         self._version = NO_VERSION
         self._publishing = anyio.Lock()
@@ -172,9 +158,7 @@ class WeightFolder:
         async with self._publishing:
             if self._lock < 0:
                 raise anyio.ClosedResourceError
-            fitted(self._given, specs_of(tensors), (), "weights to publish")
-            if version <= self._version:
-                raise ValueError(f"expected a version above {self._version}, got {version}")
+            self._plan.check(tensors, version, newest=self._version)
             await anyio.to_thread.run_sync(self._write, tensors, version)
             self._version = version
 
@@ -237,19 +221,18 @@ class WeightFolder:
         remove_old_checkpoints(self.folder, newest, KEPT)
 
     def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
-        path = into / WEIGHTS
-        save_file(self._whole(tensors), path)
-        manifest = Manifest(version, self._owner.generation, self._owner.tensors, path.stat().st_size, _hash_of(path))
+        digest = xxhash.xxh3_128()
+        with (into / WEIGHTS).open("wb") as file:
+            for content in self._contents(tensors):
+                digest.update(content)
+                file.write(content)
+        manifest = Manifest(version, self._owner.generation, digest.hexdigest())
         (into / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-        """What lies in the file: fused, cast, tied ones once, none in another's memory."""
-        pieces: dict[str, list[torch.Tensor]] = {}
-        for part in sorted(self._parts, key=lambda part: part.offset):
-            if not part.spec.tied:
-                dtype = getattr(torch, part.spec.dtype)
-                pieces.setdefault(part.whole, []).append(torch.as_tensor(tensors[part.spec.name]).detach().to(dtype))
-        return {name: torch.cat(parts) if len(parts) > 1 else parts[0].clone() for name, parts in pieces.items()}
+    def _contents(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+        yield self._plan.layout.header
+        for _, tensor, spec in self._plan.pieces(tensors):
+            yield bytes_of(tensor, spec.dtype).data
 
 
 def _ours(path: Path) -> bool:
@@ -257,14 +240,6 @@ def _ours(path: Path) -> bool:
     if path.is_dir():
         return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
     return path.name in {LOCK, OWNER, f".{OWNER}"}
-
-
-def _hash_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def is_published_into(folder: Path) -> bool:

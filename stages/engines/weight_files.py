@@ -5,26 +5,14 @@ Reads the headers of safetensors files, and nothing else. Knows neither models n
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ...pipeline.errors import EngineRefused
+from ...pipeline.policy.tensor_layout import LENGTH, TensorEntry, header_bytes, parse_header
 
 __all__ = ["check_weight_files"]
-
-_LENGTH = struct.Struct("<Q")
-"""Stands first in a safetensors file: the bytes of the JSON header that follows."""
-
-MAX_HEADER_BYTES = 100_000_000
-"""As safetensors itself has it."""
-
-
-class _Tensor(msgspec.Struct):
-    data_offsets: tuple[int, int]
-    """Its first byte behind the header, and one behind its last."""
 
 
 class _Index(msgspec.Struct):
@@ -57,22 +45,21 @@ def check_weight_files(folder: Path) -> None:
                 )
 
 
-def _tensors_in(path: Path) -> dict[str, _Tensor]:
-    """Return what a file says is in it, all of which is there."""
+def _tensors_in(path: Path) -> dict[str, TensorEntry]:
+    """Return the entries of a file, all of whose tensors are there."""
     nbytes = path.stat().st_size
     with path.open("rb") as file:
-        begin = file.read(_LENGTH.size)
-        length = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else nbytes
-        if length > min(MAX_HEADER_BYTES, nbytes - _LENGTH.size):
-            raise EngineRefused(f"expected a whole safetensors file, got {path} of {nbytes} bytes: write it anew")
-        header = file.read(length)
+        try:
+            header = file.read(header_bytes(file.read(LENGTH.size), nbytes))
+        except ValueError:
+            raise EngineRefused(
+                f"expected a whole safetensors file, got {path} of {nbytes} bytes: write it anew"
+            ) from None
     try:
-        told = msgspec.json.decode(header, type=dict[str, Any])
-        told.pop("__metadata__", None)
-        tensors = msgspec.convert(told, dict[str, _Tensor])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        tensors, _ = parse_header(header)
+    except ValueError as error:
         raise EngineRefused(f"expected a safetensors file, got {path}: {error}") from None
-    whole = _LENGTH.size + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    whole = LENGTH.size + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if whole != nbytes:
         raise EngineRefused(f"expected {whole} bytes in {path}, as its header says, got {nbytes}: write it anew")
     return tensors

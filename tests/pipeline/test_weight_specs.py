@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.policy.weight_copies import Copies
-from penstock.pipeline.policy.weight_specs import Tensor, TensorSpec, fitted, packed, specs_of
+from penstock.pipeline.policy.weight_copies import CopiedModel, PrivateCopy
+from penstock.pipeline.policy.weight_specs import Tensor, TensorManifest, TensorSpec, fitted, packed, specs_of
 from penstock.pipeline.policy.weights import WeightReader, WeightWriter
+from penstock.pipeline.policy.write_plan import WritePlan
 from penstock.weights import FusedTensor
 
 QKV = FusedTensor("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight"))
@@ -22,15 +23,23 @@ def rows(*counts: int, first: float = 0) -> dict[str, Tensor]:
     return {f"layers.0.{name}.weight": part for name, part in zip("qkv", parts, strict=True)}
 
 
+def planned(tensors: dict[str, Tensor], **how: object) -> WritePlan:
+    return WritePlan(TensorManifest(specs_of(tensors)), **how)  # type: ignore[arg-type]
+
+
 def carried(published: dict[str, Tensor], model: dict[str, Tensor], **how: object) -> None:
     """Publish, and read into `model`; `fused` is what the reader says, the rest the publisher."""
     split = how.pop("split", ())
-    writer = WeightWriter(specs_of(published), **how)  # type: ignore[arg-type]
+    plan = planned(published, **how)
+    writer = WeightWriter(plan)
     try:
-        writer.check(published, 1)
+        plan.check(published, 1, newest=0)
         writer.write(published, 1)
-        reader = WeightReader(writer.fd, writer.nbytes, writer.manifest_bytes, writer.generation)
-        assert Copies(reader, model, split, "weights").bring()  # type: ignore[arg-type]
+        reader = WeightReader(writer.fd, writer.nbytes, writer.generation)
+        target = CopiedModel(model, reader.layout.manifest, split, "weights")  # type: ignore[arg-type]
+        copy = PrivateCopy(reader, "weights").read()
+        assert copy is not None
+        target.load(copy[1])
     finally:
         writer.close()
 
@@ -96,20 +105,17 @@ def test_rows_that_do_not_add_up_are_listed_with_everything_else_that_differs() 
 
 def test_tied_tensors_lie_in_the_segment_once() -> None:
     token = torch.ones(1000, 100)
-    tied, apart = WeightWriter(specs_of({"a": token, "b": token})), WeightWriter(specs_of({"a": token, "b": token + 1}))
-    tied.close()
-    apart.close()
+    tied, apart = planned({"a": token, "b": token}), planned({"a": token, "b": token + 1})
 
-    assert tied.nbytes < 0.6 * apart.nbytes
+    assert tied.layout.nbytes == apart.layout.nbytes / 2
 
 
 def test_tensors_that_were_one_must_stay_one() -> None:
     token = np.ones((2, 2), np.float32)
-    writer = WeightWriter(specs_of({"a": token, "b": token}))
-    writer.close()
+    plan = planned({"a": token, "b": token})
 
     with pytest.raises(WeightsMismatch, match="b: expected one tensor with a, found another"):
-        writer.check({"a": token, "b": token.copy()}, 1)
+        plan.check({"a": token, "b": token.copy()}, 1, newest=0)
 
 
 def test_what_the_model_ties_must_be_tied_where_it_comes_from() -> None:
@@ -151,4 +157,4 @@ def test_nothing_is_cast_that_was_not_spelled_out() -> None:
 @pytest.mark.parametrize("cast", [{"float32": "float15"}, {"single": "bfloat16"}])
 def test_a_cast_of_dtypes_that_do_not_travel_is_refused(cast: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"cast: expected dtypes among .*, got"):
-        WeightWriter(specs_of({"x": np.zeros(1, np.float32)}), cast=cast)
+        planned({"x": np.zeros(1, np.float32)}, cast=cast)

@@ -24,7 +24,7 @@ MESSAGES: list[c.Message] = [
     c.Farewell(),
     c.Closed(),
     c.Subscribe(c.PROTOCOL_VERSION, "worker 0", 123),
-    c.Weights(c.PROTOCOL_VERSION, "trainer", 2**62, 2**40, 512, 0, c.DeviceHandle("uuid", 2**40, bytes(64))),
+    c.Weights(c.PROTOCOL_VERSION, "trainer", 2**62, 2**40, 0, c.DeviceHandle("uuid", 2**40, bytes(64))),
     c.NewVersion(4),
     c.Pause(1),
     c.PauseAck(1),
@@ -90,7 +90,7 @@ NAMED = [
     lambda name: c.Hello(c.PROTOCOL_VERSION, "shm", "group", b"identity", name, 123),
     lambda name: c.Welcome(c.PROTOCOL_VERSION, "ipc:///x", name, 8, 2**30, 1024),
     lambda name: c.Subscribe(c.PROTOCOL_VERSION, name, 123),
-    lambda name: c.Weights(c.PROTOCOL_VERSION, name, 2**62, 2**40, 512, 0),
+    lambda name: c.Weights(c.PROTOCOL_VERSION, name, 2**62, 2**40, 0),
 ]
 
 

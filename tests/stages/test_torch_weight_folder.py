@@ -131,9 +131,9 @@ def altered(file: Path) -> None:
         opened.write(b"\x55")
 
 
-def boastful(file: Path) -> None:
+def lying(file: Path) -> None:
     told = msgspec.json.decode(file.read_bytes())
-    file.write_bytes(msgspec.json.encode(told | {"nbytes": 2**60}))
+    file.write_bytes(msgspec.json.encode(told | {"xxh3": "0" * 32}))
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def boastful(file: Path) -> None:
         ("weights.safetensors", torn, r"expected \d+ bytes, got \d+: it is torn"),
         ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
         ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
-        ("manifest.json", boastful, r"expected 1152921504606846976 bytes, got \d+: it is torn"),
+        ("manifest.json", lying, r"expected xxh3 0{32}, got \w+: it was altered"),
         ("manifest.json", torn, r"manifest\.json: expected a manifest, got .*: it is torn"),
         ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
     ],
-    ids=["torn", "altered", "absent", "boastful manifest", "torn manifest", "absent manifest"],
+    ids=["torn", "altered", "absent", "lying manifest", "torn manifest", "absent manifest"],
 )
 async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
     tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
@@ -211,12 +211,21 @@ async def test_who_closed_is_told_from_who_was_never_there_and_from_who_came_aft
                 await subscriber.newer()
 
 
+async def test_a_folder_whose_header_describes_no_tensors_has_no_publisher(tmp_path: Path) -> None:
+    async with WeightFolder(tmp_path, tied().state_dict()) as publisher:
+        owner = msgspec.json.decode((tmp_path / "publisher.json").read_bytes())
+        owner["header"]["0.weight"]["shape"] = [5, 2**50]
+        (tmp_path / "publisher.json").write_bytes(msgspec.json.encode(owner))
+        with pytest.raises(NobodyListens, match="expected tensors without gaps, ordered by alignment"):
+            async with FolderSubscriber(publisher.url):
+                pass
+
+
 PUBLISHING = """
     import sys, anyio, torch
     from penstock.stages.engines import torch_weight_folder as module
 
-    def stuck(tensors, path):
-        path.write_bytes(b"half")
+    def stuck(tensor, dtype):
         print("writing", flush=True)
         sys.stdin.readline()
 
@@ -224,7 +233,7 @@ PUBLISHING = """
         weights = {"0.weight": (token := torch.ones(5, 4)), "1.weight": token}
         async with module.WeightFolder(sys.argv[1], weights, name="trainer") as publisher:
             await publisher.publish(weights, 1)
-            module.save_file = stuck
+            module.bytes_of = stuck
             await publisher.publish(weights, 2)
 
     anyio.run(main)
