@@ -1,11 +1,11 @@
-"""An environment that was written for Atropos, in a process of its own, trains a policy here.
+"""Train a policy with an environment for Atropos, which runs in a separate process.
 
     python examples/atropos_gateway.py                       # or the path of another environment that guesses
 
-The gateway is the server that atropos/guessing_environment.py was written for: it is given the gateway's URL, and
-nothing in it is changed. Its groups arrive as records, rewards are shaped, groups normalised and packed. What is
-trained is a table of logits, one row a digit. It learns from guesses that somebody else made, each weighted by how
-likely they are by now.
+The gateway serves the HTTP API for which atropos/guessing_environment.py was written; the environment is unchanged and
+gets only the gateway's URL. Its groups become records, rewards are shaped, groups are normalised and packed. The policy
+is a table of logits, with one row for each digit. It learns from guesses that it did not sample, each weighted by its
+probability under the current policy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A stage of your own: any object with one coroutine, from an inbox to an outbox.
+"""Write your own stage: any object with one coroutine that receives from an inbox and sends to an outbox.
 
     python examples/custom_stage.py
 
-test_custom_stage.py beside it tries the stage alone, without a pipeline, a process or a socket.
+test_custom_stage.py tests the stage without a pipeline, a process or a socket.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Distillation: a student learns from a teacher what reinforcement alone would take many times the steps to find out.
+"""Distillation: a student learns from a teacher in far fewer steps than from rewards alone.
 
     python examples/distillation.py --seed 3
 
-First a teacher is trained as in arithmetic_grpo.py. Two students then begin with little skill, one by reinforcement and
-one without any reward: that one samples answers of its own, right and wrong, and learns at every token what the teacher
-expects there. A step is a batch of 512 answers. Everything runs in one process, for some minutes.
+First a teacher is trained as in arithmetic_grpo.py. Two students then start with little skill. One is trained with
+rewards. The other has no rewards: it samples its own answers, right and wrong, and learns the teacher's predictions at
+every token. A step is a batch of 512 answers. Everything runs in one process, for some minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Hello: one task samples groups, another reads them, a memory channel between the two.
+"""Send groups from one task to another through a memory channel.
 
     python examples/hello.py
 
-A group holds all completions of one prompt. The channel is bounded: with a capacity of 1, the sampler waits until the
-reader has taken the group before.
+A group holds all completions of one prompt. The channel is bounded: with a capacity of 1, the sender waits until the
+receiver has received the previous group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The isolated test of custom_stage.py: `drive` runs one stage on records and returns what it sent."""
+"""Test custom_stage.py alone: `drive` runs one stage on records and returns the records that it sent."""
 
 from __future__ import annotations
 

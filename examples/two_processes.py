@@ -1,10 +1,10 @@
-"""Two processes: the same stream as in hello.py, sampled in one process and read in another, over shared memory.
+"""Send groups from one process to another over shared memory.
 
     python examples/two_processes.py
 
-The reader serves a channel and starts a copy of this script as the sampler. The columns of a group are written once,
-into a shared-memory segment that the sampler owns; what is sent is a descriptor of some twenty bytes. The arrays that
-the reader gets are views of that segment. It holds a span as long as a view on it lives, then the span goes back.
+The reader serves a channel and starts a copy of this script as the sampler. The columns of a group are written once, to
+a shared-memory segment that the sampler owns; the message is a descriptor of some twenty bytes. The arrays that the
+reader receives are views of that segment. A span is released when the last view of it is freed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/two_ranks.py
 
-Rank 0 runs the pipeline; the other one follows. Each gets its share of every batch, balanced by tokens, and the step is
-the one that a single process makes: `python examples/two_ranks.py` prints the same losses. For FSDP2, give the model to
-`fully_shard` instead of wrapping it.
+Rank 0 runs the pipeline, and the other rank takes part in its steps. Each receives a share of every batch, balanced by
+tokens, and the step equals that of a single process: `python examples/two_ranks.py` prints the same losses. For FSDP2,
+call `fully_shard` on the model instead of wrapping it.
 """
 
 from __future__ import annotations

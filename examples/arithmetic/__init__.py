@@ -1,1 +1,1 @@
-"""What arithmetic_grpo.py needs besides penstock: task, tokenizer, model, warm-up, exam, live view and run folder."""
+"""Parts of arithmetic_grpo.py that are not in penstock: task, tokenizer, model, warm-up, exam, display, run folder."""

@@ -1,4 +1,4 @@
-"""How good a policy becomes, step by step: printed on the way, until it is good enough."""
+"""Print the accuracy of a policy during training, and stop the training when it is high enough."""
 
 from __future__ import annotations
 

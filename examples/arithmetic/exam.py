@@ -1,7 +1,7 @@
-"""How good the policy is: the share of held-out problems that it answers rightly, decoding greedily.
+"""Measure the share of held-out problems that the policy solves with greedy decoding.
 
-There are two exams, of different problems. The quiz is taken while training goes on and decides when it stops; the
-final exam is taken before and after and decides nothing, so that what it says was not looked for.
+There are two exams with different problems. The quiz is taken during training and decides when it stops. The final exam
+is taken before and after training and decides nothing, so its result is not biased by the stopping rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on and when it is over: a live view on a terminal, plain lines elsewhere."""
+"""Display a run and its summary: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of the reinforcement: AdamW, its learning rate annealed towards zero."""
+"""Create the optimizer for reinforcement learning: AdamW, with a learning rate annealed towards zero."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What one run of the demo comes to, and the folder that keeps it: `runs/<time>/`, with `runs/latest` pointing to it.
+"""Record one run of the demo, and keep it in the folder `runs/<time>/`, to which `runs/latest` points.
 
-Filled in as the run goes, so that whatever ends it, there is something to keep.
+The record is updated during the run, so it exists however the run ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The task: sums and differences of three one-digit numbers, made and scored by reasoning-gym's chain_sum.
 
-There are 4,000 different problems. Eight hundred of them are held out, by their text: whatever is drawn for training,
-for the warm-up too, is drawn again if its text is among them.
+There are 4,000 different problems. Eight hundred of them are held out, by their text: a problem that is drawn for
+training or for the warm-up is drawn again if its text is one of them.
 """
 
 from __future__ import annotations

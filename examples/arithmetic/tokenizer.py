@@ -1,4 +1,4 @@
-"""One token a character: the digits, the signs, and a full stop that ends an answer."""
+"""Encode one token for each character: the digits, the signs, and a full stop that ends an answer."""
 
 from __future__ import annotations
 

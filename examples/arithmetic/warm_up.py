@@ -1,8 +1,8 @@
-"""A base with some skill: seconds of supervised training on demonstrations, more than half of them wrong.
+"""Train an initial policy: seconds of supervised training on demonstrations, more than half of them wrong.
 
-Without one, a model this small collapses onto the commonest answer: right answers are too rare to learn from. The
-demonstrator knows how it is done and is careless: seven of ten answers are one too high. A model that imitates it gets
-about a third of the held-out problems right. All that lifts it from there is reinforcement.
+Without it, a model this small collapses to the most frequent answer, because right answers are too rare to learn from.
+In seven of ten demonstrations the answer is one too high. A model that imitates them solves about a third of the
+held-out problems; reinforcement learning does the rest.
 """
 
 from __future__ import annotations

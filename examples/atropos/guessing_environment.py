@@ -1,9 +1,9 @@
-"""An environment as its author might have written it for Atropos: it knows HTTP and JSON, and nothing of penstock.
+"""An environment for Atropos, which uses HTTP and JSON and does not depend on penstock.
 
     python examples/atropos/guessing_environment.py http://127.0.0.1:8000
 
-It asks for the digit after a given one, and guesses. As one of Atropos it opens a connection for every request,
-compresses what it sends, and asks /status-env whether more is wanted.
+It asks for the digit after a given one, and guesses. Like environments of Atropos, it opens a connection for every
+request, compresses its data, and uses /status-env to find out whether to pause.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-r"""An environment of Atropos, as its file stands, sends its groups to a gateway of penstock through shared memory.
+r"""Send the groups of an unchanged environment of Atropos to a gateway of penstock through shared memory.
 
     PYTHONPATH=atropos/environments/community/regex_generation python examples/atropos/shared_memory.py serve \
         --env.rollout_server_url http://127.0.0.1:8000
 
-The line below the imports is all that is added; command line, configuration files and logs stay Atropos'.
+Only the line below the imports is added; command line, configuration files and logs are those of Atropos.
 """
 
 from regex_env import RegexEnv  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]

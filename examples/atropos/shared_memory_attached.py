@@ -1,4 +1,4 @@
-r"""The same as shared_memory.py for a program that makes its environment itself, as those do that need no command line.
+r"""Do the same as shared_memory.py in a program that creates its environment itself, without a command line.
 
 PYTHONPATH=atropos/environments/community/regex_generation python examples/atropos/shared_memory_attached.py \
         http://127.0.0.1:8000 http://127.0.0.1:9001/v1 my-model groups.jsonl

@@ -1,10 +1,11 @@
-r"""Atropos' GSM8k environment with a teacher, which at its last commit does not start without what is added here.
+r"""Run Atropos' GSM8k environment with a teacher; at its last commit it does not start without this file.
 
     PYTHONPATH=atropos python examples/atropos/teacher_distillation.py serve --config servers.yaml \
         --teacher.base_url http://127.0.0.1:9003/v1 --teacher.model_name my-teacher --teacher.api_key none \
         --env.teacher_top_k 4
 
-`serve` gives the environment its teachers, and `GSM8kEnv.__init__`, which is called first, has no such parameter.
+`serve` passes the teachers to the environment's constructor, and `GSM8kEnv.__init__`, which is called first, has no such
+parameter.
 """
 
 from typing import Any
