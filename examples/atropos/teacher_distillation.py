@@ -4,8 +4,7 @@ r"""Run Atropos' GSM8k environment with a teacher; at its last commit it does no
         --teacher.base_url http://127.0.0.1:9003/v1 --teacher.model_name my-teacher --teacher.api_key none \
         --env.teacher_top_k 4
 
-`serve` passes the teachers to the environment's constructor, and `GSM8kEnv.__init__`, which is called first, has no such
-parameter.
+`serve` passes the teachers to the constructor, and `GSM8kEnv.__init__`, which is called first, has no such parameter.
 """
 
 from typing import Any
