@@ -111,7 +111,7 @@ def test_a_mistake_in_the_file_is_told_with_its_path(tmp_path: Path) -> None:
     path.write_text("format_markers:\n- {marker: a, reward: 1}\n- {marker: b, reward: much}\n")
 
     with pytest.raises(
-        InvalidConfig, match=r"reward\.format_markers\[1\]\.reward: expected float, got str \(in .*yaml"
+        InvalidConfig, match=r"Expected `float`, got `str` - at `\$\.format_markers\[1\]\.reward` \(in .*yaml"
     ):
         RewardBridge.from_yaml(path)
 
