@@ -1,10 +1,10 @@
-"""Memory of a GPU that two processes of a host share: the driver gives out a handle for it (CUDA IPC).
+"""Memory of a GPU that two processes of a host share, by a handle of the driver (CUDA IPC).
 
-The memory is asked of the driver itself, not of torch's allocator: a handle of torch's comes with a named file that
-counts who uses it, and SIGKILL leaves that behind. This has no name, and is freed with its owner; the first page says
-whose it is, so that a handle which outlived its owner is not taken for one of another.
+The driver itself allocates the memory, not torch: a handle of torch's allocator comes with a named file that counts its
+users, which SIGKILL leaves behind. This memory has no name and is freed with its owner. Its first page holds the
+publisher's generation, so that a handle that outlived its owner is not mistaken for one of another publisher.
 
-What is below `Driver` has never run: it was written without a GPU at hand. All above it is tested.
+`CudaDriver` has never run: it was written without a GPU. The code above it is tested with another driver.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.control import DeviceHandle
 from ..errors import NoDevice, OutOfSharedMemory, StaleHandle
@@ -21,58 +21,22 @@ from .weight_specs import Tensor, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMemory", "Driver", "driver"]
+__all__ = ["CudaDriver", "DeviceMemory", "driver"]
 
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 
 
-class Driver(Protocol):
-    """What is asked of a GPU's driver. Addresses are the device's; devices have the numbers that torch gives them."""
-
-    def uuid(self, index: int) -> str:
-        """Which device has this number."""
-        ...
-
-    def indices(self) -> range:
-        """Numbers of the devices that this process may use."""
-        ...
-
-    def allocate(self, index: int, nbytes: int) -> int:
-        """Memory of a device. Raises OSError."""
-        ...
-
-    def export(self, index: int, address: int) -> bytes:
-        """A handle for memory of this process. Raises OSError."""
-        ...
-
-    def open(self, index: int, handle: bytes) -> int:
-        """The memory of another process. Raises OSError."""
-        ...
-
-    def let_go(self, index: int, address: int, *, own: bool) -> None:
-        """Free memory of this process (`own`), or unmap another's."""
-        ...
-
-    def tensor(self, index: int, memory: _Mapped) -> torch.Tensor:
-        """Mapped memory as bytes; the tensor keeps `memory` alive."""
-        ...
-
-    def synchronize(self, index: int) -> None:
-        """Return when the device has done what it was told."""
-        ...
-
-
 class _Mapped:
-    """Memory of a device that this process sees; it is let go with the last tensor on it."""
+    """Memory of a device that this process sees; it is freed or unmapped with the last tensor on it."""
 
     def __init__(self, index: int, address: int, nbytes: int, *, own: bool) -> None:
         self.index, self.address, self.nbytes, self._own = index, address, nbytes, own
         self._driver = driver()
 
     def __del__(self) -> None:
-        with suppress(OSError):  # the driver may have gone before
-            self._driver.let_go(self.index, self.address, own=self._own)
+        with suppress(OSError):  # at exit, the driver may be gone
+            self._driver.release(self.index, self.address, own=self._own)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -80,7 +44,7 @@ class _Mapped:
 
 
 _own: dict[bytes, torch.Tensor] = {}
-"""What this process gave out, by handle: no driver lets a process open its own."""
+"""Memory of this process, by handle: a driver does not let a process open its own."""
 
 
 class DeviceMemory:
@@ -95,11 +59,11 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, device: str, nbytes: int) -> DeviceMemory:
-        """New memory on `device` ("cuda:0"), and a handle for it.
+        """Allocate memory on `device` ("cuda:0"), with a handle for it.
 
         Raises:
             NoDevice: there is no driver, or no such device.
-            OutOfSharedMemory: the device has no room, or gives out no handles.
+            OutOfSharedMemory: the device has no room, or does not export its memory.
         """
         index = _index_of(device)
         try:
@@ -114,11 +78,11 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: DeviceHandle) -> DeviceMemory:
-        """The memory that `handle` speaks of.
+        """Open the memory of `handle`.
 
         Raises:
             NoDevice: there is no driver, or this process may not use that device.
-            StaleHandle: the driver knows no such memory: its owner died, say.
+            StaleHandle: the driver does not know it: its owner died, for example.
         """
         known = {driver().uuid(index): index for index in driver().indices()}
         if handle.device not in known:
@@ -141,7 +105,7 @@ class DeviceMemory:
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         """As `HostMemory.store`."""
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         target = self.tensor(start, spec.nbytes).view(getattr(torch, spec.dtype)).view(spec.shape)
         target.copy_(torch.as_tensor(tensor).detach())
@@ -155,20 +119,20 @@ class DeviceMemory:
         return self._whole[start : start + nbytes]
 
     def mark(self, generation: int) -> None:
-        """Write whose it is into the first page."""
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Write the publisher's generation into the first page."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         self.tensor(0, 8).view(torch.int64).fill_(generation)
         self.flush()
 
     def marked(self) -> int:
-        """What `mark` wrote."""
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Return the generation that `mark` wrote."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         return int(self.tensor(0, 8).view(torch.int64).item())
 
     def close(self) -> None:
-        """Give out no more; the memory goes with the last tensor on it."""
+        """Stop sharing; the memory is freed with the last tensor on it."""
         _own.pop(self.handle.handle, None)
 
 
@@ -181,14 +145,14 @@ def _index_of(device: str) -> int:
 
 
 @cache
-def driver() -> Driver:
-    """The driver of this machine's GPUs.
+def driver() -> CudaDriver:
+    """Return the driver of this machine's GPUs.
 
     Raises:
-        NoDevice: there is none.
+        NoDevice: it has none.
     """
     try:
-        return _Cuda(ctypes.CDLL("libcuda.so.1"))
+        return CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
         raise NoDevice(f"expected a CUDA driver, got none: {error}: publish with device='cpu'") from error
 
@@ -197,8 +161,11 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class _Cuda:
-    """libcuda. Torch has made the device's context by the time that anything is asked."""
+class CudaDriver:
+    """libcuda. Addresses are the device's; devices have the numbers that torch gives them.
+
+    Every call that the library refuses is an OSError.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -212,51 +179,59 @@ class _Cuda:
 
     @staticmethod
     def _enter(index: int) -> None:
-        """Make the device's context this thread's."""
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Make the device's context, which torch created, the current one of this thread."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         torch.cuda.set_device(index)
         torch.cuda.current_stream(index).synchronize()
 
     def uuid(self, index: int) -> str:
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Return the identity of device `index`, the same in every process."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def indices(self) -> range:
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Return the numbers of the devices that this process may use."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         return range(torch.cuda.device_count())
 
     def allocate(self, index: int, nbytes: int) -> int:
+        """Allocate memory and return its address."""
         self._enter(index)
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def export(self, index: int, address: int) -> bytes:
+        """Return a handle for memory of this process."""
         self._enter(index)
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, index: int, handle: bytes) -> int:
+        """Map memory of another process and return its address."""
         self._enter(index)
         address = ctypes.c_uint64()
         lazily_with_peers = ctypes.c_uint(1)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), lazily_with_peers)
         return address.value
 
-    def let_go(self, index: int, address: int, *, own: bool) -> None:
+    def release(self, index: int, address: int, *, own: bool) -> None:
+        """Free memory of this process (`own`), or unmap memory of another one."""
         self._enter(index)
         self._call("cuMemFree_v2" if own else "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def tensor(self, index: int, memory: _Mapped) -> torch.Tensor:
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Return mapped memory as bytes; the tensor keeps `memory` alive."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         return torch.as_tensor(memory, device=f"cuda:{index}")
 
     def synchronize(self, index: int) -> None:
-        import torch  # noqa: PLC0415 (only whoever has a GPU gets here)
+        """Return when the device has finished all work that was submitted."""
+        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         torch.cuda.synchronize(index)

@@ -1,7 +1,6 @@
-"""`synced`: an engine that is awake and has the newest weights while it is used, and sleeps when it is not.
+"""`synced`: wake an engine and load the newest weights while it is used, and let it sleep afterwards.
 
-For samplers that share a device with the trainer: what one of them lets go of, the other one has. Knows an engine by
-three of its methods, and weights by where they are published.
+For an engine that shares a device with the trainer, so that each has the memory while the other does not need it.
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ __all__ = ["Published", "Syncable", "synced"]
 
 log = get_logger("penstock.weights")
 
-SLEEP_S = 60.0
-"""How long an engine may take to fall asleep: it finishes what it is sampling, and a server is asked more than once."""
+SLEEP_TIMEOUT_S = 60.0
+"""Time for an engine to fall asleep: it finishes its samples, and requests to a server are repeated."""
 
-HURRIED_S = 4.0
-"""How long it may take where the body was cancelled: a server that is there answers, and a Ctrl-C is not held up."""
+CANCEL_TIMEOUT_S = 4.0
+"""The same if the body was cancelled: enough for a server that runs, and short for a Ctrl-C."""
 
 
 class Published(Protocol):
-    """Weights that somebody publishes: a WeightPublisher, a WeightFolder."""
+    """Published weights: a WeightPublisher or a WeightFolder."""
 
     @property
     def url(self) -> str:
-        """Where."""
+        """The URL for subscribers."""
         ...
 
     @property
     def version(self) -> int:
-        """The newest; −1 before the first."""
+        """The newest version; −1 before the first."""
         ...
 
 
 class Syncable(Protocol):
-    """What an engine has to offer here; see `stages.policies.Engine`."""
+    """The methods of an engine that `synced` calls; see `stages.engines.policies.Engine`."""
 
     async def update_weights(self, url: str, version: int) -> None:
-        """Sample from now on with the weights at `url`, of `version` or newer."""
+        """Load the weights at `url`, of `version` or newer."""
         ...
 
     async def sleep(self) -> None:
-        """Let go of memory, until `wake_up`."""
+        """Release memory, until `wake_up`."""
         ...
 
     async def wake_up(self) -> None:
-        """Take it back."""
+        """Allocate the memory again."""
         ...
 
 
@@ -61,15 +60,15 @@ E = TypeVar("E", bound=Syncable)
 
 @asynccontextmanager
 async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
-    """Within the body `engine` is awake and has the newest version of `weights`; after it, however it ends, it sleeps.
+    """Wake `engine` and load the newest version of `weights` for the body; let it sleep afterwards, in any case.
 
-    What the body raises is what comes out, also where the engine does not fall asleep then: that is logged, and noted
-    on the exception.
+    An exception of the body is raised also if the engine then fails to fall asleep; that failure is logged, and added
+    to the exception as a note.
 
     Raises:
         RuntimeError: nothing has been published yet.
-        TimeoutError: the body ended well, and the engine did not fall asleep in time: it has its memory still.
-        Exception: the body ended well, and the engine failed to fall asleep; or it could not take the weights.
+        TimeoutError: the body succeeded, and the engine did not fall asleep in time, so it still has its memory.
+        Exception: the body succeeded, and the engine failed to fall asleep; or it could not load the weights.
     """
     if weights.version < 0:
         raise RuntimeError(
@@ -81,18 +80,18 @@ async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
         yield engine
     except BaseException as error:
         try:
-            await _fallen_asleep(engine, error)
-        except Exception as failure:  # noqa: BLE001 (told with the error of the body, which is what happened first)
-            told = f"{type(failure).__name__}: {failure}"
-            log.warning("engine_left_awake", engine=repr(engine), reason=told)
-            error.add_note(f"besides: {engine!r} did not fall asleep: {told}")
+            await _sleep(engine, error)
+        except Exception as failure:  # noqa: BLE001 (added to the exception of the body, which came first)
+            reason = f"{type(failure).__name__}: {failure}"
+            log.warning("engine_left_awake", engine=repr(engine), reason=reason)
+            error.add_note(f"besides: {engine!r} did not fall asleep: {reason}")
         except anyio.get_cancelled_exc_class():
-            pass  # that came meanwhile: whoever cancelled cancels on
+            pass  # cancelled meanwhile: `raise` continues that
         raise
-    await _fallen_asleep(engine, None)
+    await _sleep(engine, None)
 
 
-async def _fallen_asleep(engine: Syncable, after: BaseException | None) -> None:
-    """Let `engine` sleep, once its use was ended by `after`."""
+async def _sleep(engine: Syncable, after: BaseException | None) -> None:
+    """Let `engine` sleep after the body, which raised `after` if it is not None."""
     what = f"{engine!r} to fall asleep"
-    await shielded(engine.sleep, what, after=after, within_s=SLEEP_S, hurried_s=HURRIED_S)
+    await shielded(engine.sleep, what, after=after, timeout_s=SLEEP_TIMEOUT_S, cancel_timeout_s=CANCEL_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""Models that were built on the meta device, completed: what no state_dict holds is computed by the model's own code.
+"""Tensors of models on the meta device that are not in a state_dict, computed by the model's own code.
 
-Non-persistent buffers and plain attributes that are tensors, a table of rotary frequencies above all, are made by the
-module's own constructor from the arguments it had, and nothing else: no formula of ours, no default. They are made on
-the host, as models are that are loaded from a file, for a device may round otherwise. Where the arguments cannot be
-told from the module, or do not lead to it again, that is an error that says which.
+Non-persistent buffers and plain attributes that are tensors, mainly rotary frequencies, are computed by the module's
+own constructor from its original arguments; there are no formulas or defaults here. They are computed on the host, like
+those of a model that is loaded from a file, because a device may round differently. If the arguments are not attributes
+of the module, or do not reproduce it, the error names them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 __all__ = ["MetaMaterializer"]
 
 _CHANGES = {"training"}
-"""Attributes that are set after construction."""
+"""Attributes that change after construction."""
 
 
 class MetaMaterializer:
-    """Every tensor of a model that is on the meta device and in no state_dict, computed; `apply` gives it them.
+    """Computes the tensors of a model that are on the meta device and not in its state_dict; `apply` sets them.
 
-    A module is made again as `type(module)(…)`, each argument being its attribute of that name (`config`, say), and the
-    result must agree with the module in every attribute. It is made twice, with other random numbers: a tensor that is
-    not the same both times is not known. Parameters and persistent buffers are not touched.
+    A module is constructed again as `type(module)(…)`, where each argument is its attribute of that name (`config`, for
+    example), and the result must equal the module in every attribute. It is constructed twice, with different random
+    numbers: a tensor that differs cannot be computed. Parameters and persistent buffers are not changed.
 
     >>> class Rotary(nn.Module):
     ...     def __init__(self, theta):
@@ -45,12 +45,12 @@ class MetaMaterializer:
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
-        """Compute what `model` lacks, for `device`; it is as it was until `apply`."""
+        """Compute the missing tensors of `model`, for `device`; the model does not change until `apply`."""
         self._made: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self.buffers: dict[tuple[nn.Module, str], Tensor | None] = {}
-        """What was computed, by module and name there; none where it cannot be."""
+        """The computed tensors, by module and name there; None for one that cannot be computed."""
         self.refusals: list[str] = []
-        """What cannot be computed, and why, in one text; empty where everything can."""
+        """One text with the tensors that cannot be computed and the reasons; empty if there are none."""
         lines: list[str] = []
         for name, module in model.named_modules():
             if left := dict(_left(module)):
@@ -70,19 +70,19 @@ class MetaMaterializer:
         self.buffers |= {(module, name): tensor for name, tensor in tensors.items()}
 
     def apply(self) -> None:
-        """Make the tensors the model's."""
+        """Set the computed tensors."""
         for module, tensors in self._made:
             for name, tensor in tensors.items():
                 setattr(module, name, tensor)
 
 
 class _CannotMaterialize(Exception):
-    """How a module was made."""
+    """The reason why a tensor cannot be computed."""
 
 
 def _left(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """What is on the meta device and in no state_dict: tensors, or None for attributes that contain some."""
-    for name in module._non_persistent_buffers_set:  # noqa: SLF001 (torch has no other way to ask)
+    """Yield tensors on the meta device that are not in a state_dict; None for an attribute that contains some."""
+    for name in module._non_persistent_buffers_set:  # noqa: SLF001 (torch has no public function for it)
         buffer = module._buffers.get(name)  # noqa: SLF001 (as above)
         if buffer is not None and buffer.is_meta:
             yield name, buffer
@@ -118,19 +118,19 @@ def _made(module: nn.Module, left: Mapping[str, Tensor | None], device: torch.de
 
 
 def _again(module: nn.Module, seed: int) -> nn.Module:
-    """A module like `module`; the random numbers of this process are as they were."""
+    """Construct `module` again, without changing the random state of this process."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return type(module)(**_arguments(module))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Not a number is like itself."""
+    """Return the bytes of `tensor`, in which NaN equals NaN."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
-    """What the constructor was called with, as far as the module's attributes tell."""
+    """Return the arguments of the constructor, from the module's attributes."""
     arguments: dict[str, Any] = {}
     for name in inspect.signature(type(module)).parameters:
         if name == "device":
@@ -145,15 +145,15 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
 
 
 def _check_same(module: nn.Module, again: nn.Module) -> None:
-    """Whatever the constructor sets, it must have set in `module` too."""
-    for name, value in [*vars(again).items(), *again._buffers.items()]:  # noqa: SLF001 (torch has no other way to ask)
+    """Raise if an attribute that the constructor sets is different in `module`."""
+    for name, value in [*vars(again).items(), *again._buffers.items()]:  # noqa: SLF001 (torch has no public function for it)
         ours = getattr(module, name, None)
         if not name.startswith("_") and name not in _CHANGES and _essence(value) != _essence(ours):
             raise _CannotMaterialize(f"made again, {type(module).__name__} has {name} = {value!r}, expected {ours!r}")
 
 
 def _essence(value: object) -> object:
-    """What two of a kind are compared by."""
+    """Return the value by which attributes are compared."""
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, np.ndarray):

@@ -1,7 +1,4 @@
-"""`shielded`: what has to be awaited although its caller failed or was cancelled, and must not hold up a Ctrl-C.
-
-Knows nothing about what the work is.
-"""
+"""`shielded`: await cleanup although the caller failed or was cancelled, without delaying a Ctrl-C for long."""
 
 from __future__ import annotations
 
@@ -17,44 +14,47 @@ async def shielded(
     what: str,
     *,
     after: BaseException | None,
-    within_s: float,
-    hurried_s: float,
+    timeout_s: float,
+    cancel_timeout_s: float,
 ) -> None:
-    """Await `work()` to its end, though anyio cancels the caller, and then let the caller be cancelled.
+    """Await `work()` to its end although anyio cancels the caller, and then cancel the caller.
 
-    asyncio's own `Task.cancel` is one call and no state: one that came before does no harm, one that comes meanwhile
-    ends the work.
+    asyncio's own `Task.cancel` is a single call without state: one before this call has no effect on the work, one
+    during it ends the work.
 
     Args:
-        work: what is to be done.
-        what: the same in words, for messages: "a server to wake up".
-        after: what ended that which `work` cleans up after, if it did not end well; whatever is no `Exception` is a
-            cancellation.
-        within_s: how long `work` may take.
-        hurried_s: how long it may still take once the caller is cancelled, be it before or meanwhile.
+        work: the cleanup.
+        what: a description for messages: "a server to wake up".
+        after: the exception after which `work` cleans up, or None; one that is not an `Exception` is a cancellation.
+        timeout_s: the time for `work`.
+        cancel_timeout_s: the remaining time once the caller is cancelled, before this call or during it.
 
     Raises:
         TimeoutError: `work` took longer, and was cancelled.
-        Exception: whatever `work` raised.
+        Exception: an exception of `work`.
     """
-    hurried = after is not None and not isinstance(after, Exception)
-    scope = anyio.CancelScope(shield=True, deadline=anyio.current_time() + (hurried_s if hurried else within_s))
+    cancelled = after is not None and not isinstance(after, Exception)
+    scope = anyio.CancelScope(
+        shield=True, deadline=anyio.current_time() + (cancel_timeout_s if cancelled else timeout_s)
+    )
     failure: Exception | None = None
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hurry, scope, hurried_s)
+            tasks.start_soon(_limit, scope, cancel_timeout_s)
             with scope:
                 failure = await _failure_of(work)
             tasks.cancel_scope.cancel()
     finally:
         if scope.cancelled_caught:
-            failure = TimeoutError(f"expected {what} within {within_s:g} s, {hurried_s:g} s once cancelled; got no end")
+            failure = TimeoutError(
+                f"expected {what} within {timeout_s:g} s, {cancel_timeout_s:g} s once cancelled; got no end"
+            )
         if failure is not None:
             raise failure
 
 
 async def _failure_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
-    """What `work` raised: a task group would wrap it."""
+    """Return the exception of `work`, which a task group would wrap."""
     try:
         await work()
     except Exception as error:  # noqa: BLE001 (raised by the caller)
@@ -62,9 +62,9 @@ async def _failure_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
     return None
 
 
-async def _hurry(scope: anyio.CancelScope, within_s: float) -> None:
-    """Once the caller is cancelled, leave `scope` no more than `within_s`: this task, unlike the work, hears of it."""
+async def _limit(scope: anyio.CancelScope, timeout_s: float) -> None:
+    """Limit `scope` to `timeout_s` once the caller is cancelled: this task, unlike the work, is not shielded."""
     try:
         await anyio.sleep_forever()
     finally:
-        scope.deadline = min(scope.deadline, anyio.current_time() + within_s)
+        scope.deadline = min(scope.deadline, anyio.current_time() + timeout_s)

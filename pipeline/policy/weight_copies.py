@@ -1,7 +1,7 @@
 """Tensors that have memory of their own, on any device: a published version is copied into them.
 
-For models on a device that cannot see the publisher's memory, and for tensors that belong to no model. A version in
-shared memory is first copied into private memory (`PrivateCopy`), so that the tensors change only when it is whole.
+For models on a device that cannot use the publisher's memory, and for tensors without a model. A version in shared
+memory is first copied into private memory (`PrivateCopy`), so that the tensors change only when the copy is complete.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["CopiedModel", "PrivateCopy", "attached"]
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes that are copied before the next look."""
+"""Bytes that are copied between two checks for an overwrite."""
 
 ATTEMPTS = 32
-"""How often a copy starts over. It starts over at the moment a new version is complete and then has as long as the
-publisher needs for the next two, so the second attempt succeeds unless the machine stalls the reader."""
+"""Attempts to copy a version. Each after the first begins when a version is complete, and has time until the publisher
+begins the next but one; so the second attempt succeeds unless the machine stalls the reader."""
 
 
 def attached(
@@ -41,15 +41,15 @@ def attached(
     device: str,
     copied: bool,
 ) -> CopiedModel | MappedModel:
-    """Compare `model` with `published`, and return it as versions are loaded into it: by views, or by copies.
+    """Compare `model` with `published`, and return the object that loads versions into it, as views or as copies.
 
     Raises:
-        WeightsMismatch: listing every difference.
+        WeightsMismatch: a list of every difference.
         TypeError: a value is not a tensor.
     """
     if copied or isinstance(model, Mapping):
         return CopiedModel(model, published, fused, whose)
-    from .weight_views import MappedModel  # noqa: PLC0415 (only a process that holds a torch model imports torch)
+    from .weight_views import MappedModel  # noqa: PLC0415 (only a process with a torch model imports torch)
 
     return MappedModel(model, published, fused, whose, device)
 
@@ -64,16 +64,16 @@ class CopiedModel:
         fused: Iterable[FusedTensor],
         whose: str,
     ) -> None:
-        """Compare a module, or tensors by name, with `published`; of a module also its tables, which are not filled.
+        """Compare a module, or tensors by name, with `published`; of a module also its tables, which are not copied.
 
         Raises:
-            WeightsMismatch: listing every difference.
+            WeightsMismatch: a list of every difference.
             TypeError: a value is not a tensor.
         """
         self._tensors = dict(model if isinstance(model, Mapping) else model.state_dict())
         self._parts, lines = fit(specs_of(self._tensors), published.tensors, fused)
         if not isinstance(model, Mapping):
-            from .weight_tables import table_differences  # noqa: PLC0415 (only a process with a torch model has torch)
+            from .weight_tables import table_differences  # noqa: PLC0415 (only a process with a torch model imports torch)
 
             lines += table_differences(published.tables, model, {})
         if lines:
@@ -86,7 +86,7 @@ class CopiedModel:
 
 
 class PrivateCopy:
-    """Private memory into which versions are copied from shared memory, whole."""
+    """Private memory for a complete copy of a version in shared memory."""
 
     def __init__(self, reader: WeightReader, whose: str) -> None:
         """Allocate memory for one version.
@@ -104,7 +104,7 @@ class PrivateCopy:
         self._bytes: NDArray[np.uint8] = np.zeros(max(reader.layout.nbytes, 1), np.uint8)
 
     def read(self) -> tuple[Publication, TensorBuffer] | None:
-        """Copy the newest version and return it; None if there is none yet or the publisher never let a copy finish."""
+        """Copy the newest version and return it; None if there is none yet, or if every copy was overtaken."""
         for _ in range(ATTEMPTS):
             newest = self._reader.newest()
             if newest is None:
@@ -114,7 +114,7 @@ class PrivateCopy:
         return None
 
     def _copied(self, sequence: int) -> bool:
-        """Copy a few megabytes at a time, with a look after each at whether the publisher began to write over it."""
+        """Copy in pieces, and check after each whether the publisher began to overwrite this version."""
         first = self._reader.tensors(sequence).start
         nbytes = self._reader.layout.nbytes
         for start in range(0, nbytes, CHUNK_BYTES):

@@ -1,7 +1,7 @@
-"""Where versions of weights lie, byte by byte, and how tensors get in and out of there.
+"""The memory of published versions, and how tensors are copied into it and read from it.
 
-`HostMemory` is shared memory that was mapped. Its likeness on a GPU is in `device_memory`. Torch is imported by the
-functions that meet a torch tensor.
+`HostMemory` is memory of this host, `device_memory.DeviceMemory` of a GPU. Functions that receive a torch tensor import
+torch; the others do not need it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["HostMemory", "TensorBuffer", "VersionMemory", "bytes_of", "fill"]
 
 
 class HostMemory:
-    """Memory of the host that is mapped in this process; every view keeps the mapping."""
+    """Memory of the host that this process has mapped or allocated; every view keeps it."""
 
     device = "cpu"
-    """Where it is, in torch's words."""
+    """Its device, as torch names it."""
     stays = True
     """Whether it is still there when its publisher has closed it."""
 
@@ -84,7 +84,7 @@ class TensorBuffer:
 
 
 class _Writable:
-    """Bytes that say they can be written to: torch has no tensors that cannot, and warns where it makes one."""
+    """Bytes declared as writable: torch has no read-only tensors, and warns if it makes one of read-only memory."""
 
     def __init__(self, kept: NDArray[np.uint8]) -> None:
         self.kept = kept
@@ -94,7 +94,7 @@ class _Writable:
 
 
 def bytes_of(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
-    """The tensor's elements in C order as bytes; a view where it has that dtype, and is contiguous and in memory."""
+    """Return the tensor's elements as bytes, in C order; a view if it has that dtype, is contiguous and on the host."""
     if isinstance(tensor, np.ndarray) and tensor.dtype == dtype:
         flat: Array = np.ascontiguousarray(tensor).reshape(-1)
         return flat.view(np.uint8)
@@ -102,7 +102,7 @@ def bytes_of(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
 
 
 def _torch_bytes(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
-    import torch  # noqa: PLC0415 (only whoever holds a torch tensor, or casts, pays for torch)
+    import torch  # noqa: PLC0415 (only a process that holds a torch tensor, or casts, imports torch)
 
     given = torch.tensor(tensor) if isinstance(tensor, np.ndarray) else tensor.detach()
     plain = given.to(getattr(torch, dtype)).contiguous().reshape(-1)
@@ -110,7 +110,7 @@ def _torch_bytes(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
 
 
 def fill(tensor: Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    """Copy `elements`, those of a tensor like `spec`, into `tensor`, wherever that is."""
+    """Copy `elements`, the bytes of a tensor like `spec`, into `tensor`, on any device."""
     if not spec.nbytes:
         return
     if isinstance(tensor, np.ndarray):
@@ -120,7 +120,7 @@ def fill(tensor: Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
 
 
 def _torch_fill(tensor: torch.Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    import torch  # noqa: PLC0415 (only whoever holds a torch tensor pays for torch)
+    import torch  # noqa: PLC0415 (only a process that holds a torch tensor imports torch)
 
     dtype: Any = getattr(torch, spec.dtype)
     with torch.no_grad():

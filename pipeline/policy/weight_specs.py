@@ -1,7 +1,7 @@
-"""Which tensors there are: names, dtypes, shapes, which of them are one, and how two sides that cut them differ.
+"""Descriptions of tensors (names, dtypes, shapes, ties), fused tensors, and the comparison of a model with weights.
 
-The rules by which weights are held to a model are here: every name, every dtype, every shape, all differences at once.
-Knows no memory: a torch tensor is looked at by functions that import torch when they meet one.
+The comparison reports every different name, dtype, shape and tie at once. This module reads no elements of tensors, and
+does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Tensor: TypeAlias = "Array | torch.Tensor"
-"""Weights are given as numpy arrays or as torch tensors, on any device."""
+"""Weights are numpy arrays or torch tensors, on any device."""
 
 
 class Dtype(NamedTuple):
@@ -70,17 +70,17 @@ DTYPES = {
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is, as told to another process."""
+    """The description of a tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     tied: str = ""
-    """The tensor before it that it is one with; empty where it has memory of its own."""
+    """The earlier tensor with the same memory; empty if it has memory of its own."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor occupies."""
+        """Bytes of the tensor."""
         return DTYPES[self.dtype].nbytes * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -88,48 +88,48 @@ class TensorSpec(NamedTuple):
 
 
 class TableSpec(NamedTuple):
-    """What a table is (a tensor that no state_dict holds), as told to another process."""
+    """The description of a table: a tensor that is not in a state_dict."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Of its bytes (128 bits, hexadecimal); empty where it has none yet, on the meta device."""
+    """Hash of its bytes (128 bits, hexadecimal); empty if it has none, on the meta device."""
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} {f'of xxh3 {self.xxh3}' if self.xxh3 else 'of the meta device'}"
 
 
 class TensorManifest(NamedTuple):
-    """What somebody who publishes has."""
+    """The description of published weights."""
 
     tensors: tuple[TensorSpec, ...]
-    """What travels."""
+    """The published tensors."""
     tables: tuple[TableSpec, ...] | None = None
-    """What a sampler must have made alike; none where tensors alone were given, so that nobody knows."""
+    """Tables that must be equal in the model of a sampler; None if the publisher was given tensors without a module."""
 
 
 def manifest_of(given: Mapping[str, Tensor] | nn.Module) -> TensorManifest:
-    """What there is in a module, or in tensors by name.
+    """Return the description of a module, or of tensors by name.
 
     Raises:
-        TypeError: a value is no tensor, or has a dtype that does not travel, or is a table of the meta device.
+        TypeError: a value is not a tensor, or has a dtype that cannot be published, or is a table on the meta device.
     """
     if isinstance(given, Mapping):
         return TensorManifest(specs_of(given))
-    from .weight_tables import published_tables  # noqa: PLC0415 (only whoever holds a torch model pays for torch)
+    from .weight_tables import published_tables  # noqa: PLC0415 (only a process with a torch model imports torch)
 
     return TensorManifest(specs_of(given.state_dict()), published_tables(given))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """What `tensors` (a `state_dict`, say) are. Tied tensors are listed under each of their names.
+    """Return the descriptions of `tensors`, for example a `state_dict`. Tied tensors are listed under all their names.
 
     >>> specs_of({"bias": np.zeros(3, np.float32)})
     (TensorSpec(name='bias', dtype='float32', shape=(3,), tied=''),)
 
     Raises:
-        TypeError: a value is no tensor, or has a dtype that does not travel.
+        TypeError: a value is not a tensor, or has a dtype that cannot be published.
     """
     first: dict[tuple[object, ...], str] = {}
     return tuple(_spec_of(name, tensor, first) for name, tensor in tensors.items())
@@ -144,17 +144,17 @@ def _spec_of(name: str, tensor: Tensor, first: dict[tuple[object, ...], str]) ->
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same elements of the same memory, also on a device that has none (meta)."""
+    """Return a key that is equal for tensors that are the same elements of the same memory, also on the meta device."""
     if isinstance(tensor, np.ndarray):
         return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides)
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())  # noqa: SLF001
 
 
 def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[TensorSpec, ...]:
-    """What `specs` are with other dtypes: by dtype, and no others than those that `cast` names.
+    """Return `specs` with the dtypes that `cast` names replaced.
 
     Raises:
-        ValueError: `cast` names a dtype that does not travel.
+        ValueError: `cast` names a dtype that cannot be published.
     """
     if unknown := {*cast, *cast.values()} - set(DTYPES):
         raise ValueError(f"cast: expected dtypes among {', '.join(DTYPES)}, got {sorted(unknown)}")
@@ -162,16 +162,16 @@ def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[Te
 
 
 def check_weights(expected: Iterable[TensorSpec], found: Iterable[TensorSpec], whose: str) -> None:
-    """Hold the tensors that were found to those that were expected: names, dtypes, shapes. Nothing is ever cast.
+    """Raise if the tensors that were found differ from the expected ones in name, dtype or shape.
 
     Raises:
-        WeightsMismatch: listing every tensor that is missing, extra or different, with expected and found.
+        WeightsMismatch: a list of every tensor that is missing, extra or different, with expected and found.
     """
     _refuse(_differences(expected, found), whose)
 
 
 def differing(lines: Sequence[str], whose: str) -> str:
-    """What a refusal says of tensors that differ, a line each."""
+    """Return the message for tensors that differ, one line each."""
     return f"{whose}: {len(lines)} tensors differ\n  " + "\n  ".join(lines)
 
 
@@ -195,18 +195,18 @@ def _refuse(lines: Sequence[str], whose: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """One tensor on one side is several on the other: `whole` is the rows of each of `parts`, one after the other.
+    """A tensor of one side that is several on the other: `whole` is the rows of all `parts`, concatenated.
 
-    `*` stands for any piece of a name between dots, the same in all of them: one `FusedTensor` speaks for every layer.
+    `*` stands for any piece of a name between dots, the same in all names: one `FusedTensor` describes every layer.
 
-        Fused("layers.*.gate_up.weight", ("layers.*.gate.weight", "layers.*.up.weight"))
+        FusedTensor("layers.*.gate_up.weight", ("layers.*.gate.weight", "layers.*.up.weight"))
     """
 
     whole: str
     parts: tuple[str, ...]
 
     def instances(self, names: Iterable[str]) -> list[FusedTensor]:
-        """This, without `*`: once for every set of parts of which one is among `names`."""
+        """Return this without `*`, once for every set of parts of which one is in `names`."""
         patterns = [re.compile(re.escape(part).replace(r"\*", r"([^.]+)")) for part in self.parts]
         matches = [pattern.fullmatch(name) for name in names for pattern in patterns]
         return list(dict.fromkeys(self._filled(match.groups()) for match in matches if match))
@@ -222,11 +222,11 @@ def _filled(pattern: str, pieces: Sequence[str]) -> str:
 
 
 class Part(NamedTuple):
-    """A tensor of one side, and where it lies on the other."""
+    """A tensor of one side, and its position on the other."""
 
     spec: TensorSpec
     whole: str
-    """The name of the tensor that it is rows of; its own name where it is not fused."""
+    """The tensor whose rows it is; its own name if it is not fused."""
     offset: int
     """Bytes of `whole` before it."""
 
@@ -234,10 +234,10 @@ class Part(NamedTuple):
 def packed(
     specs: Sequence[TensorSpec], fused: Iterable[FusedTensor], whose: str
 ) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...]]:
-    """What `specs` are where `fused` parts lie together: the specs of whole tensors, and where each of `specs` is.
+    """Return `specs` with `fused` parts replaced by whole tensors, and the position of each of `specs` among those.
 
     Raises:
-        WeightsMismatch: listing everything that was to be fused and is absent, tied, or differs in more than its rows.
+        WeightsMismatch: a list of all parts that are absent, tied, or differ in more than their rows.
     """
     wholes, parts, lines = _packed(specs, [(rule, rule.instances(_names(specs))) for rule in fused])
     _refuse(lines, whose)
@@ -247,10 +247,10 @@ def packed(
 def fitted(
     model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[FusedTensor], whose: str
 ) -> tuple[Part, ...]:
-    """Where each tensor of a model lies among those that are published.
+    """Return the position of each tensor of a model among the published ones.
 
     Raises:
-        WeightsMismatch: listing every tensor that is missing, extra, different, or one here and two there.
+        WeightsMismatch: a list of every tensor that is missing, extra, different, or tied in the model alone.
     """
     parts, lines = fit(model, published, fused)
     _refuse(lines, whose)
@@ -260,7 +260,7 @@ def fitted(
 def fit(
     model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[FusedTensor]
 ) -> tuple[tuple[Part, ...], list[str]]:
-    """As `fitted`, with what does not fit as lines; where there are any, the places mean nothing."""
+    """As `fitted`, but return the differences, one line each; if there are any, the positions are invalid."""
     names, there = _names(model), _names(published)
     split = [(rule, [each for each in rule.instances(names) if each.whole in there]) for rule in fused]
     wholes, parts, lines = _packed(model, [(rule, each) for rule, each in split if each])
@@ -275,9 +275,9 @@ def _names(specs: Iterable[TensorSpec]) -> list[str]:
 def _packed(
     specs: Sequence[TensorSpec], rules: Iterable[tuple[FusedTensor, Sequence[FusedTensor]]]
 ) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...], list[str]]:
-    """As `packed`, with what does not fit as lines; it stays as it is."""
+    """As `packed`, but return the errors, one line each; such parts are not fused."""
     known = {spec.name: spec for spec in specs}
-    home: dict[str, tuple[TensorSpec, dict[str, Part]]] = {}
+    places: dict[str, tuple[TensorSpec, dict[str, Part]]] = {}
     lines: list[str] = []
     for rule, instances in rules:
         if not instances:
@@ -290,17 +290,17 @@ def _packed(
                 found = ", ".join(f"{part} {known.get(part, 'none')}" for part in each.parts)
                 lines.append(f"{each.whole}: expected parts that differ in their rows alone, found {found}")
             else:
-                home |= dict.fromkeys(each.parts, (whole, _placed(each.whole, members)))
+                places |= dict.fromkeys(each.parts, (whole, _placed(each.whole, members)))
     lines += [
-        f"{spec.name}: expected no tie to a part, found one to {spec.tied}" for spec in specs if spec.tied in home
+        f"{spec.name}: expected no tie to a part, found one to {spec.tied}" for spec in specs if spec.tied in places
     ]
-    wholes = dict.fromkeys(home[spec.name][0] if spec.name in home else spec for spec in specs)
-    parts = [home[spec.name][1][spec.name] if spec.name in home else Part(spec, spec.name, 0) for spec in specs]
+    wholes = dict.fromkeys(places[spec.name][0] if spec.name in places else spec for spec in specs)
+    parts = [places[spec.name][1][spec.name] if spec.name in places else Part(spec, spec.name, 0) for spec in specs]
     return tuple(wholes), tuple(parts), lines
 
 
 def _whole(name: str, parts: Sequence[TensorSpec | None]) -> TensorSpec | None:
-    """The tensor of these parts; None where they make none."""
+    """Return the tensor that these parts make; None if they do not fit."""
     present = [part for part in parts if part is not None and part.shape and not part.tied]
     if len(present) < len(parts) or len({(part.dtype, part.shape[1:]) for part in present}) > 1:
         return None
@@ -318,7 +318,7 @@ def _placed(whole: str, parts: Iterable[TensorSpec | None]) -> dict[str, Part]:
 
 
 def _parted(model: Iterable[TensorSpec], parts: Iterable[Part], published: Iterable[TensorSpec]) -> list[str]:
-    """What is one tensor in the model, and two among those that are published: one of the two would be lost."""
+    """Return a line for each tie of the model that the published tensors do not have: one of the two would be lost."""
     owner = {spec.name: spec.tied or spec.name for spec in published}
     place = {part.spec.name: (owner[part.whole], part.offset) for part in parts}
     return [

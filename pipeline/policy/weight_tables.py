@@ -1,8 +1,8 @@
-"""Tables: tensors that a module computes when it is made, and that no state_dict holds. Rotary frequencies, above all.
+"""Tables: non-persistent buffers, which a module computes when it is constructed. Mainly rotary frequencies.
 
-They do not travel: a sampler's model has its own, made from its own configuration. What travels is what they are and
-the hash of their bytes, so that two configurations which differ in nothing but numbers do not go unnoticed. A table is
-a non-persistent buffer; what a module keeps as a plain attribute has no name that two sides could compare.
+They are not published: the model of a sampler computes its own, from its own configuration. Their descriptions and the
+hashes of their bytes are published, so that configurations with other numbers are detected. Tensors that are plain
+attributes of a module have no names that two sides could compare.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["published_tables", "table_differences", "tables_of"]
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every table of `model`: its name, the module that has it, and its name there. In all places where it stands."""
+    """Yield the name of every table of `model`, its module, and its name there; a shared one under all its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():  # noqa: SLF001 (torch has no other way to ask)
+        for name, buffer in module._buffers.items():  # noqa: SLF001 (torch has no public function for it)
             if buffer is not None and name in module._non_persistent_buffers_set:  # noqa: SLF001 (as above)
                 yield f"{prefix}.{name}" if prefix else name, module, name
 
 
 def published_tables(model: nn.Module) -> tuple[TableSpec, ...]:
-    """What the tables of `model` are as they stand.
+    """Return the descriptions of the tables of `model`, with their current values.
 
     >>> import torch
     >>> class Rotary(nn.Module):
@@ -38,7 +38,7 @@ def published_tables(model: nn.Module) -> tuple[TableSpec, ...]:
     float32 [2] of xxh3 8574b1eb820552229b6204a3f4c0dfc5
 
     Raises:
-        TypeError: one is on the meta device: it has no numbers yet.
+        TypeError: one is on the meta device, without values.
     """
     specs = [_spec_of(name, module.get_buffer(own)) for name, module, own in tables_of(model)]
     if empty := [spec.name for spec in specs if not spec.xxh3]:
@@ -49,13 +49,13 @@ def published_tables(model: nn.Module) -> tuple[TableSpec, ...]:
 def table_differences(
     published: Sequence[TableSpec] | None, model: nn.Module, made: Mapping[tuple[nn.Module, str], Tensor | None]
 ) -> list[str]:
-    """What to say of each table of `model` that is missing, extra or other than the published one.
+    """Return a line for each table of `model` that is missing, extra or different from the published one.
 
     Args:
-        published: none where nobody knows them: nothing is compared then.
-        model: whoever samples with it.
-        made: by module and name there, what tables of the meta device will be; none where that is not known, which is
-            said elsewhere.
+        published: None compares nothing.
+        model: the model of a sampler.
+        made: by module and name there, the computed values of tables on the meta device; None for one that cannot be
+            computed, which is not compared.
     """
     if published is None:
         return []

@@ -1,7 +1,7 @@
-"""A model whose parameters and persistent buffers are views of a published version: there is no second copy of it.
+"""A model whose parameters and persistent buffers are views of a published version, without a second copy.
 
-Bringing the model to another version points its tensors elsewhere; no element is copied. The modules, and the
-parameters that are not on the meta device, stay the objects they are.
+Loading another version replaces the views; no element is copied. Modules remain the same objects, and so do parameters
+that are not on the meta device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["MappedModel"]
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a tensor."""
+    """A parameter or buffer of a module, by name."""
 
     tensors: dict[str, Any]
     """The module's parameters, or its buffers."""
@@ -31,7 +31,7 @@ class _Slot(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """What is kept there."""
+        """Its current value."""
         tensor: Tensor = self.tensors[self.name]
         return tensor
 
@@ -42,11 +42,11 @@ class MappedModel:
     def __init__(
         self, model: nn.Module, published: TensorManifest, fused: Iterable[FusedTensor], whose: str, device: str
     ) -> None:
-        """Compare `model` with `published`, and compute the tensors that it lacks; the others stay as they are so far.
+        """Compare `model` with `published`, and compute its missing tensors; the others change with `load`.
 
         Raises:
-            WeightsMismatch: listing every difference, tensors on another device than the published ones, and tensors
-                of a model that was built on the meta device that cannot be computed. The model is as it was.
+            WeightsMismatch: a list of every difference, of tensors on another device than the published ones, and of
+                tensors on the meta device that cannot be computed. The model was not changed.
         """
         self._slots = dict(_slots(model))
         tensors = specs_of({name: slot.tensor for name, slot in self._slots.items()})
@@ -60,7 +60,7 @@ class MappedModel:
         materializer.apply()
         model.requires_grad_(requires_grad=False)
         self._views: WeakKeyDictionary[TensorBuffer, list[Tensor]] = WeakKeyDictionary()
-        """Views of each buffer that is still there: the two of a publisher take turns."""
+        """Views of each buffer that still exists: a publisher alternates between two."""
 
     def _elsewhere(self, device: str, whose: str) -> Iterator[str]:
         wanted = {str(torch.device(device)), "meta"}
@@ -73,9 +73,9 @@ class MappedModel:
             )
 
     def load(self, version: TensorBuffer) -> None:
-        """Make views of `version` the model's tensors. Nothing may compute with the model meanwhile."""
+        """Make views of `version` the model's tensors. You must not compute with the model at the same time."""
         made: dict[int, Tensor] = {}
-        """The tensor that replaced one of the meta device: one for all that were tied."""
+        """The replacement of each tensor on the meta device: one for all that were tied."""
         if version not in self._views:
             self._views[version] = [version.tensor(part) for part in self._parts]
         for slot, view in zip(self._slots.values(), self._views[version], strict=True):
@@ -91,11 +91,11 @@ def _like(tensor: Tensor, view: Tensor) -> Tensor:
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
-    """Every parameter and persistent buffer by its name; what is tied, under each of its names."""
+    """Yield every parameter and persistent buffer by its name; a tied one under each of its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        kept = module._non_persistent_buffers_set  # noqa: SLF001 (torch has no other way to ask)
-        for name, tensor in module._parameters.items():  # noqa: SLF001 (where a tensor is replaced)
+        kept = module._non_persistent_buffers_set  # noqa: SLF001 (torch has no public function for it)
+        for name, tensor in module._parameters.items():  # noqa: SLF001 (a tensor is replaced there)
             if tensor is not None:
                 yield dot + name, _Slot(module._parameters, name)  # noqa: SLF001 (as above)
         for name, tensor in module._buffers.items():  # noqa: SLF001 (as above)

@@ -33,23 +33,23 @@ NO_VERSION = -1
 """The version of weights that were never published."""
 
 LOOKS = 32
-"""How often a reader looks anew for the newest version: a second time only where it was stalled for a whole one."""
+"""Attempts to read the newest version: the second one is needed only if the reader was stalled for a whole version."""
 
 SEQUENCE, LATEST, BEGUN, VERSION, GENERATION = 0, 1, 2, 4, 6
 """Words of the first page: publications so far; the newest version; for each of the two buffers, the publication that
-was last begun in it, and its version; which publisher's segment it is. A device's page has only the last."""
+was last begun in it, and its version; the publisher's generation, which is the only word on a device's page."""
 
 
 class Publication(NamedTuple):
     """A version that was published."""
 
     sequence: int
-    """Which publication it was, counted from 1; it lies in buffer `sequence % 2`."""
+    """Its number, counted from 1; it is in buffer `sequence % 2`."""
     version: int
 
 
 def _starts(layout: TensorLayout, first: int) -> tuple[int, int, int]:
-    """Return where in a memory the buffers begin, and where they end: the weights take their size twice."""
+    """Return the first bytes of the two buffers in a memory, and the end of the second one."""
     nbytes = _pages(max(layout.nbytes, 1))
     return first, first + nbytes, first + 2 * nbytes
 
@@ -59,9 +59,9 @@ def _pages(nbytes: int) -> int:
 
 
 def _fence() -> None:
-    """Keep the processor from moving stores and loads across: a lock that is given back and taken again does.
+    """Keep the processor from reordering stores and loads across this call: releasing and acquiring a lock does.
 
-    A lock of one's own, for the thread that samples and the event loop's look at the same time.
+    Each call makes its own lock, because the thread that samples and the event loop read at the same time.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -88,7 +88,7 @@ class WeightWriter:
         """Bytes of the segment."""
         purpose = f"{len(plan.layout.manifest.tensors)} tensors, twice"
         self.fd = allocate(self.nbytes, purpose, "free memory, or publish a smaller model")
-        """To be handed to readers; open until `close`."""
+        """The segment, for readers; open until `close`."""
         try:
             memory = memoryview(mmap.mmap(self.fd, self.nbytes))
         except OSError as error:
@@ -126,9 +126,9 @@ class WeightWriter:
         return self._words[SEQUENCE]
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy `tensors`, which were checked, into the buffer that nobody was pointed to, and point everyone to it.
+        """Copy `tensors`, which were checked, into the buffer that is not the newest, and make it the newest.
 
-        Interrupted at any instruction, it leaves what was published before.
+        If this is interrupted at any instruction, the version before remains the newest.
         """
         sequence = self.sequence + 1
         at = sequence % 2
@@ -153,7 +153,7 @@ class WeightWriter:
 
 
 class WeightReader:
-    """A subscriber's side: a read-only mapping of a segment that was handed over. Blocks while it maps and reads."""
+    """A subscriber's side: a read-only mapping of the publisher's segment. Blocks while it maps and reads."""
 
     def __init__(self, fd: int, nbytes: int, generation: int, handle: DeviceHandle | None = None) -> None:
         """Map the segment; `fd` stays the caller's.
@@ -162,10 +162,10 @@ class WeightReader:
             ProtocolMismatch: it is not a segment of weights of that size, or could shrink under the reader.
             StaleHandle: it is a segment of another publisher, or `handle` leads to memory of another.
         """
-        size, loose = os.fstat(fd).st_size, may_shrink(fd)
-        if size != nbytes or loose:
+        size, loose, least = os.fstat(fd).st_size, may_shrink(fd), max(nbytes, mmap.PAGESIZE)
+        if size != least or loose:
             can = "can" if loose else "cannot"
-            raise ProtocolMismatch(f"expected {nbytes} bytes of weights that cannot shrink, got {size} that {can}")
+            raise ProtocolMismatch(f"expected {least} bytes of weights that cannot shrink, got {size} that {can}")
         memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
         self.layout = _layout_in(memory[mmap.PAGESIZE :])
         """The layout of each version."""
@@ -181,13 +181,13 @@ class WeightReader:
 
     @property
     def latest(self) -> int:
-        """The newest version that was published; −1 before the first. A look into memory, no system call."""
+        """The newest version that was published; −1 before the first. Read from memory, without a system call."""
         return self._words[LATEST]
 
     def newest(self) -> Publication | None:
-        """The newest version and where it lies. A look into memory.
+        """Return the newest version, read from memory.
 
-        None before the first, and where two publications came between every two words that were read.
+        None before the first, and if two publications came between every two words that were read.
         """
         for _ in range(LOOKS):
             if not (sequence := self._words[SEQUENCE]):
@@ -200,7 +200,7 @@ class WeightReader:
         return None
 
     def intact(self, sequence: int) -> bool:
-        """Whether nothing was written over publication `sequence` so far: what was read of it until now is right."""
+        """Return whether publication `sequence` has not been overwritten: everything read of it so far is valid."""
         _fence()
         return self._words[BEGUN + sequence % 2] == sequence
 
@@ -209,7 +209,7 @@ class WeightReader:
         return self._versions[sequence % 2]
 
     def read(self) -> tuple[Publication, TensorBuffer] | None:
-        """Return the newest version, in the publisher's memory; None as `newest`."""
+        """Return the newest version with its tensors, in the publisher's memory; None as for `newest`."""
         newest = self.newest()
         return None if newest is None else (newest, self.tensors(newest.sequence))
 

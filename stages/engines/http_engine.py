@@ -341,7 +341,9 @@ class HttpEngine:
         """After a failure, have the server sample again, if it is still there."""
         what = f"an answer of {self._policy.url}"
         try:
-            await shielded(lambda: self._tell(call), what, after=after, within_s=UNDO_S, hurried_s=HURRIED_UNDO_S)
+            await shielded(
+                lambda: self._tell(call), what, after=after, timeout_s=UNDO_S, cancel_timeout_s=HURRIED_UNDO_S
+            )
         except (PenstockError, TimeoutError) as error:
             log.warning("engine_not_resumed", url=self._policy.url, reason=str(error))
         finally:

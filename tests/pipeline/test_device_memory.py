@@ -58,7 +58,7 @@ class HostDriver:
         self.mapped[address] = (mapping, fd)
         return address
 
-    def let_go(self, index: int, address: int, *, own: bool) -> None:  # noqa: ARG002 (the protocol's)
+    def release(self, index: int, address: int, *, own: bool) -> None:  # noqa: ARG002 (the protocol's)
         os.close(self.mapped.pop(address)[1])
 
     def tensor(self, index: int, memory: Any) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
@@ -83,7 +83,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     yield fake
     if fake.mapped:
         gc.collect()  # an exception that was raised may keep what it saw
-    assert not fake.mapped, "expected all that was mapped to be let go"
+    assert not fake.mapped, "expected all that was mapped to be released"
 
 
 @contextmanager
@@ -225,7 +225,7 @@ class Library:
 
 
 def test_a_call_that_the_driver_refuses_is_an_error_by_its_name() -> None:
-    cuda = module._Cuda(Library(code=1))  # type: ignore[arg-type]
+    cuda = module.CudaDriver(Library(code=1))  # type: ignore[arg-type]
 
     with pytest.raises(OSError, match="cuMemAlloc_v2: CUDA_ERROR_INVALID_VALUE"):
         cuda._call("cuMemAlloc_v2", ctypes.c_size_t(1))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -346,6 +347,17 @@ def test_a_file_that_could_shrink_under_the_reader_is_refused() -> None:
 def test_a_segment_of_another_size_than_was_declared_is_refused() -> None:
     with opened(arrays()) as (writer, _), pytest.raises(ProtocolMismatch, match="expected 4096 bytes of weights"):
         WeightReader(writer.fd, 4096, writer.generation)
+
+
+def test_an_empty_segment_is_refused() -> None:
+    fd = os.memfd_create("empty", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+    try:
+        with pytest.raises(ProtocolMismatch, match="expected 4096 bytes of weights that cannot shrink, got 0"):
+            WeightReader(fd, 0, 1)
+    finally:
+        os.close(fd)
 
 
 def written_over(writer: WeightWriter, start: int, content: bytes) -> None:

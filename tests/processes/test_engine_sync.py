@@ -178,7 +178,7 @@ async def test_an_engine_that_does_not_fall_asleep_after_a_body_that_ended_well_
 
 
 async def test_an_engine_that_never_falls_asleep_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_sync, "SLEEP_S", 0.01)
+    monkeypatch.setattr(engine_sync, "SLEEP_TIMEOUT_S", 0.01)
 
     with pytest.raises(TimeoutError, match=r"expected <Sleepless> to fall asleep within 0\.01 s"):
         async with synced(Numbered(), Sleepless(None)):
@@ -189,7 +189,7 @@ async def test_an_engine_that_never_falls_asleep_is_given_up_on(monkeypatch: pyt
 async def test_a_cancelled_body_stays_cancelled_although_the_engine_does_not_fall_asleep(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
-    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
     engine = Sleepless(failure)
     seen: list[BaseException] = []
 
@@ -211,7 +211,7 @@ async def test_a_cancelled_body_stays_cancelled_although_the_engine_does_not_fal
 async def test_a_task_that_asyncio_cancels_is_not_held_up_by_an_engine_that_does_not_fall_asleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
     engine, entered = Sleepless(None), anyio.Event()
 
     async def use() -> None:
@@ -232,7 +232,7 @@ async def test_a_task_that_asyncio_cancels_is_not_held_up_by_an_engine_that_does
 async def test_who_is_cancelled_while_the_engine_falls_asleep_is_not_held_up(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
-    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.01)
+    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
     engine, scope = Sleepless(None), anyio.CancelScope()
 
     async def cancel() -> None:
@@ -318,7 +318,7 @@ async def test_a_server_that_is_killed_in_the_body_hides_nothing(tmp_path: Path)
 async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_sync, "HURRIED_S", 0.1)
+    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.1)
     monkeypatch.setattr(http_engine, "HURRIED_UNDO_S", 0.1)
     with started(tmp_path, "sglang") as (url, server):
         policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=99, first_s=5))
