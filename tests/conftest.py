@@ -33,12 +33,11 @@ settings.load_profile("same")
 def _nothing_blocks_the_event_loop() -> Iterator[None]:
     """Any blocking call (sleep, file, socket, lock) from penstock's code under a running loop raises BlockingError.
 
-    Asking for a public name may block: that imports it, the first time. So may a line of metrics, once a step: it goes
-    to the kernel's cache.
+    An import may block, the first time. So may a line of metrics, once a step: it goes to the kernel's cache.
     """
     with blockbuster_ctx("penstock") as blockbuster:
         for function in blockbuster.functions.values():
-            function.can_block_in("penstock/__init__.py", "_imported")
+            function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
             function.can_block_in("penstock/pipeline/telemetry.py", "_write_line")
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
