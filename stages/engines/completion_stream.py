@@ -17,7 +17,7 @@ import numpy as np
 from ...pipeline.errors import ProtocolMismatch
 from ...schemas import StopReason
 from .policies import Completion
-from .server_client import Failed
+from .server_client import RequestFailed
 
 __all__ = ["Events", "StreamedCompletion"]
 
@@ -122,7 +122,7 @@ class StreamedCompletion:
 
         Raises:
             ProtocolMismatch: it is not what a server of completions says, or has text without token ids.
-            Failed: it tells of an error.
+            RequestFailed: it tells of an error.
         """
         if data == b"[DONE]":
             return
@@ -133,7 +133,7 @@ class StreamedCompletion:
         if chunk.error is not None:
             told = chunk.error if isinstance(chunk.error, dict) else {"message": chunk.error}
             status = told.get("code")
-            raise Failed(status if isinstance(status, int) else 500, str(told.get("message")))
+            raise RequestFailed(status if isinstance(status, int) else 500, str(told.get("message")))
         for choice in chunk.choices[:1]:
             self._take(choice)
 

@@ -1,6 +1,6 @@
-"""A gate that work passes one piece at a time, and that can be shut for several reasons at once.
+"""A gate that generation passes through, and that can be closed for several reasons at once.
 
-It is open when no reason is left. Shutting it waits for the work that is inside. Knows nothing about what the work is.
+It is open when no reason is left. Closing it waits for the work inside to end. Knows nothing about that work.
 """
 
 from __future__ import annotations
@@ -12,57 +12,60 @@ from typing import Literal, TypeAlias
 
 from ...pipeline.waiting import Waiters
 
-__all__ = ["Gate", "Reason"]
+__all__ = ["GenerationGate", "Reason"]
 
-Reason: TypeAlias = Literal["paused", "asleep", "updating", "weightless"]
+Reason: TypeAlias = Literal["paused", "asleep", "updating", "no_weights"]
 """Why nothing may be sampled now."""
 
 
-class Gate:
-    """Lets work in while nothing keeps it shut. One event loop uses it."""
+class GenerationGate:
+    """Admit work while there is no reason against it. One event loop uses it."""
 
     def __init__(self) -> None:
-        self.shut_for: set[Reason] = set()
-        """Why nobody is let in; empty while the gate is open."""
-        self._shutting: Counter[Reason] = Counter()
-        """How many wait, for each reason, until everybody has left."""
-        self._relied_on: set[Reason] = set()
-        """Reasons that somebody who shut the gate counts on: it is open again by `open` alone."""
+        self.closed_for: set[Reason] = set()
+        """Reasons to admit nothing; empty while the gate is open."""
+        self._closing: Counter[Reason] = Counter()
+        """Calls of `close` that wait, by reason, for the work inside to end."""
+        self._completed: set[Reason] = set()
+        """Reasons of which a call of `close` has returned: only `open` ends them."""
         self._inside = 0
-        self._news = Waiters()
-        """Wakes those who wait for the gate to open, or for the last to leave."""
+        self._changed = Waiters()
+        """Wakes tasks that wait for the gate to open, or for the last work inside to end."""
 
     async def opened(self) -> None:
-        """Wait until the gate is open. It may be shut again before the caller goes `inside`, unless that is at once."""
-        while self.shut_for:
-            await self._news.wait()
+        """Wait until the gate is open. It may close again before the caller enters `inside`, unless that is at once."""
+        while self.closed_for:
+            await self._changed.wait()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Work within the body; whoever shuts the gate waits for it."""
+        """Work within the body; `close` waits for its end."""
         self._inside += 1
         try:
             yield
         finally:
             self._inside -= 1
-            self._news.wake_all()
+            self._changed.wake_all()
 
-    async def shut(self, reason: Reason) -> None:
-        """Let nobody in for `reason`, and wait until everybody has left. Where all who do so give up, it is open."""
-        self.shut_for.add(reason)
-        self._shutting[reason] += 1
+    async def close(self, reason: Reason) -> None:
+        """Admit nothing more for `reason`, and wait for the work inside to end.
+
+        The gate reopens if every call for `reason` is cancelled while it waits.
+        """
+        self.closed_for.add(reason)
+        self._closing[reason] += 1
         try:
             while self._inside:
-                await self._news.wait()
-            if reason in self.shut_for:
-                self._relied_on.add(reason)
+                await self._changed.wait()
+            if reason in self.closed_for:
+                self._completed.add(reason)
         finally:
-            self._shutting[reason] -= 1
-            if not self._shutting[reason] and reason not in self._relied_on:
+            self._closing[reason] -= 1
+            if not self._closing[reason] and reason not in self._completed:
                 self.open(reason)
 
     def open(self, reason: Reason) -> None:
-        """`reason` is over."""
-        self.shut_for.discard(reason)
-        self._relied_on.discard(reason)
-        self._news.wake_all()
+        """Remove `reason`."""
+        self.closed_for.discard(reason)
+        self._completed.discard(reason)
+        self._changed.wake_all()

@@ -28,11 +28,11 @@ from ...pipeline.telemetry import get_logger
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .backoff import jitter
 from .completion_stream import Events, StreamedCompletion
-from .gate import Gate, Reason
+from .gate import GenerationGate, Reason
 from .http_policy import HttpPolicy
 from .inference_servers import SERVERS, SIGNS, Call, KnownServer
 from .policies import Completion, check_request
-from .server_client import PASSING, Failed, ServerClient, client_of
+from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
 from .weight_files import check_weight_files
 
 __all__ = ["HttpEngine", "check_model", "open_engine"]
@@ -45,7 +45,7 @@ UNDO_S = 30.0
 HURRIED_UNDO_S = 2.0
 """How long it may take where whoever asked for the pause was cancelled: a Ctrl-C is not held up."""
 
-SURELY_PASSING = PASSING - {HTTPStatus.INTERNAL_SERVER_ERROR}
+RETRYABLE_LOADING = RETRYABLE - {HTTPStatus.INTERNAL_SERVER_ERROR}
 """Statuses that say "not now" also where a 500 says "never": of files that cannot be loaded, and of unknown paths."""
 
 SETTINGS_S = 5.0
@@ -65,8 +65,8 @@ async def open_engine(policy: HttpPolicy, worker: Worker) -> AsyncGenerator[Http
         EngineRefused: the server has another model.
         InvalidConfig: `versions` is "asked", and this server cannot be asked.
     """
-    async with client_of(
-        policy.url, policy.api_key, policy.backoff, timeout_s=policy.timeout_s, random=jitter(worker)
+    async with open_client(
+        policy.url, policy.api_key, policy.backoff, timeout_s=policy.timeout_s, draw=jitter(worker)
     ) as client:
         await check_model(client, policy.model)
         server = await _detected(client) if policy.server == "auto" else policy.server
@@ -80,7 +80,7 @@ async def check_model(client: ServerClient, name: str) -> None:
     Raises:
         EngineRefused: it has others.
     """
-    listed = await client.retried("/v1/models", lambda: client.answer("GET", "/v1/models"))
+    listed = await client.retry("/v1/models", lambda: client.answer("GET", "/v1/models"))
     models = listed.get("data")
     known = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
     if name not in known:
@@ -92,7 +92,7 @@ async def _detected(client: ServerClient) -> KnownServer:
     for sign in SIGNS:
         with suppress(EngineRefused, ProtocolMismatch):
             asked = partial(client.answer, "GET", sign.path)
-            answer = await client.retried(sign.path, asked, passing=SURELY_PASSING)
+            answer = await client.retry(sign.path, asked, retryable=RETRYABLE_LOADING)
             if sign.field in answer:
                 log.info("server_detected", url=client.url, server=sign.server)
                 return sign.server
@@ -110,7 +110,7 @@ class HttpEngine:
         self._dialect = SERVERS[server]
         self._client = client
         self._places = anyio.Semaphore(policy.concurrency)
-        self._gate = Gate()
+        self._gate = GenerationGate()
         """Every attempt at a completion passes it."""
         self._one_at_a_time = anyio.Lock()
         """Held by whoever changes what the server does."""
@@ -125,7 +125,7 @@ class HttpEngine:
         """Why nobody knows what the server's weights are; None while they are those of a version."""
 
     def __repr__(self) -> str:
-        state = " and ".join(sorted(self._gate.shut_for)) or ("weightless" if self._spoilt else "awake")
+        state = " and ".join(sorted(self._gate.closed_for)) or ("no_weights" if self._spoilt else "awake")
         return f"<HttpEngine {self._server} at {self._policy.url} {state}, version {self._version}>"
 
     # -- completions ---------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class HttpEngine:
                 version = await self._version_now()
                 return (await self._streamed(encoded, body["max_tokens"])).completion(version)
 
-        completion = await self._client.retried("/v1/completions", attempt)
+        completion = await self._client.retry("/v1/completions", attempt)
         current().metrics.total("rollout/tokens", len(completion.tokens))
         return completion
 
@@ -199,7 +199,7 @@ class HttpEngine:
                 for data in events.feed(piece):
                     said.take(data)
         if not said.done:
-            raise Failed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
+            raise RequestFailed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
         return said
 
     def _check_weights(self) -> None:
@@ -237,7 +237,7 @@ class HttpEngine:
             raise EngineRefused(f"expected weights in a folder that the server can read, file:///…, got {url}")
         folder, found = await anyio.to_thread.run_sync(_newest, Path(url.removeprefix(FOLDER_SCHEME)), version)
         async with self._one_at_a_time:
-            if "asleep" in self._gate.shut_for:
+            if "asleep" in self._gate.closed_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
             await anyio.to_thread.run_sync(check_weight_files, folder)
             async with self._held():
@@ -249,25 +249,25 @@ class HttpEngine:
 
     async def _load(self, calls: list[Call]) -> None:
         """Have the server load weights. If that fails halfway, completions are refused until it succeeds."""
-        untouched = self._spoilt is None and "weightless" not in self._gate.shut_for
-        await self._gate.shut("weightless")
+        untouched = self._spoilt is None and "no_weights" not in self._gate.closed_for
+        await self._gate.close("no_weights")
         try:
             for call in calls:
-                await self._tell(call, SURELY_PASSING)
+                await self._tell(call, RETRYABLE_LOADING)
                 untouched = False
             self._spoilt = None
         except BaseException as error:
             told = error.__cause__
-            if not (untouched and isinstance(told, Failed) and told.status in self._dialect.untouched):
+            if not (untouched and isinstance(told, RequestFailed) and told.status in self._dialect.untouched):
                 self._spoilt = str(error) or "it was given up on"
             raise
         finally:
-            self._gate.open("weightless")
+            self._gate.open("no_weights")
 
     @asynccontextmanager
     async def _held(self) -> AsyncGenerator[None]:
         """Nothing is sampled within the body. Once it has ended well, failing to go on is a failure."""
-        if "paused" in self._gate.shut_for:
+        if "paused" in self._gate.closed_for:
             yield
             return
         await self._shut("updating", self._dialect.pause, self._dialect.resume)
@@ -291,7 +291,7 @@ class HttpEngine:
     async def resume(self) -> None:
         """End the pause."""
         async with self._one_at_a_time:
-            if "paused" in self._gate.shut_for:
+            if "paused" in self._gate.closed_for:
                 await self._tell(self._dialect.resume)
                 self._gate.open("paused")
 
@@ -303,17 +303,17 @@ class HttpEngine:
         """
         sleep = self._can("sleep", self._dialect.sleep)
         async with self._one_at_a_time:
-            if "asleep" not in self._gate.shut_for:
+            if "asleep" not in self._gate.closed_for:
                 await self._shut("asleep", sleep, self._dialect.wake_up)
                 await self._warn_of_kept_memory()
                 if not self._dialect.keeps_weights_asleep:
-                    await self._gate.shut("weightless")
+                    await self._gate.close("no_weights")
 
     async def _warn_of_kept_memory(self) -> None:
         """Tell of a vLLM without sleep mode, as on a CPU: it samples nothing, says that it sleeps, and keeps memory."""
         if self._dialect.settings is None or self._told_of_memory:
             return
-        with anyio.move_on_after(SETTINGS_S), suppress(aiohttp.ClientError, OSError, Failed, ProtocolMismatch):
+        with anyio.move_on_after(SETTINGS_S), suppress(aiohttp.ClientError, OSError, RequestFailed, ProtocolMismatch):
             answer = await self._client.answer("GET", self._dialect.settings)
             if not _gives_memory_back(answer):
                 self._told_of_memory = True
@@ -322,15 +322,15 @@ class HttpEngine:
     async def wake_up(self) -> None:
         """Have the server take its memory back. Where it lost its weights, what is asked waits for `update_weights`."""
         async with self._one_at_a_time:
-            if "asleep" in self._gate.shut_for:
+            if "asleep" in self._gate.closed_for:
                 await self._tell(self._dialect.wake_up)
                 self._gate.open("asleep")
 
     async def _shut(self, reason: Reason, call: Call | None, undo: Call | None) -> None:
         """Finish what was asked for, and tell the server; if that fails, all is as before."""
-        if reason in self._gate.shut_for:
+        if reason in self._gate.closed_for:
             return
-        await self._gate.shut(reason)
+        await self._gate.close(reason)
         try:
             await self._tell(call)
         except BaseException as error:
@@ -356,15 +356,15 @@ class HttpEngine:
             raise EngineRefused(f"expected a server that can {what}, got {self!r}: say which `server` it is")
         return word
 
-    async def _tell(self, call: Call | None, passing: frozenset[int] = PASSING) -> None:
+    async def _tell(self, call: Call | None, retryable: frozenset[int] = RETRYABLE) -> None:
         if call is None:
             return
         body = msgspec.json.encode(call.body)
         post = partial(self._client.answer, "POST", call.path, body)
         try:
-            answer = await self._client.retried(call.path, post, passing=passing)
+            answer = await self._client.retry(call.path, post, retryable=retryable)
         except EngineRefused as error:
-            if isinstance(error.__cause__, Failed) and error.__cause__.status in UNKNOWN_PATH:
+            if isinstance(error.__cause__, RequestFailed) and error.__cause__.status in UNKNOWN_PATH:
                 error.add_note(f"{self._server} understands this where it was started with {self._dialect.needs}")
             raise
         if answer.get("success") is False:
@@ -374,7 +374,7 @@ class HttpEngine:
 
     async def _confirm(self, asked: str, path: str, field: str) -> None:
         """Make sure that the server did what it said that it would."""
-        answer = await self._client.retried(path, partial(self._client.answer, "GET", path))
+        answer = await self._client.retry(path, partial(self._client.answer, "GET", path))
         if answer.get(field) is not True:
             raise EngineRefused(
                 f"expected {field} from {self._client.url}{path} after {asked}, got {answer}: "

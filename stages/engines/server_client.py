@@ -1,7 +1,7 @@
-"""Requests to one server over HTTP: what fails in passing is tried again, and every failure is told for what it is.
+"""Send HTTP requests to one server, retry temporary failures, and translate all others into penstock's errors.
 
-An answer that is not read to its end is closed at once, which is how a server learns that nobody listens any more.
-Knows nothing about what is asked.
+A response that is not read to its end is closed at once, by which a server knows that its client has gone. Knows
+nothing about the requests.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from ...pipeline.errors import (
 )
 from ...pipeline.telemetry import get_logger
 from .backoff import Backoff
-from .retrying import Failure, retried
+from .retry import RetryDecision, retry
 
-__all__ = ["CONNECT_S", "PASSING", "Failed", "ServerClient", "client_of", "wanted_s"]
+__all__ = ["CONNECT_TIMEOUT_S", "RETRYABLE", "RequestFailed", "ServerClient", "open_client", "retry_after_s"]
 
 log = get_logger("penstock.server_client")
 
-CONNECT_S = 10.0
-"""How long a connection may take: a host that is there accepts at once, however busy its server is."""
+CONNECT_TIMEOUT_S = 10.0
+"""Bound on connecting: a reachable host accepts at once, however busy its server is."""
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that say: not now. All others above 399 say no."""
+RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses of temporary failures. All others above 399 are final."""
 
 T = TypeVar("T")
 
 
-class Failed(Exception):
-    """A server answered that it will not, or cannot now: with a status above 399, or in the midst of a stream."""
+class RequestFailed(Exception):
+    """A server answered with a status above 399, or with an error within a stream."""
 
-    def __init__(self, status: int, told: str, retry_after: str | None = None) -> None:
-        super().__init__(f"{status}: {told}")
+    def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
         self.status = status
         self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
-        """How long it wants to be left alone."""
+        """Pause that the server asked for."""
 
 
 @asynccontextmanager
-async def client_of(
-    url: str, api_key: str | None, backoff: Backoff, *, timeout_s: float, random: Callable[[], float]
+async def open_client(
+    url: str, api_key: str | None, backoff: Backoff, *, timeout_s: float, draw: Callable[[], float]
 ) -> AsyncGenerator[ServerClient]:
-    """A client with a session of its own, in which as many requests as are asked for are under way at once."""
+    """Open a client with its own session, without a limit on concurrent requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        yield ServerClient(url, session, backoff, timeout_s=timeout_s, random=random)
+        yield ServerClient(url, session, backoff, timeout_s=timeout_s, draw=draw)
 
 
 class ServerClient:
@@ -73,75 +73,77 @@ class ServerClient:
         backoff: Backoff,
         *,
         timeout_s: float,
-        random: Callable[[], float],
+        draw: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
-        """`random` and `sleep` make the pauses between attempts; an attempt may take `timeout_s`."""
+        """`draw` and `sleep` make the pauses between attempts; `timeout_s` bounds each attempt."""
         self.url = url.rstrip("/")
         self._session = session
         self._backoff = backoff
         self._timeout_s = timeout_s
-        self._random = random
+        self._draw = draw
         self._sleep = sleep
 
-    async def retried(self, path: str, attempt: Callable[[], Awaitable[T]], *, passing: frozenset[int] = PASSING) -> T:
-        """What `attempt`, a request for `path`, returns; tried as often as it fails in passing.
+    async def retry(
+        self, path: str, attempt: Callable[[], Awaitable[T]], *, retryable: frozenset[int] = RETRYABLE
+    ) -> T:
+        """Return the result of `attempt`, a request for `path`; retry temporary failures.
 
         Args:
-            path: what is asked for.
-            attempt: asks for it.
-            passing: statuses that say "not now"; all others above 399 say no.
+            path: named in errors.
+            attempt: makes the request.
+            retryable: statuses of temporary failures; all others above 399 are final.
 
         Raises:
-            EngineRefused: the server will not.
-            EngineFailed: it failed, at every attempt.
-            EngineTimedOut: it took too long, at the last attempt.
-            NobodyListens: it was not there, at the last attempt.
+            EngineRefused: the server rejected the request.
+            EngineFailed: it failed at every attempt.
+            EngineTimedOut: it took too long at the last attempt.
+            NobodyListens: it could not be reached at the last attempt.
         """
 
-        def judge(error: Exception, number: int) -> Failure | None:
-            if not isinstance(error, aiohttp.ClientError | OSError | Failed):
+        def decide(error: Exception, number: int) -> RetryDecision | None:
+            if not isinstance(error, aiohttp.ClientError | OSError | RequestFailed):
                 return None
-            failure = self._told(error, f"{self.url}{path}, attempt {number} of {self._backoff.attempts}", passing)
-            return Failure(failure, passing=not isinstance(failure, EngineRefused), wanted_s=wanted_s(error))
+            request = f"{self.url}{path}, attempt {number} of {self._backoff.attempts}"
+            translated = self._translate(error, request, retryable)
+            final = isinstance(translated, EngineRefused)
+            return RetryDecision(translated, retryable=not final, retry_after_s=retry_after_s(error))
 
-        return await retried(attempt, judge, self._backoff, self._random, noted=_note, sleep=self._sleep)
+        return await retry(attempt, decide, self._backoff, self._draw, on_retry=_count_retry, sleep=self._sleep)
 
-    def _told(self, error: Exception, where: str, passing: frozenset[int]) -> PenstockError:
-        """What `error` means to whoever asked."""
+    def _translate(self, error: Exception, request: str, retryable: frozenset[int]) -> PenstockError:
         match error:
             case aiohttp.ClientConnectorError() | aiohttp.ServerTimeoutError():
-                return NobodyListens(f"{where}: nobody listens ({error})")
+                return NobodyListens(f"{request}: expected a server, got no connection ({error})")
             case TimeoutError():
-                return EngineTimedOut(f"{where}: expected an answer within {self._timeout_s:g} s, got none")
-            case Failed() if error.status not in passing:
-                return EngineRefused(f"{where}: {error}")
-            case Failed():
-                return EngineFailed(f"{where}: {error}")
-        return EngineFailed(f"{where}: {type(error).__name__}: {error}")
+                return EngineTimedOut(f"{request}: expected an answer within {self._timeout_s:g} s, got none")
+            case RequestFailed() if error.status not in retryable:
+                return EngineRefused(f"{request}: {error}")
+            case RequestFailed():
+                return EngineFailed(f"{request}: {error}")
+        return EngineFailed(f"{request}: {type(error).__name__}: {error}")
 
     async def answer(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-        """What one request is answered with; nothing where that is no JSON object.
+        """Return the JSON object that answers a request; an empty one if the answer is another kind of JSON.
 
         Raises:
-            ProtocolMismatch: it is not JSON.
+            ProtocolMismatch: the answer is not JSON.
         """
         answered = await self.body(method, path, body)
         try:
             answer = msgspec.json.decode(answered or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            wanted = f"expected JSON from {self.url}{path}"
-            raise ProtocolMismatch(f"{wanted}, got {answered[:200]!r}: {error}") from None
+            raise ProtocolMismatch(f"expected JSON from {self.url}{path}, got {answered[:200]!r}: {error}") from None
         return answer if isinstance(answer, dict) else {}
 
     async def body(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-        """Return the answer to one request, as it is."""
+        """Return the body of the answer to a request."""
         async with self._response(method, path, body, headers) as response:
             return await response.read()
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
-        """The bytes of one answer, as they come within the body."""
+        """Yield the chunks of the answer to a request as they arrive."""
         async with self._response("POST", path, body) as response:
             yield response.content.iter_any()
 
@@ -160,26 +162,26 @@ class ServerClient:
                     raise
 
 
-def wanted_s(error: Exception) -> float:
-    """How long the server wants to be left alone."""
-    return error.retry_after_s if isinstance(error, Failed) else 0.0
+def retry_after_s(error: Exception) -> float:
+    """Return the pause that the server asked for, 0 if none."""
+    return error.retry_after_s if isinstance(error, RequestFailed) else 0.0
 
 
-def _note(failure: Failure) -> None:
-    log.warning("request_retried", reason=str(failure.error))
+def _count_retry(decision: RetryDecision) -> None:
+    log.warning("request_retried", reason=str(decision.error))
     current().metrics.total("rollout/retries")
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status >= HTTPStatus.BAD_REQUEST:
-        raise Failed(response.status, _message(await response.read()), response.headers.get("Retry-After"))
+        raise RequestFailed(response.status, _message(await response.read()), response.headers.get("Retry-After"))
 
 
 def _message(answered: bytes) -> str:
-    """What an answer says of an error, in the ways that servers say it."""
+    """Return the error message of an answer, in any of the forms that servers use."""
     try:
         answer = msgspec.json.decode(answered)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return answered[:500].decode(errors="replace").strip()
-    told = answer.get("error") or answer.get("message") or answer.get("detail") if isinstance(answer, dict) else answer
-    return str(told.get("message", told) if isinstance(told, dict) else told)[:500]
+    error = answer.get("error") or answer.get("message") or answer.get("detail") if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -28,7 +28,7 @@ from ...pipeline.errors import EngineRefused, PeerLost
 from ...pipeline.policy.weights import NO_VERSION
 from ...schemas import StopReason
 from ..training.causal_model import CausalModel
-from .gate import Gate
+from .gate import GenerationGate
 from .policies import Completion, check_request
 from .torch_folder_subscriber import Subscriber, subscriber
 from .torch_sampling import Batch, Request, Sampled
@@ -96,7 +96,7 @@ class TorchEngine:
         """Set while rows may be pending."""
         self._closed = False
         """Read by the worker thread before each token."""
-        self._gate = Gate()
+        self._gate = GenerationGate()
         """Every batch passes it."""
         self._one_at_a_time = anyio.Lock()
         """Held by whoever changes the weights or their memory."""
@@ -105,7 +105,7 @@ class TorchEngine:
         self._version = 0
 
     def __repr__(self) -> str:
-        state = " and ".join(sorted(self._gate.shut_for)) or "awake"
+        state = " and ".join(sorted(self._gate.closed_for)) or "awake"
         return f"<TorchEngine {state}, version {self._version}: {len(self._pending)} rows waiting>"
 
     async def generate(
@@ -201,7 +201,7 @@ class TorchEngine:
         while True:
             await self._gate.opened()
             async with nullcontext() if self._weights is None else self._weights.sampling():
-                if not self._gate.shut_for:
+                if not self._gate.closed_for:
                     with self._gate.inside():
                         yield
                     return
@@ -226,7 +226,7 @@ class TorchEngine:
             if sampled is not None:
                 return sampled
             if self._in_flight:
-                if self._gate.shut_for or (self._weights is not None and self._weights.paused):
+                if self._gate.closed_for or (self._weights is not None and self._weights.paused):
                     return None
                 self._take_up()
 
@@ -275,13 +275,13 @@ class TorchEngine:
             PeerLost: the publisher died, or closed, before it published `version`.
         """
         async with self._one_at_a_time:
-            if "asleep" in self._gate.shut_for:
+            if "asleep" in self._gate.closed_for:
                 raise EngineRefused(f"expected an engine that is awake, got {self!r}: call wake_up first")
             weights = self._weights or await self._subscribe(url)
             if weights.url != url:
                 raise EngineRefused(f"expected weights of {weights.url}, which this engine samples with, got {url}")
             await weights.newer(than=version - 1)
-            await self._gate.shut("updating")
+            await self._gate.close("updating")
             try:
                 await self._refresh(weights, least=version)
             finally:
@@ -316,7 +316,7 @@ class TorchEngine:
 
     async def pause(self) -> None:
         """Sample nothing more until `resume`; returns when the batch that runs is done."""
-        await self._gate.shut("paused")
+        await self._gate.close("paused")
 
     async def resume(self) -> None:
         """End the pause."""
@@ -325,7 +325,7 @@ class TorchEngine:
     async def sleep(self) -> None:
         """As `pause`, until `wake_up`, and let go of the memory of weights that are published and can be read again."""
         async with self._one_at_a_time:
-            await self._gate.shut("asleep")
+            await self._gate.close("asleep")
             if self._weights is not None:
                 self._let_go = self._let_go or {storage: storage.nbytes() for storage in _storages(self._model)}
                 for storage in self._let_go:

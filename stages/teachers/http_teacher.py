@@ -82,12 +82,12 @@ class HttpTeacher:
         """
         with extra("http", "HttpTeacher"):
             from ..engines.http_engine import check_model  # noqa: PLC0415 (describing a teacher does not need aiohttp)
-            from ..engines.server_client import client_of  # noqa: PLC0415
-        told = client_of(self.url, self.api_key, AT_START, timeout_s=AT_START_S, random=jitter(worker))
+            from ..engines.server_client import open_client  # noqa: PLC0415
+        told = open_client(self.url, self.api_key, AT_START, timeout_s=AT_START_S, draw=jitter(worker))
         async with told as client:
             await check_model(client, self.model)
         once = Backoff(attempts=1)
-        async with client_of(self.url, self.api_key, once, timeout_s=math.inf, random=lambda: 0.0) as client:
+        async with open_client(self.url, self.api_key, once, timeout_s=math.inf, draw=lambda: 0.0) as client:
             yield _Engine(self.model, client)
 
 
@@ -109,7 +109,7 @@ class _Engine:
         """
         asked = {"model": self._model, "prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": top_k}
         body = msgspec.json.encode(asked)
-        answered = await self._client.retried(PATH, lambda: self._client.answer("POST", PATH, body))
+        answered = await self._client.retry(PATH, lambda: self._client.answer("POST", PATH, body))
         try:
             choice, *_ = msgspec.convert(answered, _Answer, strict=False).choices  # JSON's keys are text
         except (msgspec.ValidationError, ValueError) as error:

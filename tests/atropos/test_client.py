@@ -28,7 +28,7 @@ from penstock.channels import memory_channel
 from penstock.errors import MissingExtra
 from penstock.integrations.atropos import AtroposAPIError, AtroposClient, AtroposTrainers, ServerConfig
 from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.retrying import WITHOUT_END
+from penstock.stages.engines.retry import UNLIMITED
 from penstock.stages.integrations.atropos import client as client_module
 from penstock.stages.integrations.atropos import http_api
 from penstock.stages.integrations.atropos.contract import TrainerRegistration
@@ -40,7 +40,7 @@ GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_api, "BACKOFF", Backoff(2, 0.001, 0.002))
-    monkeypatch.setattr(client_module, "POLLS", Backoff(WITHOUT_END, 0.001, 0.002))
+    monkeypatch.setattr(client_module, "POLLS", Backoff(UNLIMITED, 0.001, 0.002))
 
 
 def batch(*scores: float, **more: Any) -> dict[str, Any]:

@@ -330,7 +330,7 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
 
             async def tell() -> None:
                 tasks.start_soon(engine.update_weights, publisher.url, 1)
-                while not engine._gate.shut_for:
+                while not engine._gate.closed_for:
                     await checkpoint()
 
             model.before = {3: lambda: anyio.from_thread.run(tell)}

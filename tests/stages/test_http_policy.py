@@ -104,7 +104,7 @@ async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIter
 @asynccontextmanager
 async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
     """An engine that nobody has asked for its model yet."""
-    chosen: dict[str, Any] = {"timeout_s": 30.0, "random": lambda: 1.0} | options
+    chosen: dict[str, Any] = {"timeout_s": 30.0, "draw": lambda: 1.0} | options
     backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
     async with aiohttp.ClientSession() as session:
         yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen), "vllm")
@@ -312,7 +312,7 @@ async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serv
 async def test_a_server_that_is_not_there_is_told_as_such() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: nobody listens"):
+        with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: expected a server, got no connection"):
             async with engine(f"http://127.0.0.1:{nobody.getsockname()[1]}"):
                 pytest.fail("nobody was there")
 
@@ -434,7 +434,7 @@ async def test_nothing_is_sampled_with_weights_that_were_loaded_by_half(
     async with engine(serve(kind), kind) as opened:
         with pytest.raises((EngineFailed, EngineRefused), match="No such file"):
             await opened.update_weights(f"file://{tmp_path}/nowhere", 1)
-        assert "weightless" in repr(opened)
+        assert "no_weights" in repr(opened)
         with pytest.raises(EngineRefused, match=r"an update failed: .*No such file.*call update_weights until"):
             await one(opened)
         await opened.update_weights(weights(tmp_path / "0", 0), 2)

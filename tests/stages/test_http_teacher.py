@@ -113,7 +113,7 @@ async def test_a_server_that_is_not_there_is_an_error_before_anything_is_asked(
     async with serving(as_vllm) as (url, questions):
         pass
 
-    with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: nobody listens"):
+    with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: expected a server, got no connection"):
         await taught(url)
 
     assert questions == []

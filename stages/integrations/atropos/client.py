@@ -30,7 +30,7 @@ from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ....schemas.config import Config, check_url, load_config, parse_config
 from ....schemas.numbers import normalize_counts, normalize_numbers
 from ...engines.backoff import Backoff, jitter
-from ...engines.retrying import WITHOUT_END
+from ...engines.retry import UNLIMITED
 from .api_error import AtroposAPIError, load_http_api, without_token
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
 from .translation import to_group
@@ -45,7 +45,7 @@ log = get_logger("penstock.atropos_client")
 ACKNOWLEDGE_TIMEOUT_S = 5.0
 """Bound on the acknowledgement of the last batches, when the run ends."""
 
-POLLS = Backoff(WITHOUT_END, 0.25, 8.0)
+POLLS = Backoff(UNLIMITED, 0.25, 8.0)
 """Pauses between requests for a batch while there is none."""
 
 

@@ -24,8 +24,8 @@ from ....pipeline.errors import InvalidConfig
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord
 from ...engines.backoff import Backoff, jitter
-from ...engines.retrying import Failure, retried
-from ...engines.server_client import CONNECT_S, PASSING, Failed, ServerClient, wanted_s
+from ...engines.retry import RetryDecision, retry
+from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
 from .coercion import decode
 from .contract import SHM_PATH, BatchAnswer, Greeting, Registered, ShmAnswer, SubmitAnswer, TrainerRegistration
@@ -81,11 +81,11 @@ class HttpApi:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         if parts.hostname in LOOPBACK:  # compressing costs both ends more than the copy
             headers["Accept-Encoding"] = "identity"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, request_timeout_s))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s))
         connector = aiohttp.TCPConnector(limit=0, ssl=True if ca is None else _trusting(ca))
         draw = jitter(current().worker)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-            client = ServerClient(url, session, BACKOFF, timeout_s=request_timeout_s, random=draw)
+            client = ServerClient(url, session, BACKOFF, timeout_s=request_timeout_s, draw=draw)
             yield cls(client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
 
     # -- as a trainer --------------------------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ class HttpApi:
         """
         try:
             answer = await self._client.body("GET", SHM_PATH)
-        except Failed as error:
+        except RequestFailed as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return None
-            if error.status in PASSING:
+            if error.status in RETRYABLE:
                 raise OSError(str(error)) from error
             raise self._error("rejected", f"GET {SHM_PATH}", f"expected an answer, got {error}") from error
         except aiohttp.ClientError as error:
@@ -186,27 +186,27 @@ class HttpApi:
     ) -> T:
         began = time.monotonic()
 
-        def judge(error: Exception, number: int) -> Failure | None:
-            if not isinstance(error, aiohttp.ClientError | OSError | Failed):
+        def decide(error: Exception, number: int) -> RetryDecision | None:
+            if not isinstance(error, aiohttp.ClientError | OSError | RequestFailed):
                 return None
             situation, found = self._explain(error)
             tries = f" (attempt {number}, after {time.monotonic() - began:.1f} s)" if number > 1 else ""
             final = situation == "certificate" or not (repeatable or _certainly_not_received(error))
-            return Failure(
+            return RetryDecision(
                 self._error(situation, f"{method} {path}", found + tries),
-                passing=not final
-                and (situation != "rejected" or (isinstance(error, Failed) and error.status in PASSING)),
-                away=not final and _is_away(error),
-                wanted_s=wanted_s(error),
+                retryable=not final
+                and (situation != "rejected" or (isinstance(error, RequestFailed) and error.status in RETRYABLE)),
+                unreachable=not final and _is_unreachable(error),
+                retry_after_s=retry_after_s(error),
             )
 
-        answer = await retried(
+        answer = await retry(
             lambda: self._client.body(method, path, body, headers),
-            judge,
+            decide,
             BACKOFF,
             self._draw,
-            noted=self._note,
-            away_s=self._reconnect_timeout_s if self._answered else 0.0,
+            on_retry=self._count_retry,
+            reconnect_timeout_s=self._reconnect_timeout_s if self._answered else 0.0,
         )
         try:
             decoded = decode(answer, wanted)
@@ -216,20 +216,20 @@ class HttpApi:
         self._answered = True
         return decoded
 
-    def _note(self, failure: Failure) -> None:
+    def _count_retry(self, decision: RetryDecision) -> None:
         self.failures += 1
-        assert isinstance(failure.error, AtroposAPIError)  # noqa: S101 (`judge` makes no other)
-        log.warning("request_retried", reason=failure.error.summary)
+        assert isinstance(decision.error, AtroposAPIError)  # noqa: S101 (`decide` makes no other)
+        log.warning("request_retried", reason=decision.error.summary)
         current().metrics.total("atropos/retries")
 
     def _explain(self, error: Exception) -> tuple[Situation, str]:
         match error:
-            case Failed():
+            case RequestFailed():
                 rejected = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
                 return "rejected" if rejected else "failed", f"expected an answer, got {error}"
             case TimeoutError():
                 unconnected = isinstance(error, aiohttp.ConnectionTimeoutError)
-                bound_s = min(CONNECT_S, self._request_timeout_s) if unconnected else self._request_timeout_s
+                bound_s = min(CONNECT_TIMEOUT_S, self._request_timeout_s) if unconnected else self._request_timeout_s
                 return (
                     "timed out",
                     f"expected {'a connection' if unconnected else 'an answer'} within {bound_s:g} s, got none",
@@ -255,14 +255,14 @@ def _trusting(ca: str) -> ssl.SSLContext:
 
 def _certainly_not_received(error: Exception) -> bool:
     """Whether the server itself answered that it refuses, or was never connected to."""
-    if isinstance(error, Failed):
+    if isinstance(error, RequestFailed):
         return error.status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
     return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
-def _is_away(error: Exception) -> bool:
-    """Whether there is no server, only a host or a proxy before it; or it asks to be tried again later."""
-    if isinstance(error, Failed):
+def _is_unreachable(error: Exception) -> bool:
+    """Return whether no server answered, only its host or a proxy; or whether it sent Retry-After."""
+    if isinstance(error, RequestFailed):
         return error.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT} or error.retry_after_s > 0
     return isinstance(
         error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError | aiohttp.ServerDisconnectedError

@@ -35,7 +35,7 @@ from ....pipeline.waiting import Waiters
 from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
 from ....schemas.config import check_url
 from ...engines.backoff import Backoff, jitter
-from ...engines.retrying import WITHOUT_END
+from ...engines.retry import UNLIMITED
 from .api_error import AtroposAPIError, load_http_api, without_token
 from .contract import scored_data
 from .translation import from_group, to_group
@@ -62,7 +62,7 @@ LATEST = 2**63 - 1
 SHM_RECONNECT_TIMEOUT_S = 60.0
 """Bound on the time that a gateway may be away before `sent` raises."""
 
-RETRIES = Backoff(WITHOUT_END, 0.05, 1.0)
+RETRIES = Backoff(UNLIMITED, 0.05, 1.0)
 """Pauses between attempts to reach a gateway; there is no event to wait for."""
 
 ATTEMPTS = 2
