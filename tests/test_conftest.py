@@ -84,7 +84,8 @@ def test_a_test_with_real_processes_that_leaves_something_behind_fails(tmp_path:
 HANGING = """
 import signal
 import anyio
-from penstock import TrajectoryGroup, memory_channel
+from penstock import TrajectoryGroup
+from penstock.channels import memory_channel
 
 async def test_hangs():
     outbox, inbox = memory_channel[TrajectoryGroup](3)
@@ -114,7 +115,8 @@ def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path
 HANGING_SCRIPT = """
 import anyio
 from tests.watchdog import tell_when_asked
-from penstock import TrajectoryGroup, memory_channel
+from penstock import TrajectoryGroup
+from penstock.channels import memory_channel
 
 async def hang():
     outbox, inbox = memory_channel[TrajectoryGroup](3)

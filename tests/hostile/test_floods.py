@@ -132,7 +132,8 @@ async def test_file_descriptors_that_nobody_asked_for_are_not_kept() -> None:
 
 FEW_DESCRIPTORS = """
 import os, resource, anyio
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.testing import group
 
 async def main():

@@ -78,7 +78,12 @@ from functools import partial
 from pathlib import Path
 import anyio
 import numpy as np
-from penstock import JsonlSink, Key, OutsideServer, TrajectoryGroup, WeightFolder, WeightPublisher, listens, serve
+from penstock import TrajectoryGroup
+from penstock.accounting import JsonlMetrics
+from penstock.channels import ChannelKey, serve
+from penstock.servers import OutsideServer, tcp_ready
+from penstock.torch import WeightFolder
+from penstock.weights import WeightPublisher
 from penstock.errors import NotWritable
 from penstock.pipeline.journal import open_journal
 from penstock.stages.training.checkpoint import write_checkpoint
@@ -96,12 +101,12 @@ def journal():
 
 attempts = {
     "checkpoint": partial(write_checkpoint, folder, 1, lambda into: None),
-    "metrics": lambda: JsonlSink(folder / "metrics.jsonl")({}, 1),
+    "metrics": lambda: JsonlMetrics(folder / "metrics.jsonl")({}, 1),
     "journal": journal,
     "weights": partial(anyio.run, enter, partial(WeightFolder, folder, model)),
     "sockets": partial(anyio.run, enter, partial(serve, "shm://", TrajectoryGroup)),
-    "key": lambda: Key.create(folder / "a.key"),
-    "server": partial(anyio.run, enter, OutsideServer(command=["true"], ready=listens(1), logs=folder).open),
+    "key": lambda: ChannelKey.create(folder / "a.key"),
+    "server": partial(anyio.run, enter, OutsideServer(command=["true"], ready=tcp_ready(1), logs=folder).open),
     "publisher": partial(anyio.run, enter, partial(WeightPublisher, model)),
 }
 for name, attempt in attempts.items():

@@ -17,7 +17,8 @@ RUN = """
 import os, resource
 {before}
 import anyio
-from penstock import TrajectoryGroup, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.pipeline.channels import shared_memory
 from penstock.testing import group
 

@@ -21,7 +21,8 @@ from penstock.testing import group
 
 SENDER = """
 import os, signal, sys, anyio
-from penstock import TrajectoryGroup, connect
+from penstock import TrajectoryGroup
+from penstock.channels import connect
 from penstock.testing import group
 
 async def main(url, count, end):
@@ -42,7 +43,8 @@ anyio.run(main, sys.argv[1], int(sys.argv[2]), sys.argv[3])
 
 RECEIVER = """
 import sys, anyio
-from penstock import TrajectoryGroup, serve
+from penstock import TrajectoryGroup
+from penstock.channels import serve
 
 async def main():
     async with serve("shm://", TrajectoryGroup, capacity=1) as inbox:

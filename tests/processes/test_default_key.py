@@ -18,7 +18,8 @@ from penstock.testing import group
 
 SENDER = """
     import sys, anyio
-    from penstock import TrajectoryGroup, connect
+    from penstock import TrajectoryGroup
+    from penstock.channels import connect
     from penstock.testing import group
 
     async def main(url):

@@ -37,7 +37,8 @@ from penstock.training import write_checkpoint
 
 MEMBER = """
 import sys, anyio
-from penstock import TrajectoryGroup, connect
+from penstock import TrajectoryGroup
+from penstock.channels import connect
 from penstock.testing import group
 
 async def main(url, name, first, count, end):
@@ -195,7 +196,7 @@ async def test_a_lasting_sender_that_a_receiver_does_not_count_fails_at_once() -
 
 LASTING_MEMBER = """
 import sys, anyio, pathlib
-from penstock import outlast
+from penstock.channels import outlast
 from penstock.testing import group
 
 async def main(address, name, count, end):

@@ -21,7 +21,8 @@ from penstock.testing import group
 
 HELD_UP = """
     import ctypes, anyio
-    from penstock import TrajectoryGroup, serve
+    from penstock import TrajectoryGroup
+    from penstock.channels import serve
 
     async def main():
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
@@ -33,7 +34,8 @@ HELD_UP = """
 
 SENDER = """
     import sys, anyio
-    from penstock import TrajectoryGroup, connect
+    from penstock import TrajectoryGroup
+    from penstock.channels import connect
     from penstock.testing import group
 
     async def main(url):

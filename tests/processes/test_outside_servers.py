@@ -256,10 +256,10 @@ async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -
 
 USER = """
 import sys, anyio
-from penstock import OutsideServer, listens
+from penstock.servers import OutsideServer, tcp_ready
 
 async def main(port, logs):
-    server = OutsideServer(command=sys.argv[3:], ready=listens(port), name="server", logs=logs, stop_within_s=0.05)
+    server = OutsideServer(command=sys.argv[3:], ready=tcp_ready(port), name="server", logs=logs, stop_within_s=0.05)
     async with server.open():
         print("ready", flush=True)
         await anyio.sleep_forever()

@@ -30,7 +30,8 @@ KINDS = ["shm://", "tcp://127.0.0.1:0"]
 
 SENDER = """
     import ctypes, sys, anyio
-    from penstock import TrajectoryGroup, connect
+    from penstock import TrajectoryGroup
+    from penstock.channels import connect
     from penstock.errors import PeerClosed
     from penstock.testing import group
 
@@ -51,7 +52,8 @@ SENDER = """
 
 RECEIVER = """
     import ctypes, sys, anyio
-    from penstock import TrajectoryGroup, serve
+    from penstock import TrajectoryGroup
+    from penstock.channels import serve
 
     async def main(url, busy_ms):
         async with serve(url, TrajectoryGroup, capacity=2, name="the receiver") as inbox:
