@@ -36,7 +36,7 @@ from penstock import (
     source,
 )
 from penstock.accounting import CommittedPrompts
-from penstock.channels import ChannelKey, outlast
+from penstock.channels import ChannelKey, connect_with_replay
 from penstock.pipeline.processes.worker import die_with
 from penstock.training import latest_checkpoint, write_checkpoint
 
@@ -72,7 +72,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int = 1
     count: int = 0
     """Records of each lane."""
-    silence_s: float = 2.0
+    heartbeat_timeout_s: float = 2.0
 
     @property
     def folder(self) -> Path:
@@ -93,7 +93,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 class Found(msgspec.Struct, frozen=True):
     """The report of a trainer that has ended by itself."""
 
-    ended_by: str
+    stop_reason: str
     balanced: bool
     in_flight: int
     lost: dict[str, int]
@@ -135,8 +135,10 @@ async def send_all(spec: Spec, lane: int, send: Callable[[TrajectoryGroup], Any]
 async def run_sender(spec: Spec) -> None:
     """Send a lane to whichever trainer listens."""
     where: str | Path = spec.folder / "address" if spec.url == "shm://" else spec.url
-    name, patience_s, silence_s = f"sender {spec.lane}", AWAITED_S, spec.silence_s
-    async with outlast(where, name=name, patience_s=patience_s, key=spec.loaded_key, silence_s=silence_s) as outbox:
+    name, patience_s, heartbeat_timeout_s = f"sender {spec.lane}", AWAITED_S, spec.heartbeat_timeout_s
+    async with connect_with_replay(
+        where, name=name, patience_s=patience_s, key=spec.loaded_key, heartbeat_timeout_s=heartbeat_timeout_s
+    ) as outbox:
         await send_all(spec, spec.lane, outbox.send)
 
 
@@ -226,13 +228,13 @@ def _channel(spec: Spec) -> SourceChannel:
         absence_timeout_s=AWAITED_S,
         capacity_bytes=CAPACITY_BYTES,
         key=spec.loaded_key,
-        silence_s=spec.silence_s,
+        heartbeat_timeout_s=spec.heartbeat_timeout_s,
     )
 
 
 def _found(report: Report) -> Found:
     balance = report.balance
-    return Found(report.ended_by, balance.balanced, balance.in_flight, dict(balance.reasons.get("lost", {})))
+    return Found(report.stop_reason, balance.balanced, balance.in_flight, dict(balance.reasons.get("lost", {})))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

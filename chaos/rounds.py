@@ -94,8 +94,8 @@ def judge(expected: set[GroupId], trained: Sequence[GroupId], found: Found | Non
     if missing and (not may_lose or 2 * len(missing) > lost):
         wrong.append(f"{len(missing)} records are missing, {lost} trajectories reported lost, as {sorted(missing)[:3]}")
     wrong += [f"lost as {reason!r}" for reason in found.lost if not may_lose or not _allowed(reason)]
-    if found.ended_by != "end of stream":
-        wrong.append(f"the run was ended by {found.ended_by}")
+    if found.stop_reason != "end of stream":
+        wrong.append(f"the run was ended by {found.stop_reason}")
     return wrong
 
 

@@ -16,11 +16,11 @@ from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGr
 from ..schemas.numbers import whole_number
 from ..schemas.tokenizer import disagreements
 from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from .link import Link, sends, sent_along
 from .misplaced import written
 from .processes.placement import Processes
 from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
+from .stage_node import StageNode, sends, sent_along
 from .telemetry import get_logger
 
 __all__ = ["problems"]
@@ -34,7 +34,7 @@ BYTES_PER_TOKEN = 9
 """What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
 
 
-def problems(links: Sequence[Link]) -> list[str]:
+def problems(links: Sequence[StageNode]) -> list[str]:
     """Everything in a chain that cannot work; empty where nothing is found."""
     found = list(_of_chain(links))
     identities = _identities(links)
@@ -42,7 +42,7 @@ def problems(links: Sequence[Link]) -> list[str]:
     return [*found, *_of_waits(links), *_of_state(links), *disagreements(identities)]
 
 
-def _of_chain(links: Sequence[Link]) -> Iterator[str]:
+def _of_chain(links: Sequence[StageNode]) -> Iterator[str]:
     """Find the problems of each stage and each joint, those within fragments included."""
     for position, link in enumerate(links):
         yield from _of_stage(link, first=position == 0)
@@ -57,7 +57,7 @@ def _of_chain(links: Sequence[Link]) -> Iterator[str]:
             yield from _of_sizes(before, after, group_tokens)
 
 
-def _of_types(links: Sequence[Link], types: Sequence[RecordTypes]) -> Iterator[str]:
+def _of_types(links: Sequence[StageNode], types: Sequence[RecordTypes]) -> Iterator[str]:
     """Find the joints at which no record of the one stage is one that the other takes, by their annotations."""
     sent_by = sent_along(types)
     for (before, after), sent, (received, _) in zip(pairwise(links), sent_by, types[1:], strict=False):
@@ -78,7 +78,7 @@ def _line_instead(before: object, after: object) -> str:
     return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
 
 
-def _tell_of_the_unknown(links: Sequence[Link], known: Collection[str]) -> None:
+def _tell_of_the_unknown(links: Sequence[StageNode], known: Collection[str]) -> None:
     """Log it where the source and the trainer cannot be compared, because one of the two has no identity."""
     first, last = links[0], links[-1]
     source, trainer = _any_of(first, known), _any_of(last, known)
@@ -87,11 +87,11 @@ def _tell_of_the_unknown(links: Sequence[Link], known: Collection[str]) -> None:
         log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=untold)
 
 
-def _any_of(link: Link, names: Collection[str]) -> bool:
+def _any_of(link: StageNode, names: Collection[str]) -> bool:
     return link.name in names or any(_any_of(inner, names) for inner in info_of(link.stage).links)
 
 
-def _of_waits(links: Sequence[Link]) -> Iterator[str]:
+def _of_waits(links: Sequence[StageNode]) -> Iterator[str]:
     begun = _hint(links[0].stage, "begins_at_most")
     for link in links[1:]:
         wanted = _hint(link.stage, "waits_for")
@@ -102,7 +102,7 @@ def _of_waits(links: Sequence[Link]) -> Iterator[str]:
             )
 
 
-def _of_state(links: Sequence[Link]) -> Iterator[str]:
+def _of_state(links: Sequence[StageNode]) -> Iterator[str]:
     kept = info_of(links[-1].stage).saved
     for link in links:
         parts = [link.stage, *(inner.stage for inner in info_of(link.stage).links)]
@@ -114,7 +114,7 @@ def _of_state(links: Sequence[Link]) -> Iterator[str]:
             )
 
 
-def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
+def _identities(links: Sequence[StageNode]) -> list[tuple[str, TokenizerIdentity]]:
     """Of every tokenizer that has one, with the stage that has it; one that several share is looked at once."""
     known: dict[int, TokenizerIdentity] = {}
     found: list[tuple[str, TokenizerIdentity]] = []
@@ -125,14 +125,14 @@ def _identities(links: Sequence[Link]) -> list[tuple[str, TokenizerIdentity]]:
     return found
 
 
-def _tokenizers(links: Sequence[Link]) -> Iterator[tuple[str, Any]]:
+def _tokenizers(links: Sequence[StageNode]) -> Iterator[tuple[str, Any]]:
     for link in links:
         yield from _tokenizers(info_of(link.stage).links)
         for tokenizer in info_of(link.stage).tokenizers or ():
             yield link.name, tokenizer
 
 
-def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
+def _of_stage(link: StageNode, *, first: bool) -> Iterator[str]:
     run = getattr(link.stage, "run", None)
     if not inspect.iscoroutinefunction(run):
         ends = "outbox" if first else "inbox, outbox"
@@ -145,7 +145,7 @@ def _of_stage(link: Link, *, first: bool) -> Iterator[str]:
             yield f"{link.name}: {name}: expected a whole number, got {value!r}"
 
 
-def _of_workers(link: Link) -> Iterator[str]:
+def _of_workers(link: StageNode) -> Iterator[str]:
     """Every stage of a fragment has as many workers as the fragment."""
     count = link.on.count if isinstance(link.on, Processes) else 1
     for stage in (link.stage, *(inner.stage for inner in info_of(link.stage).links)):
@@ -158,7 +158,7 @@ def _of_workers(link: Link) -> Iterator[str]:
             yield f"{link.name}: {error}"
 
 
-def _of_processes(link: Link, on: Processes) -> Iterator[str]:
+def _of_processes(link: StageNode, on: Processes) -> Iterator[str]:
     if any(inner.remote for inner in info_of(link.stage).links):
         yield f"{link.name}: it has processes within processes; place either the whole fragment there, or its parts"
     if info_of(link.stage).sees_everything and on.count > 1:
@@ -186,7 +186,7 @@ def _of_processes(link: Link, on: Processes) -> Iterator[str]:
         )
 
 
-def _of_joint(before: Link, after: Link) -> Iterator[str]:
+def _of_joint(before: StageNode, after: StageNode) -> Iterator[str]:
     for name in ("capacity", "capacity_bytes"):
         if (value := getattr(after, name)) is not None:
             try:
@@ -200,7 +200,7 @@ def _of_joint(before: Link, after: Link) -> Iterator[str]:
         )
 
 
-def _of_sizes(before: Link, after: Link, group_tokens: int | None) -> Iterator[str]:
+def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> Iterator[str]:
     joint = f"{before.name} → {after.name}"
     accepted = _hint(after.stage, "takes_at_most_tokens")
     if accepted is not None and group_tokens is not None and group_tokens > accepted:

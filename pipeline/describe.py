@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from .channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from .link import Link
+from .stage_node import StageNode
 
 __all__ = ["drawn"]
 
 
-def drawn(links: Sequence[Link]) -> str:
+def drawn(links: Sequence[StageNode]) -> str:
     """The chain from top to bottom, one line a stage and one a joint."""
     width = max(len(link.name) for link in links)
     lines = [_stage(links[0], width)]
@@ -20,11 +20,11 @@ def drawn(links: Sequence[Link]) -> str:
     return "\n".join(lines)
 
 
-def _stage(link: Link, width: int) -> str:
+def _stage(link: StageNode, width: int) -> str:
     return f"{link.name:<{width}}  {link.on}"
 
 
-def _joint(before: Link, after: Link) -> str:
+def _joint(before: StageNode, after: StageNode) -> str:
     if not (before.remote or after.remote):
         capacity = _records(after.capacity or MEMORY_CAPACITY)
         return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")

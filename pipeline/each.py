@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 import anyio
 
 from ..schemas.numbers import normalize_counts
-from .causes import alone
 from .channels.channel import ReceiveChannel, SendChannel
 from .errors import InvalidRecord
+from .exception_groups import alone
 from .record_types import function_types
 from .stage_info import StageInfo
 

@@ -40,6 +40,7 @@ __all__ = [
     "RecordCorrupted",
     "RecordTooLarge",
     "RecordsSwallowed",
+    "ReplayBufferFull",
     "RewardFunctionFailed",
     "RolloutsFailed",
     "RunInUse",
@@ -51,7 +52,6 @@ __all__ = [
     "TokenizersDiffer",
     "TooManyMembers",
     "TooManySenders",
-    "TooMuchUnsaved",
     "WeightsDamaged",
     "WeightsInUse",
     "WeightsMismatch",
@@ -119,7 +119,7 @@ class TooManySenders(PenstockError):
     """The receiver's budget of bytes is divided among a fixed number of senders, and all have joined."""
 
 
-class TooMuchUnsaved(PenstockError):
+class ReplayBufferFull(PenstockError):
     """A lasting sender may keep no more, and no checkpoint holds what it keeps; the message says what to do."""
 
 

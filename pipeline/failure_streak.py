@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .errors import RolloutsFailed
-from .processes.account import OTHER_REASONS, UNTOLD
+from .processes.shared_counters import OTHER_REASONS, UNTOLD
 
 __all__ = ["FAILURE_LIMIT", "FailureStreak", "first_reasons"]
 

@@ -20,7 +20,6 @@ from .context import Context, current
 from .describe import drawn
 from .errors import InvalidPipeline
 from .ledger import Ledger
-from .link import Link, name_of, named, sent_along
 from .misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
 from .outcome import check_outcome
 from .processes.placement import HERE, Here, Placement
@@ -30,6 +29,7 @@ from .resumption import ResumePoint, kept_in, resumed
 from .run import Run
 from .stage import Sink, Source, Stage
 from .stage_info import StageInfo, info_of
+from .stage_node import StageNode, name_of, named, sent_along
 from .statistics import PipelineStatistics, Report
 from .stop_message import stop_message
 from .stop_signals import STOP_TIMEOUT_S, StopRequest, say, stop_request
@@ -48,7 +48,7 @@ New = TypeVar("New")
 class Flow(Generic[Out_co]):
     """A source and the stages after it, open at its end. A source itself, so that fragments can be composed."""
 
-    links: tuple[Link, ...]
+    links: tuple[StageNode, ...]
     """The stages so far, each with the joint that leads to it."""
 
     def stage_info(self) -> StageInfo:
@@ -87,7 +87,7 @@ class Flow(Generic[Out_co]):
         """
         refuse_misplaced_stage("stage", stage)
         refuse_unknown_placement(on)
-        return Flow(named((*self.links, Link(stage, name_of(stage), on, capacity, capacity_bytes))))
+        return Flow(named((*self.links, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
 
     def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
         """The pipeline that ends in `stage`, which runs here; capacities as in `then`.
@@ -96,7 +96,7 @@ class Flow(Generic[Out_co]):
             InvalidPipeline: `stage` is a class, or no sink; it says what to write.
         """
         refuse_misplaced_stage("sink", stage)
-        return Pipeline(named((*self.links, Link(stage, name_of(stage), HERE, capacity, capacity_bytes))))
+        return Pipeline(named((*self.links, StageNode(stage, name_of(stage), HERE, capacity, capacity_bytes))))
 
     @ends_in_a_sink
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
@@ -112,7 +112,7 @@ class Flow(Generic[Out_co]):
 class Pipeline:
     """A chain from a source to a sink. Describes what is to run, runs it, and says how it is going."""
 
-    def __init__(self, links: tuple[Link, ...]) -> None:
+    def __init__(self, links: tuple[StageNode, ...]) -> None:
         self.links = links
         """The stages, source first, each with the joint that leads to it."""
         self.report: Report | None = None
@@ -186,7 +186,7 @@ class Pipeline:
             self._running, self.report = True, None
             try:
                 async with AsyncExitStack() as stack:
-                    links: Sequence[Link] = self.links
+                    links: Sequence[StageNode] = self.links
                     if folder is not None:
                         links = await enter_in_thread(stack, kept_in(Path(folder), links, context))
                     self.report = await self._run_once(Run(links, context), context.ledger, stop)
@@ -233,18 +233,18 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
     refuse_unknown_placement(on)
     if isinstance(stage, Flow) and isinstance(on, Here):
         return stage
-    return Flow(named([Link(stage, name_of(stage), on)]))
+    return Flow(named([StageNode(stage, name_of(stage), on)]))
 
 
 def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
-    ledger.lose(run.fate(ledger))
+    ledger.lose(run.loss_reason(ledger))
     report = Report(
-        ended_by=run.ended_by,
+        stop_reason=run.stop_reason,
         seconds=seconds,
         balance=ledger.balance(),
         in_flight=run.in_flight_at_end,
         statistics=run.statistics(),
         checkpoint=ledger.checkpoint,
     )
-    log.info("run_ended", ended_by=report.ended_by, in_flight=report.in_flight, ended=report.ended)
+    log.info("run_ended", stop_reason=report.stop_reason, in_flight=report.in_flight, ended=report.ended)
     return report

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from ..schemas import ProtocolMismatch, TrajectoryGroup
 from .appending import append_whole
 from .errors import JournalFull, JournalInUse
-from .journal_entry import Damage, encode_entry, read_entries
+from .journal_entry import CorruptRange, encode_entry, read_entries
 from .os_errors import explaining_os_errors
 
-__all__ = ["JournalFiles", "Reading", "Volume", "open_journal"]
+__all__ = ["JournalFiles", "LogContents", "LogFile", "open_journal"]
 
 VOLUME_BYTES = 32 * 2**20
 """From this size on a volume grows no more: it is read in one piece, and deleted in one piece."""
@@ -39,7 +39,7 @@ OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; what was written 
 
 
 @dataclass(slots=True, eq=False)
-class Volume:
+class LogFile:
     """One file."""
 
     number: int
@@ -48,13 +48,13 @@ class Volume:
     nbytes: int
 
 
-class Reading(NamedTuple):
+class LogContents(NamedTuple):
     """What a volume holds."""
 
     records: list[TrajectoryGroup]
-    damage: list[Damage]
+    damage: list[CorruptRange]
     """Between the records: what was written there can not be read again."""
-    torn: Damage | None
+    torn: CorruptRange | None
     """At the end of the newest volume: what was being written when the process died. It has been cut off."""
 
 
@@ -78,18 +78,18 @@ class JournalFiles:
         """Bytes of all volumes."""
         return sum(volume.nbytes for volume in self.volumes)
 
-    def read(self, volume: Volume) -> Reading:
+    def read(self, volume: LogFile) -> LogContents:
         """All that can be read again of `volume`, which was written by a run before this one."""
         found = list(read_entries(volume.path.read_bytes()))
         records = [each for each in found if isinstance(each, TrajectoryGroup)]
-        damage = [each for each in found if isinstance(each, Damage)]
+        damage = [each for each in found if isinstance(each, CorruptRange)]
         torn = damage.pop() if damage and found[-1] is damage[-1] and volume is self.volumes[-1] else None
         if torn is not None:
             os.truncate(volume.path, torn.first)
             volume.nbytes = torn.first
-        return Reading(records, damage, torn)
+        return LogContents(records, damage, torn)
 
-    def append(self, records: Sequence[TrajectoryGroup]) -> Volume:
+    def append(self, records: Sequence[TrajectoryGroup]) -> LogFile:
         """Write `records`, all of them or none, and tell where to. With `fsync` they are on the disk then.
 
         Raises:
@@ -107,7 +107,7 @@ class JournalFiles:
         with _writing(f"{nbytes} bytes", self._folder):
             return self._write(entries, nbytes)
 
-    def delete(self, volumes: Iterable[Volume]) -> None:
+    def delete(self, volumes: Iterable[LogFile]) -> None:
         """Everything in `volumes` has ended."""
         for volume in volumes:
             if volume is self.volumes[-1]:
@@ -119,7 +119,7 @@ class JournalFiles:
         """Write no more."""
         self._close_volume()
 
-    def _write(self, entries: list[bytes], nbytes: int) -> Volume:
+    def _write(self, entries: list[bytes], nbytes: int) -> LogFile:
         if self._fd is not None and self.volumes[-1].nbytes >= min(VOLUME_BYTES, self._capacity_bytes // VOLUMES):
             self._close_volume()
         fd = self._begin_volume() if self._fd is None else self._fd
@@ -134,7 +134,7 @@ class JournalFiles:
         number = self.volumes[-1].number + 1 if self.volumes else 1
         path = self._folder / f"{number:08d}.volume-{VERSION}"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.volumes.append(Volume(number, path, 0))
+        self.volumes.append(LogFile(number, path, 0))
         if self._fsync:
             _sync_folder(self._folder)
         return self._fd
@@ -184,7 +184,7 @@ def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
     return explaining_os_errors(what, folder, disk_full=JournalFull, or_else=OFFERED_AGAIN)
 
 
-def _volumes(folder: Path) -> list[Volume]:
+def _volumes(folder: Path) -> list[LogFile]:
     found = []
     for path in folder.iterdir():
         if (name := NAME.fullmatch(path.name)) is None:
@@ -194,7 +194,7 @@ def _volumes(folder: Path) -> list[Volume]:
                 f"expected volumes of version {VERSION} in {folder}, got {path.name}: let the penstock that wrote it "
                 f"train what it holds, or move it away"
             )
-        found.append(Volume(int(name[1]), path, path.stat().st_size))
+        found.append(LogFile(int(name[1]), path, path.stat().st_size))
     return sorted(found, key=lambda volume: volume.number)
 
 

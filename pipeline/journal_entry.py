@@ -1,8 +1,8 @@
 """One record in a journal's file: the bytes it is written as, and what can be read again of a file that was harmed.
 
-An entry is a head, the `Contents` of a record that travels alone, and its columns where its `Layout` puts them: what a
-span of shared memory holds, the other way round, so that a file is read from its beginning. Every entry begins on a
-cache line and has a checksum over all of it. Sans-I/O: knows bytes and no file.
+An entry is a head, the `BundleHeader` of a record that travels alone, and its columns where its `Layout` puts them:
+what a span of shared memory holds, the other way round, so that a file is read from its beginning. Every entry begins
+on a cache line and has a checksum over all of it. Sans-I/O: knows bytes and no file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.layout import ALIGNMENT, Contents, aligned, encode_contents
+from ..schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
 
-__all__ = ["Damage", "encode_entry", "read_entries"]
+__all__ = ["CorruptRange", "encode_entry", "read_entries"]
 
 MARK = b"penstock"
 """How every entry begins: where one is harmed, the next one is found by it."""
@@ -31,7 +31,7 @@ _LENGTHS = struct.Struct("<IQ")
 _PADDING = bytes(ALIGNMENT)
 
 
-class Damage(NamedTuple):
+class CorruptRange(NamedTuple):
     """Bytes that are no entry."""
 
     first: int
@@ -47,7 +47,7 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
         InvalidRecord: it is not what its schema says.
     """
     form, lengths, plain = group.schema.laid_out(group)
-    contents = encode_contents(Contents.alone(group.schema.kind, form, lengths, group.header()))
+    contents = encode_contents(BundleHeader.alone(group.schema.kind, form, lengths, group.header()))
     body: list[bytes | memoryview] = [contents, _padding(_HEAD.size + len(contents))]
     for column in plain:
         body += [column.data.cast("B") if column.size else b"", _padding(column.nbytes)]
@@ -58,7 +58,7 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
     return b"".join([MARK, checksum.to_bytes(4, "little"), measures, *body])
 
 
-def read_entries(data: bytes) -> Iterator[TrajectoryGroup | Damage]:
+def read_entries(data: bytes) -> Iterator[TrajectoryGroup | CorruptRange]:
     """Every record that is whole, in memory of its own, and what lies between them that is none."""
     at = 0
     while at < len(data):
@@ -66,7 +66,7 @@ def read_entries(data: bytes) -> Iterator[TrajectoryGroup | Damage]:
         group = None if end is None else _decoded(data, at)
         if end is None or group is None:
             end = _next_entry(data, at)
-            yield Damage(at, end)
+            yield CorruptRange(at, end)
         else:
             yield group
         at = end
@@ -98,7 +98,7 @@ def _decoded(data: bytes, at: int) -> TrajectoryGroup | None:
     first = at + _HEAD.size
     columns_at = at + aligned(_HEAD.size + contents_bytes)
     try:
-        contents = Contents.decode(memoryview(data)[first : first + contents_bytes])
+        contents = BundleHeader.decode(memoryview(data)[first : first + contents_bytes])
         form = TrajectoryGroup.schema.received(contents)
         layout = form.layout(contents.lengths())
         if len(contents.parts) != 1 or layout.nbytes != nbytes:

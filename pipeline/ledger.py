@@ -3,9 +3,9 @@
     admitted = in flight + trained + filtered + stale + rejected + failed + lost
 
 One ledger a process. The trainer's process holds the books of the run: a worker's ledger keeps its own counters in a
-page of shared memory (`Account`), which the trainer's ledger adds up, also after the worker was killed. A trajectory
-that crosses from a worker is taken over by the trainer's ledger; when it ends there, the worker's ledger is told
-(`settle`), which frees its sampling allowance.
+page of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. A
+trajectory that crosses from a worker is taken over by the trainer's ledger; when it ends there, the worker's ledger is
+told (`settle`), which frees its sampling allowance.
 
 A trajectory may be delivered twice. Only one of it is ever in flight: a copy is refused where it enters the books, so
 that it goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop
@@ -27,8 +27,8 @@ from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.layout import check_sequences
 from .committed_prompts import CommittedPrompts
 from .errors import LedgerImbalance
-from .processes.account import END_STATES, OTHER_REASONS, Account, EndState
-from .repetitions import bits, mask_in, mask_of, masks_in, noted
+from .processes.shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
+from .repetition_sets import iter_bits, mask_in, mask_of, masks_in, set_mask
 from .waiting import Waiters
 
 __all__ = ["Balance", "CheckpointHearer", "EndState", "Ledger", "Origin"]
@@ -91,12 +91,12 @@ class _Pace:
 class Ledger:
     """The books of one process."""
 
-    def __init__(self, account: Account | None = None, *, admits_on_end: bool = False) -> None:
+    def __init__(self, account: SharedCounters | None = None, *, admits_on_end: bool = False) -> None:
         self._account = account
         """Where a worker's counters are mirrored for its parent."""
         self._admits_on_end = admits_on_end
         """Whether trajectories may end that nobody admitted: where stages run without a pipeline around them."""
-        self._accounts: list[Account] = []
+        self._accounts: list[SharedCounters] = []
         """The workers' counters, in the trainer's process."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
@@ -146,7 +146,7 @@ class Ledger:
             )
         new, _ = self._enter(group, mask)
         self._admit(new.bit_count())
-        noted(self._begun, group, self._begun.get(group, 0) | new)
+        set_mask(self._begun, group, self._begun.get(group, 0) | new)
         return new.bit_count()
 
     def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
@@ -167,7 +167,7 @@ class Ledger:
             new, copies = self._enter(group, mask, begun)
             self._admit((new | copies).bit_count())
             if begun:
-                noted(self._begun, group, begun & ~mask)
+                set_mask(self._begun, group, begun & ~mask)
             if copies:
                 self._reject_copies(group, copies)
                 refused |= copies
@@ -176,7 +176,7 @@ class Ledger:
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
         """In a source's process: `record` was not sent, or leaves a part of the source. It may be handed over again."""
         for group, mask in _masks(record):
-            noted(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
+            set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
     def succeed(self, count: int = 1) -> None:
         """In a source's process: count rollouts that succeeded. A success ends a row of failures."""
@@ -236,12 +236,12 @@ class Ledger:
 
     # -- between processes -------------------------------------------------------------------------------------------
 
-    def open_account(self, account: Account) -> None:
+    def open_account(self, account: SharedCounters) -> None:
         """In the trainer's process: add a worker's counters to the books."""
         self._accounts.append(account)
 
     def take_over(
-        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, account: Account | None = None
+        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, account: SharedCounters | None = None
     ) -> int:
         """Take a record into these books that came from another process.
 
@@ -274,7 +274,7 @@ class Ledger:
                     origin(group, copies, "rejected", self.step)
         return refused
 
-    def close_account(self, account: Account, reason: str) -> int:
+    def close_account(self, account: SharedCounters, reason: str) -> int:
         """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
         if account not in self._accounts:
             return 0
@@ -436,9 +436,9 @@ class Ledger:
             self._account.admit(count)
 
     def _remove(self, group: GroupId, mask: int) -> None:
-        noted(self._open, group, self._open[group] & ~mask)
+        set_mask(self._open, group, self._open[group] & ~mask)
         if group in self._begun:
-            noted(self._begun, group, self._begun[group] & ~mask)
+            set_mask(self._begun, group, self._begun[group] & ~mask)
         self._in_flight -= mask.bit_count()
 
     def _expect_in_flight(self, group: GroupId, mask: int, state: EndState) -> None:
@@ -528,4 +528,4 @@ def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Colle
 
 
 def _name(group: GroupId, mask: int) -> str:
-    return f"{group.env}/{group.instance_id} repetitions {list(bits(mask))}"
+    return f"{group.env}/{group.instance_id} repetitions {list(iter_bits(mask))}"

@@ -142,7 +142,7 @@ class NumberMasks:
         """Return how many numbers have a mask."""
         above = 0 if self._above is None else self._above.count()
         return (above << BLOCK_BITS) + sum(
-            bits.bit_count() for block in self._blocks.values() for bits in block.values()
+            iter_bits.bit_count() for block in self._blocks.values() for iter_bits in block.values()
         )
 
     def copy(self) -> NumberMasks:

@@ -12,7 +12,7 @@ from .statistics import Report
 __all__ = ["END_OF_STREAM", "SWALLOWED", "check_outcome"]
 
 END_OF_STREAM = "end of stream"
-"""`Report.ended_by` of a run whose stages all returned by themselves, with nothing left between them."""
+"""`Report.stop_reason` of a run whose stages all returned by themselves, with nothing left between them."""
 
 SWALLOWED = "swallowed by "
 """Begins the reason of what is lost because a stage received it and neither sent nor dropped it."""
@@ -26,15 +26,15 @@ def check_outcome(report: Report, step: int) -> None:
         NothingTrained: the sink received nothing, and nothing was trained in a run that this one goes on from. What a
             sink does with what it received is its own business, as long as it says so in the ledger.
     """
-    if report.ended_by != END_OF_STREAM:
+    if report.stop_reason != END_OF_STREAM:
         return
-    swallowed = {
+    unaccounted = {
         reason.removeprefix(SWALLOWED): count
         for reason, count in report.balance.reasons["lost"].items()
         if reason.startswith(SWALLOWED)
     }
-    if swallowed:
-        names = " and ".join(f"{name} ({count} trajectories)" for name, count in swallowed.items())
+    if unaccounted:
+        names = " and ".join(f"{name} ({count} trajectories)" for name, count in unaccounted.items())
         raise RecordsSwallowed(
             f"expected every stage to send or drop what it receives, got nothing more of what these received: {names}. "
             f"Is `await` missing before outbox.send(record)? A stage says what it leaves out with drop(record, "

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from ..schemas import GroupId
 from .context import Context
 from .errors import InvalidPipeline, RunInUse
-from .link import Link
 from .os_errors import explaining_os_errors
+from .stage_node import StageNode
 from .telemetry import JsonlMetrics, get_logger
 
 __all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "kept_in", "resumed"]
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 @contextmanager
-def kept_in(folder: Path, links: Sequence[Link], context: Context) -> Iterator[tuple[Link, ...]]:
+def kept_in(folder: Path, links: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
     """Within the body the run has `folder` for itself: gives the stages to run, as they go on. Blocks.
 
     Ledger and metrics go on too.
@@ -140,7 +140,7 @@ def _lock(fd: int, folder: Path) -> None:
         ) from None
 
 
-def _opened(folder: Path, links: Sequence[Link]) -> tuple[tuple[Link, ...], ResumePoint]:
+def _opened(folder: Path, links: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
     *before, last = links
     if not isinstance(last.stage, WithCheckpoints):
         raise InvalidPipeline(
@@ -153,7 +153,7 @@ def _opened(folder: Path, links: Sequence[Link]) -> tuple[tuple[Link, ...], Resu
     return (*resumed(before, point), replace(last, stage=sink)), point
 
 
-def resumed(links: Sequence[Link], point: ResumePoint) -> tuple[Link, ...]:
+def resumed(links: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
     """Return the same links, with the stages of a resumed run."""
     return tuple(replace(link, stage=_stage_resumed(link.stage, point)) for link in links)
 

@@ -15,21 +15,21 @@ from typing import Any
 
 import anyio
 
-from .causes import alone, sole_cause
 from .channels.channel import MEMORY_CAPACITY, SendChannel
 from .channels.memory import memory_channel
 from .context import Context, entered
+from .edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from .errors import PeerClosed, RolloutsFailed, StageFailed
+from .exception_groups import alone, single_exception
 from .failure_streak import FailureStreak
-from .joint import Inbox, Joint, Outbox, Passage
 from .ledger import Ledger
-from .link import Link
 from .outcome import END_OF_STREAM, SWALLOWED
 from .processes.placement import Here, Processes
-from .processes.worker_books import RUN_ENDED
+from .processes.worker_accounting import RUN_ENDED
 from .processes.workers import Workers
+from .stage_node import StageNode
 from .statistics import PipelineStatistics, StageState, StageStatistics
-from .telemetry import get_logger, telling_waits
+from .telemetry import get_logger, report_waits
 
 __all__ = ["Run"]
 
@@ -44,10 +44,10 @@ class _Outlet:
             await outbox.send(record)
 
 
-class _Part:
+class _StageTask:
     """One stage while it runs."""
 
-    def __init__(self, link: Link, context: Context, run: Run) -> None:
+    def __init__(self, link: StageNode, context: Context, run: Run) -> None:
         self.link = link
         self.context = Context(
             context.ledger,
@@ -59,11 +59,11 @@ class _Part:
         """Of its own, for what the stage drops is counted there."""
         self.state: StageState = "not started"
         self.scope = anyio.CancelScope()
-        self.before: Joint | None = None
+        self.before: Edge | None = None
         """What it receives from; None for a source."""
-        self.after: Joint | None = None
+        self.after: Edge | None = None
         """What it sends to; None for a sink."""
-        self.outbox: Outbox[Any] | None = None
+        self.outbox: CountingSendChannel[Any] | None = None
         self.workers: Workers | None = None
         """Its processes, where it does not run here."""
 
@@ -111,7 +111,7 @@ class _Part:
         return ""
 
     @property
-    def swallowed(self) -> int:
+    def unaccounted(self) -> int:
         """Trajectories that it received, and neither sent nor dropped."""
         received = self.before.passage.trajectories if self.before else 0
         sent = self.after.passage.trajectories if self.after else 0
@@ -121,14 +121,14 @@ class _Part:
 class Run:
     """A chain of stages while it runs, and what can be said of it afterwards."""
 
-    def __init__(self, links: Sequence[Link], context: Context, outbox: SendChannel[Any] | None = None) -> None:
+    def __init__(self, links: Sequence[StageNode], context: Context, outbox: SendChannel[Any] | None = None) -> None:
         if outbox is not None and links[-1].remote:
-            links = [*links, Link(_Outlet(), "outlet", Here())]
+            links = [*links, StageNode(_Outlet(), "outlet", Here())]
         self._context = context
         self._outbox = outbox
         """Where the last stage sends, when the chain is a fragment without a sink."""
-        self._parts = [_Part(link, context, self) for link in links]
-        self._joints: list[Joint] = []
+        self._parts = [_StageTask(link, context, self) for link in links]
+        self._joints: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | None = None
         self._streak = FailureStreak()
         self._open_error: Exception | None = None
@@ -138,7 +138,7 @@ class Run:
         """Around the opening of the channels."""
         self._stopped_by = ""
         """What the run was told to stop by; empty where it was not."""
-        self._inbox: Inbox[Any] | None = None
+        self._inbox: StoppableReceiveChannel[Any] | None = None
         """What the sink receives from."""
         self._ran_dry = False
         """Whether every stage returned by itself and nothing was left between them."""
@@ -164,7 +164,7 @@ class Run:
             if self._opening.cancel_called:
                 return
             channels.enter_context(self._context.ledger.calling_on_end(self._context.flush.look))
-            channels.callback(self._conclude)  # while the channels are still open
+            channels.callback(self._finish)  # while the channels are still open
             with alone():
                 async with anyio.create_task_group() as tasks:
                     self._cancel = tasks.cancel_scope.cancel
@@ -187,7 +187,7 @@ class Run:
         for part in self._parts[:-1]:
             part.scope.cancel()
 
-    async def _attend(self, part: _Part) -> None:
+    async def _attend(self, part: _StageTask) -> None:
         """Run one stage, and end what its end brings with it."""
         part.state = "running"
         try:
@@ -203,12 +203,12 @@ class Run:
             self._release_upstream(part)
             await _close_ends(part)
 
-    def _telling_waits(self, part: _Part) -> AbstractContextManager[None]:
+    def _telling_waits(self, part: _StageTask) -> AbstractContextManager[None]:
         if part.workers is not None:
             return nullcontext()
-        return telling_waits(self._context.metrics, part.link.name, part.waited)
+        return report_waits(self._context.metrics, part.link.name, part.waited)
 
-    async def _body(self, part: _Part) -> None:
+    async def _body(self, part: _StageTask) -> None:
         if part.workers is not None:
             await part.workers.run(part.before.inbox if part.before else None)
         elif part.before is None:
@@ -228,11 +228,11 @@ class Run:
                 self._failure = error
                 self._cancel()
 
-    def _note_failure(self, part: _Part, error: Exception) -> None:
+    def _note_failure(self, part: _StageTask, error: Exception) -> None:
         if _is_only(error, PeerClosed) and self._is_over_after(part):
             return
         part.state = "failed"
-        cause = sole_cause(error)
+        cause = single_exception(error)
         if self._stopped_by and part is not self._parts[-1]:
             log.warning("stage_failed_while_stopping", stage=part.link.name, error=_line(cause))
             return
@@ -246,12 +246,12 @@ class Run:
             log.warning("stage_failed_too", stage=part.link.name, error=_line(cause))
         self._cancel()
 
-    def _is_over_after(self, part: _Part) -> bool:
+    def _is_over_after(self, part: _StageTask) -> bool:
         """Whether the stage after `part` receives nothing any more, so that `part` need not send."""
         position = self._parts.index(part)
         return any(later.over for later in self._parts[position + 1 :])
 
-    def _release_upstream(self, part: _Part) -> None:
+    def _release_upstream(self, part: _StageTask) -> None:
         """Nobody will receive what the stages before `part` send. One that has closed its end may stay for the sink.
 
         When that has returned, it may stay on if it has said so (`Context.on_sink_returned`).
@@ -264,7 +264,7 @@ class Run:
             elif part is self._parts[-1] or not closed:
                 earlier.scope.cancel()
 
-    def _conclude(self) -> None:
+    def _finish(self) -> None:
         """Every stage has ended: note how things stand, and what workers still hold is lost."""
         channels = [joint.inbox.statistics() for joint in self._joints]
         empty = all(channel.sent == channel.received for channel in channels)
@@ -284,32 +284,32 @@ class Run:
             before.outbox = joint.outbox
             self._joints.append(joint)
         if self._outbox is None:
-            self._inbox = Inbox(self._joints[-1].inbox)
+            self._inbox = StoppableReceiveChannel(self._joints[-1].inbox)
         if self._outbox is not None:
             last = self._parts[-1]
-            passage = Passage(self._admits_to(last), leaves=self._context.ledger)
-            last.outbox = Outbox(self._outbox.clone(), passage)
+            passage = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
+            last.outbox = CountingSendChannel(self._outbox.clone(), passage)
             channels.push_async_callback(last.outbox.close_all)
 
-    async def _open(self, before: _Part, after: _Part, channels: AsyncExitStack) -> Joint:
-        passage = Passage(self._admits_to(before))
+    async def _open(self, before: _StageTask, after: _StageTask, channels: AsyncExitStack) -> Edge:
+        passage = EdgeCounter(self._admits_to(before))
         if isinstance(before.link.on, Processes):
             inbox = await channels.enter_async_context(self._staffed(before, before.link.on, after, passage).serve())
-            return Joint(before.link.name, after.link.name, inbox, passage, None)
+            return Edge(before.link.name, after.link.name, inbox, passage, None)
         capacity = 1 if after.link.remote else after.link.capacity or MEMORY_CAPACITY
         sender, receiver = memory_channel[Any](capacity, after.link.capacity_bytes)
         channels.callback(receiver.close)
-        outbox = Outbox(sender, passage)
+        outbox = CountingSendChannel(sender, passage)
         channels.push_async_callback(outbox.close_all)
-        return Joint(before.link.name, after.link.name, receiver, passage, outbox)
+        return Edge(before.link.name, after.link.name, receiver, passage, outbox)
 
-    def _staffed(self, part: _Part, on: Processes, after: _Part, passage: Passage) -> Workers:
+    def _staffed(self, part: _StageTask, on: Processes, after: _StageTask, passage: EdgeCounter) -> Workers:
         first = part is self._parts[0]
         before = None if first else self._parts[self._parts.index(part) - 1].link
         part.workers = Workers(part.link, on, part.context, passage, before=before, after=after.link)
         return part.workers
 
-    def _admits_to(self, part: _Part) -> Ledger | None:
+    def _admits_to(self, part: _StageTask) -> Ledger | None:
         return self._context.ledger if part is self._parts[0] else None
 
     # -- afterwards, and meanwhile -----------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Run:
         )
 
     @property
-    def ended_by(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run ended, for people."""
         if self._failure is not None:
             return str(self._failure).partition("\n")[0]
@@ -335,18 +335,18 @@ class Run:
         returned = [part.link.name for part in self._parts if part.state == "returned"]
         return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
 
-    def nothing_before(self, part: _Part) -> bool:
+    def nothing_before(self, part: _StageTask) -> bool:
         """Whether every trajectory in flight is in `part` or behind it, channels included."""
         ledger = self._context.ledger
-        held = sum(each.swallowed for each in self._parts[self._parts.index(part) :])
+        held = sum(each.unaccounted for each in self._parts[self._parts.index(part) :])
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
-    def fate(self, ledger: Ledger) -> str:
+    def loss_reason(self, ledger: Ledger) -> str:
         """The reason for which trajectories are lost that are in flight when the run has ended."""
         if not self._ran_dry:
             return RUN_ENDED
         sink = self._parts[-1]
-        taken = {part: part.swallowed for part in self._parts[1:]}
+        taken = {part: part.unaccounted for part in self._parts[1:]}
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
         taken[self._parts[0]] = max(0, ledger.in_flight - sum(taken.values()))
         names = [part.link.name for part in self._parts if taken[part]]
@@ -357,7 +357,7 @@ def _nothing() -> None:
     """Nothing runs yet, so there is nothing to cancel."""
 
 
-async def _close_ends(part: _Part) -> None:
+async def _close_ends(part: _StageTask) -> None:
     """A stage has returned: what it feeds ends, and what feeds it is refused.
 
     Not where it raised or was cancelled: the stage after it would take that for the end of the stream.

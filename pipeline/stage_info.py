@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from .link import Link
+    from .stage_node import StageNode
 
 __all__ = ["DescribesItself", "HasTokenizer", "StageInfo", "info_of", "tokenizer_of"]
 
@@ -49,7 +49,7 @@ class StageInfo:
     that is not known; None that it uses none."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
-    links: tuple[Link, ...] = ()
+    links: tuple[StageNode, ...] = ()
     """The stages of a fragment, each with where it runs."""
 
 

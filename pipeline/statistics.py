@@ -10,7 +10,7 @@ from .channels.channel import ChannelStatistics
 from .ledger import Balance
 
 __all__ = [
-    "JointStatistics",
+    "EdgeStatistics",
     "PipelineStatistics",
     "Report",
     "StageState",
@@ -63,7 +63,7 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Its processes; none where it runs here."""
 
 
-class JointStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class EdgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What lies between two stages."""
 
     upstream: str
@@ -77,13 +77,13 @@ class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Every stage and every joint, source first; both are empty before the first run."""
 
     stages: tuple[StageStatistics, ...]
-    joints: tuple[JointStatistics, ...]
+    joints: tuple[EdgeStatistics, ...]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to."""
 
-    ended_by: str
+    stop_reason: str
     """`end of stream`, `SinkTrainer returned`, `stopped by SIGTERM`, `cancelled`, or the failure in a line:
     `opening failed: …` where no stage had begun."""
     seconds: float

@@ -13,7 +13,9 @@ def stop_message(report: Report, folder: str | Path | None) -> str:
     """Return the lines for people about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""
     return "\n".join(
         [
-            f"the run was {report.ended_by}" if report.ended_by.startswith("stopped") else f"ended: {report.ended_by}",
+            f"the run was {report.stop_reason}"
+            if report.stop_reason.startswith("stopped")
+            else f"ended: {report.stop_reason}",
             f"  after {report.seconds:.0f} s; {_counts(report)}",
             f"  checkpoint: {report.checkpoint or _no_checkpoint(folder)}",
             f"  to resume: {_to_resume(report, folder)}",

@@ -24,8 +24,8 @@ from typing import Any
 
 import anyio
 
-from .causes import all_of
 from .errors import RunStopped
+from .exception_groups import all_of
 
 __all__ = ["STOP_TIMEOUT_S", "StopRequest", "say", "stop_request"]
 

@@ -25,14 +25,14 @@ from .appending import append_whole
 from .os_errors import explaining_os_errors
 
 __all__ = [
-    "Absorbing",
     "JsonlMetrics",
     "MetricSink",
     "Metrics",
+    "MetricsReceiver",
+    "WaitAggregator",
     "Waited",
-    "WaitsHeard",
     "get_logger",
-    "telling_waits",
+    "report_waits",
 ]
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
@@ -139,7 +139,7 @@ class Metrics:
             self.observers.remove(observe)
 
     def take(self) -> Observations:
-        """Everything observed since the last `take` or `emit`, for the `absorb` of another process."""
+        """Everything observed since the last `take` or `emit`, for the `merge` of another process."""
         for observe in self.observers:
             observe()
         means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
@@ -147,7 +147,7 @@ class Metrics:
         self._means, self._totals, self._maxima, self._minima = {}, {}, {}, {}
         return taken
 
-    def absorb(self, observed: Observations) -> None:
+    def merge(self, observed: Observations) -> None:
         """Add what another process observed."""
         for name, (weighted, weight) in observed.means.items():
             sums = self._means.setdefault(name, [0.0, 0.0])
@@ -209,7 +209,7 @@ Waited: TypeAlias = Callable[[], tuple[float, float]]
 
 
 @contextmanager
-def telling_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
+def report_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
     """Within the body, `metrics` tell how long `stage` has waited: `wait_s/<stage>/records` and `…/credit`."""
     told = waited()
 
@@ -228,28 +228,28 @@ def _names_of_waits(stage: str) -> tuple[str, str]:
     return f"wait_s/{stage}/records", f"wait_s/{stage}/credit"
 
 
-class Absorbing(Protocol):
+class MetricsReceiver(Protocol):
     """Takes in what other processes observed."""
 
-    def absorb(self, observed: Observations) -> None:
+    def merge(self, observed: Observations) -> None:
         """Add what another process observed."""
         ...
 
 
-class WaitsHeard:
+class WaitAggregator:
     """Passes on what the workers of one stage observed, and sums up how long they have waited."""
 
-    def __init__(self, metrics: Absorbing, stage: str) -> None:
+    def __init__(self, metrics: MetricsReceiver, stage: str) -> None:
         self._metrics = metrics
         self._names = _names_of_waits(stage)
         self.waited = (0.0, 0.0)
         """Seconds in all that were told so far, workers added up: for records, and for credit."""
 
-    def absorb(self, observed: Observations) -> None:
+    def merge(self, observed: Observations) -> None:
         """Add what a worker observed."""
         records, credit = (observed.totals.get(name, 0.0) for name in self._names)
         self.waited = (self.waited[0] + records, self.waited[1] + credit)
-        self._metrics.absorb(observed)
+        self._metrics.merge(observed)
 
 
 class JsonlMetrics:

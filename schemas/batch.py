@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .buffer_pool import Buffer, BufferPool
 from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
 from .ids import GroupId, TrajectoryId
-from .layout import Form, Length, Lengths, Part, Schema
+from .layout import AxisSizes, BundleEntry, ColumnLayout, Length, Schema
 from .numbers import whole_number
-from .recycled import Block, Recycled
 
 __all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
 
@@ -47,7 +47,7 @@ class PackedGroup(NamedTuple):
         return GroupId(self.env, self.instance_id)
 
     @classmethod
-    def decode(cls, parts: Sequence[Part]) -> list[PackedGroup]:
+    def decode(cls, parts: Sequence[BundleEntry]) -> list[PackedGroup]:
         """From the headers of groups.
 
         Raises:
@@ -339,10 +339,10 @@ class Packer:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""
-        self._plan = _Plan.of(Form([]), 0, 0)
+        self._plan = _Plan.of(ColumnLayout([]), 0, 0)
         """Where the columns of the batch lie; while it is empty, those of the batch before it."""
-        self._memory = Recycled()
-        self._block: Block | None = None
+        self._memory = BufferPool()
+        self._block: Buffer | None = None
         """Where the columns over tokens lie; None while the batch is empty."""
         self._chunks: list[list[bytes]] = []
         """Of each column over sequences: what every group has of it. They are small, and joined in `pack`."""
@@ -372,7 +372,7 @@ class Packer:
         """Whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
-    def room(self, form: Form, candidates: int, ends: Sequence[int], first: int = 0) -> int:
+    def room(self, form: ColumnLayout, candidates: int, ends: Sequence[int], first: int = 0) -> int:
         """How many of some groups of this form have room, from number `first` on: group i ends at token `ends[i + 1]`.
 
         None where their columns are not those of the groups before them.
@@ -387,15 +387,20 @@ class Packer:
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        form, lengths, plain = GROUP_SCHEMA.laid_out(group)
+        form, lengths, contiguous = GROUP_SCHEMA.laid_out(group)
         ends = (0, lengths.tokens)
         if not self.room(form, lengths.candidates, ends):
             raise self._refusal(group, form, lengths)
         packed = PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta)
-        self.copy(form, lengths.candidates, plain, [packed], ends)
+        self.copy(form, lengths.candidates, contiguous, [packed], ends)
 
     def copy(
-        self, form: Form, candidates: int, columns: Iterable[Any], groups: list[PackedGroup], ends: Sequence[int]
+        self,
+        form: ColumnLayout,
+        candidates: int,
+        columns: Iterable[Any],
+        groups: list[PackedGroup],
+        ends: Sequence[int],
     ) -> None:
         """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other.
 
@@ -441,7 +446,7 @@ class Packer:
         self._chunks, self._groups, self._starts, self._by_token, self._tokens = [], [], [], [], 0
         return batch
 
-    def _open(self, form: Form, candidates: int) -> Block:
+    def _open(self, form: ColumnLayout, candidates: int) -> Buffer:
         if not self._plan.suits(form, candidates):
             self._plan = _Plan.of(form, candidates, self.max_tokens)
         try:
@@ -456,7 +461,7 @@ class Packer:
         self._chunks = [[] for _ in form.names]
         return self._block
 
-    def _refusal(self, group: TrajectoryGroup, form: Form, lengths: Lengths) -> InvalidRecord:
+    def _refusal(self, group: TrajectoryGroup, form: ColumnLayout, lengths: AxisSizes) -> InvalidRecord:
         if not self.fits(group):
             return InvalidRecord(
                 f"tokens: expected at most {self.max_tokens - self._tokens} more (of {self.max_tokens}), "
@@ -477,22 +482,22 @@ class Packer:
 class _Plan(NamedTuple):
     """Where the columns over tokens of a batch lie in its block."""
 
-    form: Form
+    form: ColumnLayout
     candidates: int
     nbytes: int
     targets: list[tuple[int, int, int] | None]
     """Of each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
 
     @classmethod
-    def of(cls, form: Form, candidates: int, max_tokens: int) -> _Plan:
-        layout = form.layout(Lengths(max_tokens, 0, candidates))
+    def of(cls, form: ColumnLayout, candidates: int, max_tokens: int) -> _Plan:
+        layout = form.layout(AxisSizes(max_tokens, 0, candidates))
         targets = [
             (index, first, candidates if name in form.shaped else 1) if name in TOKEN_COLUMNS else None
             for name, (index, first, _) in zip(form.names, layout.places, strict=True)
         ]
         return cls(form, candidates, layout.nbytes, targets)
 
-    def suits(self, form: Form, candidates: int) -> bool:
+    def suits(self, form: ColumnLayout, candidates: int) -> bool:
         """Whether it is a plan for columns of that form."""
         return (form is self.form or form.names == self.form.names) and candidates == self.candidates
 

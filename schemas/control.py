@@ -19,31 +19,31 @@ from .tokenizer import TokenizerIdentity
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "Accept",
+    "Close",
+    "CloseAck",
     "Closed",
+    "Connect",
+    "CreditGrant",
+    "CreditRequest",
     "DeviceHandle",
     "EndOfWeights",
-    "Ended",
-    "Farewell",
-    "Goodbye",
-    "Hello",
     "Leaving",
     "Message",
     "NewVersion",
-    "Observed",
-    "Offer",
+    "Outcomes",
     "Pause",
     "PauseAck",
     "Publish",
     "Ready",
-    "Refused",
-    "Release",
+    "Reject",
     "Resume",
+    "SegmentOffer",
     "SenderMessage",
     "Subscribe",
+    "Telemetry",
     "ViewsInUse",
-    "Wanting",
     "Weights",
-    "Welcome",
     "check_name",
     "decode",
     "decode_of_sender",
@@ -95,11 +95,11 @@ class _Named(_Message, frozen=True):
 # -- at the door ---------------------------------------------------------------------------------------------------
 
 
-class Hello(_Named, frozen=True):
+class Connect(_Named, frozen=True):
     """A sender asks to be let in."""
 
     version: int
-    carrier: str
+    transport: str
     """shm or tcp."""
     kind: str
     """What it will send: "group" or "batch"."""
@@ -112,7 +112,7 @@ class Hello(_Named, frozen=True):
     """What made the token ids that it will send; none where it does not say."""
 
 
-class Welcome(_Named, frozen=True):
+class Accept(_Named, frozen=True):
     """The receiver lets it in, and says what it may use."""
 
     version: int
@@ -132,7 +132,7 @@ class Welcome(_Named, frozen=True):
     """Whether it counts senders by name, and waits until each has said that it is done."""
 
 
-class Refused(_Message, frozen=True):
+class Reject(_Message, frozen=True):
     """The receiver does not let it in."""
 
     error: str
@@ -140,7 +140,7 @@ class Refused(_Message, frozen=True):
     reason: str
 
 
-class Offer(_Message, frozen=True):
+class SegmentOffer(_Message, frozen=True):
     """A sender hands over its segment; the file descriptor travels with this message."""
 
     slots: int
@@ -162,11 +162,11 @@ class Publish(_Message, frozen=True):
     descriptors: Annotated[tuple[Descriptor, ...], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
 
 
-class Wanting(_Message, frozen=True):
+class CreditRequest(_Message, frozen=True):
     """What credit the receiver holds back shall come now: the next record has no bytes, or somebody looks."""
 
 
-class Observed(_Message, frozen=True):
+class Telemetry(_Message, frozen=True):
     """What the sending process has observed: an encoded `telemetry.Observations`."""
 
     payload: bytes
@@ -178,7 +178,7 @@ that all is saved, and then says `done` · failed: the body of its `async with` 
 to come."""
 
 
-class Goodbye(_Message, frozen=True):
+class Close(_Message, frozen=True):
     """Nothing more comes on this connection; `sequence` is that of the sender's last record."""
 
     sequence: int
@@ -188,13 +188,13 @@ class Goodbye(_Message, frozen=True):
 # -- over ZeroMQ, receiver to sender -------------------------------------------------------------------------------
 
 
-class Release(_Message, frozen=True):
+class CreditGrant(_Message, frozen=True):
     """Credit: of which spans how many records more are done with, as (first slot, generation, records)."""
 
     spans: tuple[tuple[int, int, int], ...]
 
 
-class Ended(_Message, frozen=True):
+class Outcomes(_Message, frozen=True):
     """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit.
 
     "saved" is told of those that no other receiver needs: a checkpoint holds them, or they were dropped.
@@ -203,7 +203,7 @@ class Ended(_Message, frozen=True):
     entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]
 
 
-class Farewell(_Message, frozen=True):
+class CloseAck(_Message, frozen=True):
     """The receiver has everything up to the sender's goodbye."""
 
 
@@ -282,18 +282,18 @@ class EndOfWeights(_Message, frozen=True):
 
 
 Message = (
-    Hello
-    | Welcome
-    | Refused
-    | Offer
+    Connect
+    | Accept
+    | Reject
+    | SegmentOffer
     | Ready
     | Publish
-    | Wanting
-    | Observed
-    | Goodbye
-    | Release
-    | Ended
-    | Farewell
+    | CreditRequest
+    | Telemetry
+    | Close
+    | CreditGrant
+    | Outcomes
+    | CloseAck
     | Closed
     | Subscribe
     | Weights
@@ -310,7 +310,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 _decode: Callable[[bytes | memoryview], Message] = msgspec.msgpack.Decoder(Message).decode
 
-SenderMessage: TypeAlias = Publish | Wanting | Observed | Goodbye
+SenderMessage: TypeAlias = Publish | CreditRequest | Telemetry | Close
 """What a sender says over ZeroMQ."""
 
 _decode_of_sender: Callable[[bytes | memoryview], SenderMessage] = msgspec.msgpack.Decoder(SenderMessage).decode

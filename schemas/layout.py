@@ -3,7 +3,7 @@
 A *schema* is what a kind of record may have (a table of rules). A *form* is which of these columns one record has, with
 their dtypes and axes; a run knows a handful of forms, so each is checked once. A *layout* is a form with the lengths of
 its axes: where each column begins and ends. The columns lie one after another, each on a cache line of its own, and
-behind them the `Contents`, which name form and lengths (docs/decisions/0002).
+behind them the `BundleHeader`, which name form and lengths (docs/decisions/0002).
 
 Several records of one form may lie together, as a *bundle*: then a column holds what the first record has of it, then
 what the second has, and so on (docs/decisions/0005).
@@ -29,14 +29,14 @@ from .ids import MAX_REPETITION_ID
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
+    "AxisSizes",
+    "BundleEntry",
+    "BundleHeader",
+    "ColumnLayout",
     "Columned",
-    "Contents",
-    "Form",
     "Items",
     "Layout",
     "Length",
-    "Lengths",
-    "Part",
     "Place",
     "Schema",
     "aligned",
@@ -63,7 +63,7 @@ MOST_CANDIDATES = 2**20
 """Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
 
 AXES = ("N", "S", "F", "NK")
-"""In the order in which `Lengths.items` counts them."""
+"""In the order in which `AxisSizes.items` counts them."""
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
@@ -89,7 +89,7 @@ Items: TypeAlias = tuple[int, int, int, int]
 """Entries of a column over each of `AXES`."""
 
 
-class Lengths(NamedTuple):
+class AxisSizes(NamedTuple):
     """How long the axes of a record are, or of several that lie together."""
 
     tokens: int
@@ -107,7 +107,7 @@ class Lengths(NamedTuple):
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Part(NamedTuple):
+class BundleEntry(NamedTuple):
     """One record of a bundle: how long its axes are, and all of it that is not a column."""
 
     tokens: Length
@@ -115,24 +115,24 @@ class Part(NamedTuple):
     header: bytes
 
 
-class Contents(NamedTuple):
+class BundleHeader(NamedTuple):
     """What lies behind the columns of a bundle: what they are, and whose."""
 
     kind: str
     form: bytes
-    """A `Form`, encoded."""
+    """A `ColumnLayout`, encoded."""
     candidates: Length
     """Teacher candidates a token."""
-    parts: tuple[Part, ...]
+    parts: tuple[BundleEntry, ...]
     """The records, in order."""
 
     @classmethod
-    def alone(cls, kind: str, form: Form, lengths: Lengths, header: bytes) -> Contents:
+    def alone(cls, kind: str, form: ColumnLayout, lengths: AxisSizes, header: bytes) -> BundleHeader:
         """Of a record that shares its columns with no other."""
-        return cls(kind, form.encoded, lengths.candidates, (Part(lengths.tokens, lengths.sequences, header),))
+        return cls(kind, form.encoded, lengths.candidates, (BundleEntry(lengths.tokens, lengths.sequences, header),))
 
     @classmethod
-    def decode(cls, encoded: bytes | memoryview) -> Contents:
+    def decode(cls, encoded: bytes | memoryview) -> BundleHeader:
         """The contents again.
 
         Raises:
@@ -143,16 +143,16 @@ class Contents(NamedTuple):
         except UNREADABLE as error:
             raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> AxisSizes:
         """How long the axes of all records are together."""
         parts = self.parts
-        return Lengths(
+        return AxisSizes(
             sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.candidates, len(parts)
         )
 
 
 encode_contents = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Contents).decode
+_decode = msgspec.msgpack.Decoder(BundleHeader).decode
 
 FormColumn: TypeAlias = tuple[str, str, str]
 """Name, dtype, axes."""
@@ -172,7 +172,7 @@ class Layout(NamedTuple):
     places: tuple[Place, ...]
 
 
-class Form:
+class ColumnLayout:
     """Which columns a record has, in order, with their dtypes and axes."""
 
     __slots__ = (
@@ -206,9 +206,9 @@ class Form:
         """Of each column: these very objects."""
         self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
         """Bytes of an item of all columns over each of `AXES`."""
-        self._layouts: dict[Lengths, Layout] = {}
+        self._layouts: dict[AxisSizes, Layout] = {}
 
-    def layout(self, lengths: Lengths) -> Layout:
+    def layout(self, lengths: AxisSizes) -> Layout:
         """Where columns of these lengths lie.
 
         Raises:
@@ -221,7 +221,7 @@ class Form:
             layout = self._layouts[lengths] = self._lay_out(lengths)
         return layout
 
-    def _lay_out(self, lengths: Lengths) -> Layout:
+    def _lay_out(self, lengths: AxisSizes) -> Layout:
         if min(lengths) < 0:
             raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
         items = lengths.items()
@@ -232,7 +232,7 @@ class Form:
             offset = aligned(offset + size * _ITEM_BYTES[index])
         return Layout(offset, tuple(places))
 
-    def nbytes(self, lengths: Lengths) -> int:
+    def nbytes(self, lengths: AxisSizes) -> int:
         """Bytes of columns of these lengths, without what aligns them."""
         tokens, sequences, offsets, candidates = lengths.items()
         by_token, by_sequence, by_offset, by_candidate = self._weights
@@ -261,7 +261,7 @@ class Form:
         typed = [payload.view(dtype) for dtype in DTYPES]
         return self._shape([typed[index][first:last] for index, first, last in places], candidates)
 
-    def check_numbers(self, columns: Sequence[Any], parts: Sequence[Part]) -> None:
+    def check_numbers(self, columns: Sequence[Any], parts: Sequence[BundleEntry]) -> None:
         """Hold what counts and leads elsewhere, of `parts` one behind the other, to what it is used for.
 
         Raises:
@@ -293,8 +293,8 @@ class Form:
             columns[name] = columns[name].reshape(len(columns["tokens"]), candidates)
         return columns
 
-    def plain(self, lengths: Lengths, columns: Iterable[Any]) -> bool:
-        """Whether columns have one axis and are what this form and `lengths` say; `Schema.plain` makes them so.
+    def contiguous(self, lengths: AxisSizes, columns: Iterable[Any]) -> bool:
+        """Whether columns have one axis and are what this form and `lengths` say; `Schema.contiguous` makes them so.
 
         A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
         """
@@ -303,13 +303,13 @@ class Form:
             for column, dtype, shape in zip(columns, self.dtypes, self.shapes(lengths), strict=True)
         )
 
-    def shapes(self, lengths: Lengths) -> tuple[tuple[int], ...]:
+    def shapes(self, lengths: AxisSizes) -> tuple[tuple[int], ...]:
         """Of each column, where all have one axis."""
         tokens, sequences, candidates, records = lengths
         by_axis = (tokens,), (sequences,), (sequences + records,), (tokens * candidates,)
         return tuple(map(by_axis.__getitem__, self.axes))
 
-    def frames(self, lengths: Lengths, frames: Sequence[memoryview]) -> dict[str, Array]:
+    def frames(self, lengths: AxisSizes, frames: Sequence[memoryview]) -> dict[str, Array]:
         """The columns from a buffer each; without copying where they begin on a whole item.
 
         Raises:
@@ -354,12 +354,12 @@ _Getter: TypeAlias = Callable[[Columned], tuple[Any, ...]]
 _ARRAYS = {np.ndarray}
 
 
-class _Usual:
+class _LayoutCache:
     """What a record was like that could be copied as it is. Most are alike but for their lengths."""
 
     __slots__ = ("_added", "_columns", "_counts", "_form", "_look", "_names", "_parts", "_seen", "_shapes")
 
-    def __init__(self, form: Form, parts: Sequence[str], absent: Sequence[str]) -> None:
+    def __init__(self, form: ColumnLayout, parts: Sequence[str], absent: Sequence[str]) -> None:
         """Of this form, of which the last columns are reward `parts`; what is `absent` is None."""
         own = len(form.names) - len(parts)
         names = form.names[:own]
@@ -379,7 +379,7 @@ class _Usual:
         self._added = form.dtypes[own:]
         """Dtypes of the reward parts."""
 
-    def alike(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]] | None:
+    def alike(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]] | None:
         """What `Schema.laid_out` gives, where `record` is; else None."""
         try:
             if not all(map(is_, self._look(record), self._seen)):
@@ -409,7 +409,7 @@ class _Usual:
             + (sequences,) * len(parts)
             and not (self._form.versions_by_token and tokens == sequences)  # they count as by sequence
         ):
-            return self._form, Lengths(tokens[0], sequences[0], 0), columns
+            return self._form, AxisSizes(tokens[0], sequences[0], 0), columns
         return None
 
 
@@ -429,10 +429,10 @@ class Schema:
         self._typed: dict[tuple[type, ...], tuple[_Getter, tuple[np.dtype[Any], ...]]] = {}
         """By the types of those fields and of the reward parts: a getter of the dtypes of the fields that are arrays,
         and those dtypes."""
-        self._sent: dict[tuple[object, ...], Form] = {}
-        self._usual: _Usual | None = None
+        self._sent: dict[tuple[object, ...], ColumnLayout] = {}
+        self._usual: _LayoutCache | None = None
         """What the last record was like that was not like the one before it: most are alike."""
-        self._received: dict[bytes, Form] = {}
+        self._received: dict[bytes, ColumnLayout] = {}
 
     def __repr__(self) -> str:
         return f"<Schema {self.kind}: {len(self.rules)} columns, {len(self._sent)} and {len(self._received)} forms>"
@@ -451,24 +451,24 @@ class Schema:
             present |= {self._part_prefix + name: column for name, column in sorted(record.reward_parts.items())}
         return present
 
-    def laid_out(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
-        """The form and the lengths of a record, and its columns as they can be copied: as they are, or `plain`.
+    def laid_out(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
+        """The form and the lengths of a record, and its columns as they can be copied: as they are, or `contiguous`.
 
         Raises:
             InvalidRecord: naming the first column that breaks its rule.
         """
         return (self._usual and self._usual.alike(record)) or self._laid_out_anew(record)
 
-    def _laid_out_anew(self, record: Columned) -> tuple[Form, Lengths, Sequence[Array]]:
+    def _laid_out_anew(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
         columns = self.columns(record)
         form, lengths = self.measure(columns)
-        if not form.plain(lengths, columns.values()):
-            return form, lengths, self.plain(columns)
+        if not form.contiguous(lengths, columns.values()):
+            return form, lengths, self.contiguous(columns)
         absent = [name for name in self.rules if name not in columns]
-        self._usual = _Usual(form, sorted(record.reward_parts), absent)
+        self._usual = _LayoutCache(form, sorted(record.reward_parts), absent)
         return form, lengths, tuple(columns.values())
 
-    def measure(self, columns: Mapping[str, Array]) -> tuple[Form, Lengths]:
+    def measure(self, columns: Mapping[str, Array]) -> tuple[ColumnLayout, AxisSizes]:
         """The form and the lengths of a record that is to be sent, without looking at every column.
 
         Raises:
@@ -483,12 +483,12 @@ class Schema:
                 form = self._remember(self._sent, key, self._form_of(columns, sequences))
             candidates = columns[form.shaped[0]].shape[1] if form.shaped else 0
             self._check_candidates(form, candidates)
-            return form, Lengths(len(columns["tokens"]), sequences, candidates)
+            return form, AxisSizes(len(columns["tokens"]), sequences, candidates)
         except (AttributeError, IndexError, KeyError, TypeError):
             self.check(columns)
             raise
 
-    def plain(self, columns: Mapping[str, Array]) -> list[Array]:
+    def contiguous(self, columns: Mapping[str, Array]) -> list[Array]:
         """The columns as contiguous arrays of one axis and of the very dtypes that travel; copied where need be.
 
         Raises:
@@ -514,14 +514,14 @@ class Schema:
         check_sequences(lengths["F"] - 1)
         check_axes(columns, rules, lengths | {"S": lengths["F"] - 1})
 
-    def _form_of(self, columns: Mapping[str, Array], sequences: int) -> Form:
+    def _form_of(self, columns: Mapping[str, Array], sequences: int) -> ColumnLayout:
         self._check_complete(columns)
         named = []
         for name, column in columns.items():
             rule = self.rule(name)
             over_sequences = len(rule.axes) == 1 or len(column) == sequences
             named.append((name, rule.dtype, rule.axes[0 if over_sequences else 1]))
-        return Form(named)
+        return ColumnLayout(named)
 
     def check_types(self, record: Columned) -> None:
         """Check that the columns of a record are arrays of the right dtypes. Cheap: it looks at no shape and no value.
@@ -548,7 +548,7 @@ class Schema:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def received(self, contents: Contents) -> Form:
+    def received(self, contents: BundleHeader) -> ColumnLayout:
         """The form that a peer names.
 
         Raises:
@@ -562,7 +562,7 @@ class Schema:
         self._check_candidates(form, contents.candidates)
         return form
 
-    def _believed(self, encoded: bytes) -> Form:
+    def _believed(self, encoded: bytes) -> ColumnLayout:
         try:
             columns = _decode_form(encoded)
         except UNREADABLE as error:
@@ -576,7 +576,7 @@ class Schema:
             if code != rule.dtype.str or axes not in rule.axes:
                 expected = f"{rule.dtype.str} over {' or '.join(rule.axes)}"
                 raise InvalidRecord(f"{name}: expected {expected}, got {code} over {axes}")
-        return Form([(name, self.rule(name).dtype, axes) for name, _, axes in columns])
+        return ColumnLayout([(name, self.rule(name).dtype, axes) for name, _, axes in columns])
 
     # -- either ------------------------------------------------------------------------------------------------------
 
@@ -592,7 +592,7 @@ class Schema:
         return rule
 
     @staticmethod
-    def _check_candidates(form: Form, candidates: int) -> None:
+    def _check_candidates(form: ColumnLayout, candidates: int) -> None:
         most = MOST_CANDIDATES if form.shaped else 0
         if candidates > most:
             raise InvalidRecord(f"candidates: expected at most {most} a token in {form.names}, got {candidates}")
@@ -603,7 +603,7 @@ class Schema:
                 raise InvalidRecord(f"{name}: expected a column of {self.rules[name].dtype}, got none")
 
     @staticmethod
-    def _remember(forms: dict[Any, Form], key: object, form: Form) -> Form:
+    def _remember(forms: dict[Any, ColumnLayout], key: object, form: ColumnLayout) -> ColumnLayout:
         if len(forms) >= KNOWN_FORMS:
             forms.clear()
         if len(form.names) <= KNOWN_COLUMNS:

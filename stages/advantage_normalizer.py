@@ -15,17 +15,17 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
 from ..pipeline.context import current
 from ..pipeline.flush import FlushableInbox
 from ..schemas import TrajectoryGroup
 from ..schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .advantages.formulas import Mode, RunningStatistics
-from .advantages.overrides import silenced
 from .advantages.presets import OURS, PRESETS, Library
-from .handful import Handful
+from .advantages.zero_advantages import zero_advantages
+from .group_stack import GroupStack
 
 __all__ = ["AdvantageNormalizer"]
 
@@ -99,11 +99,11 @@ class AdvantageNormalizer:
         if self.batch_groups is not None:
             await self._run_gathering(inbox, outbox, self.batch_groups)
             return
-        most = 1 if self.mode == "global" else AT_ONCE  # what was seen before a group must not depend on the clock
-        async for groups in at_hand(inbox, most):
+        most = 1 if self.mode == "global" else MAX_CHUNK  # what was seen before a group must not depend on the clock
+        async for groups in receive_chunks(inbox, most):
             filled = self._filled(groups)
             del groups
-            await send_each(outbox, filled)
+            await send_all(outbox, filled)
 
     async def _run_gathering(
         self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup], batch_groups: int
@@ -114,13 +114,13 @@ class AdvantageNormalizer:
             if group is not None and group.advantages is None:
                 gathered.append(group.owned())
             elif group is not None:
-                await send_each(outbox, self._filled([group]))
+                await send_all(outbox, self._filled([group]))
             del group  # it may lie in a producer's slots, and the next one may be long in coming
             if len(gathered) == batch_groups or flushed:
                 filled = self._filled(gathered)
                 gathered.clear()
-                await send_each(outbox, filled)
-        await send_each(outbox, self._filled(gathered))
+                await send_all(outbox, filled)
+        await send_all(outbox, self._filled(gathered))
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps: the running statistics of mode `global`."""
@@ -141,13 +141,13 @@ class AdvantageNormalizer:
         """The same groups, in order, all with advantages."""
         bare = [group for group in groups if group.advantages is None]
         if len(bare) < len(groups):
-            given = Handful([group for group in groups if group.advantages is not None])
+            given = GroupStack([group for group in groups if group.advantages is not None])
             given.column("advantages", given.loss_mask)
             current().metrics.total("advantages/given", len(given.lengths))
-        filled = iter(self._normalized(Handful(bare)) if bare else ())
-        return [silenced(next(filled) if group.advantages is None else group) for group in groups]
+        filled = iter(self._normalized(GroupStack(bare)) if bare else ())
+        return [zero_advantages(next(filled) if group.advantages is None else group) for group in groups]
 
-    def _normalized(self, handful: Handful) -> list[TrajectoryGroup]:
+    def _normalized(self, handful: GroupStack) -> list[TrajectoryGroup]:
         estimate = self._estimator.estimate(handful, self._seen)
         self._seen = estimate.seen
         advantages = np.clip(estimate.advantages, *self._bounds)

@@ -31,8 +31,8 @@ from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..schemas.batch import oldest_versions
 from ..schemas.numbers import normalize_counts
 from .advantages.formulas import Groups
-from .advantages.overrides import silenced
-from .handful import Handful
+from .advantages.zero_advantages import zero_advantages
+from .group_stack import GroupStack
 
 __all__ = ["Batcher"]
 
@@ -126,7 +126,7 @@ class _Filling:
                 f"(max_tokens of this Batcher), got {len(group)} sequences of {len(group.tokens)} tokens in all: "
                 f"raise max_tokens, or sample smaller groups or shorter completions"
             )
-        group = silenced(group)
+        group = zero_advantages(group)
         if reason := self._useless(group):
             self._masked += len(group) if reason == NOTHING_TO_TRAIN else 0
             drop(group, "filtered", reason)
@@ -164,7 +164,7 @@ class _Filling:
             return ""
         if group.advantages is not None:
             return "" if group.advantages[group.loss_mask].any() else "zero advantages"
-        alone = Handful([group])
+        alone = GroupStack([group])
         compared = Groups(alone.rewards(), alone.live(), alone.sizes, alone.noise())
         return "" if compared.counts[0] == 1 or compared.deviations[0] else "zero variance"
 

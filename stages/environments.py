@@ -28,10 +28,10 @@ from .threads import Call, Threads
 __all__ = [
     "Environment",
     "EnvironmentFailed",
+    "GenerateFn",
     "OutsideEnvironment",
     "Rollout",
     "ScoredDataset",
-    "Speak",
     "StepEnvironment",
     "Task",
     "Tasks",
@@ -99,14 +99,14 @@ class OutsideEnvironment(Protocol):
 
 Environment: TypeAlias = ScoredDataset | StepEnvironment | OutsideEnvironment
 
-Speak: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
+GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
 """Lets the policy answer to what was said so far; None where no token is left to answer with."""
 
 
 class Task(Protocol):
     """One prompt of an environment."""
 
-    async def rollout(self, repetition: int, speak: Speak) -> Rollout:
+    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:
         """Roll out once.
 
         Raises:
@@ -153,11 +153,11 @@ async def open_tasks(
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} speaks text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
-            yield _Questions(first, caller, tokenizer)
+            yield _DatasetTasks(first, caller, tokenizer)
         else:
             copies = _Copies(make_env, first, caller, tokenizer)
             try:
-                yield _Games(copies, tokenizer, seed)
+                yield _EpisodeTasks(copies, tokenizer, seed)
             finally:
                 await copies.close()
     finally:
@@ -204,7 +204,7 @@ class _Caller:
 # -- scored data sets ----------------------------------------------------------------------------------------------
 
 
-class _Questions:
+class _DatasetTasks:
     """A scored data set; beyond its end it begins again."""
 
     def __init__(self, dataset: ScoredDataset, caller: _Caller, tokenizer: Tokenizer) -> None:
@@ -218,10 +218,10 @@ class _Questions:
             return entry, _prompt(self._tokenizer, entry["question"])
 
         entry, prompt = await self._caller(question, _as_it_is)
-        return _Question(self._dataset, entry, prompt, self._caller, self._tokenizer)
+        return _DatasetTask(self._dataset, entry, prompt, self._caller, self._tokenizer)
 
 
-class _Question:
+class _DatasetTask:
     def __init__(
         self,
         dataset: ScoredDataset,
@@ -236,7 +236,7 @@ class _Question:
         self._caller = caller
         self._tokenizer = tokenizer
 
-    async def rollout(self, repetition: int, speak: Speak) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
+    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
         answer = await speak([self._prompt])
         if answer is None:
             return Rollout(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
@@ -264,7 +264,7 @@ class _Copies:
         self._tokenizer = tokenizer
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[_Copy]:
+    async def acquire(self) -> AsyncIterator[_Copy]:
         """A copy for one rollout. One that failed, or was abandoned in the middle, is closed and not used again."""
         copy = self._free.pop() if self._free else await self._another()
         try:
@@ -347,7 +347,7 @@ class _Copy:
         self._last = call
 
 
-class _Games:
+class _EpisodeTasks:
     """Episodes of a step-wise environment, each prompt with a seed of its own."""
 
     def __init__(self, copies: _Copies, tokenizer: Tokenizer, seed: int) -> None:
@@ -356,20 +356,20 @@ class _Games:
         self._seed = seed
 
     async def task(self, number: int) -> Task:
-        return _Game(self._copies, self._tokenizer, self._seed + number)
+        return _Episode(self._copies, self._tokenizer, self._seed + number)
 
 
-class _Game:
+class _Episode:
     def __init__(self, copies: _Copies, tokenizer: Tokenizer, seed: int) -> None:
         self._copies = copies
         self._tokenizer = tokenizer
         self._seed = seed
 
-    async def rollout(self, repetition: int, speak: Speak) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
-        async with self._copies.lent() as env:
+    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
+        async with self._copies.acquire() as env:
             return await self._played(env, speak)
 
-    async def _played(self, env: _Copy, speak: Speak) -> Rollout:
+    async def _played(self, env: _Copy, speak: GenerateFn) -> Rollout:
         turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
@@ -407,7 +407,7 @@ class _OutsideTask:
         self._number = number
         self._caller = caller
 
-    async def rollout(self, repetition: int, speak: Speak) -> Rollout:  # noqa: ARG002 (nobody is asked to speak)
+    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (nobody is asked to speak)
         rollout: Rollout = await self._caller(partial(self._env.rollout, self._number, repetition), _checked)
         return rollout
 

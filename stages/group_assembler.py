@@ -1,8 +1,8 @@
 """GroupAssembler: pieces of groups to groups, by id, in whatever order and as often as they come.
 
 An advantage compares the completions of one prompt, so they must be together before it is taken, and where they were
-sampled apart they come apart. Which piece belongs where, and which group is to leave, `pipeline.assembly` says; this
-stage waits, joins what leaves, and does with stragglers what it was told to.
+sampled apart they come apart. Which piece belongs where, and which group is to leave, `pipeline.group_buffer` says;
+this stage waits, joins what leaves, and does with stragglers what it was told to.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias, get_args
 import anyio
 import msgspec
 
-from ..pipeline.assembly import Assembly, Parting, Why
-from ..pipeline.at_hand import at_hand, send_each
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..pipeline.chunks import receive_chunks, send_all
 from ..pipeline.context import current, drop
 from ..pipeline.flush import flush_cancels
-from ..pipeline.repetitions import bits, trajectories
+from ..pipeline.group_buffer import Flush, GroupBuffer, Why
+from ..pipeline.repetition_sets import iter_bits, trajectories
 from ..pipeline.stage_info import StageInfo
 from ..pipeline.telemetry import get_logger
 from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
@@ -92,14 +92,14 @@ class GroupAssembler:
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`. A group that comes whole passes as it is, one that came in pieces is a copy."""
-        assembling, pieces, held_up_s = _Assembling(self), at_hand(inbox), 0.0
+        assembling, pieces, held_up_s = _Assembling(self), receive_chunks(inbox), 0.0
         while True:
             due_s = assembling.due_s
             arrived = await _arrived(pieces, due_s + held_up_s, assembling.waits_without_end)
             if arrived is None:
                 break
             if not arrived and math.isinf(due_s):
-                await send_each(outbox, assembling.finish())
+                await send_all(outbox, assembling.finish())
                 continue
             sending_s = anyio.current_time()
             now_s = sending_s - held_up_s
@@ -107,9 +107,9 @@ class GroupAssembler:
                 now_s = max(now_s, due_s)  # a timer may be early by a hair
             leaving = assembling.take(arrived, now_s)
             del arrived  # what waits was copied, and the next may be long in coming
-            await send_each(outbox, leaving)
+            await send_all(outbox, leaving)
             held_up_s += anyio.current_time() - sending_s
-        await send_each(outbox, assembling.finish())
+        await send_all(outbox, assembling.finish())
 
 
 async def _arrived(
@@ -125,7 +125,7 @@ class _Assembling:
     """What waits, and what becomes of what leaves. Decides; awaits nothing."""
 
     def __init__(self, rules: GroupAssembler) -> None:
-        self._assembly = Assembly(
+        self._assembly = GroupBuffer(
             rules.group_size,
             deadline_s=rules.deadline_s,
             max_groups=rules.max_groups,
@@ -153,13 +153,13 @@ class _Assembling:
         """The groups that leave at the end."""
         return self._settled(self._assembly.finish())
 
-    def _settled(self, parted: Sequence[Parting]) -> list[TrajectoryGroup]:
+    def _settled(self, parted: Sequence[Flush]) -> list[TrajectoryGroup]:
         leaving = [group for parting in parted if (group := self._settle(parting)) is not None]
         self._context.metrics.gauge("assembly/waiting", self._assembly.groups)
         self._context.metrics.gauge("assembly/waiting_bytes", self._assembly.nbytes)
         return leaving
 
-    def _settle(self, parting: Parting) -> TrajectoryGroup | None:
+    def _settle(self, parting: Flush) -> TrajectoryGroup | None:
         """What goes on of `parting`; the ledger is told of the rest."""
         count = 1 if parting.pieces else parting.mask.bit_count()
         self._context.metrics.total(f"assembly/{parting.why.replace(' ', '_')}", count)
@@ -176,19 +176,21 @@ class _Assembling:
             return self._joined(parting)
         return None
 
-    def _refuse(self, parting: Parting) -> None:
+    def _refuse(self, parting: Flush) -> None:
         """A copy of what waits here. The joints of a pipeline let none through; channels of one's own may."""
         copies = parting.mask.bit_count()
         self._context.ledger.refuse(copies, REASONS["duplicate"])
         self._context.dropped["rejected"] += copies
         self._context.metrics.total("dropped/rejected", copies)
 
-    def _joined(self, parting: Parting) -> TrajectoryGroup | None:
+    def _joined(self, parting: Flush) -> TrajectoryGroup | None:
         try:
             return joined(parting.pieces)
         except InvalidRecord as error:
             drop(trajectories(parting.group, parting.mask), "rejected", "its pieces have different columns")
-            log.warning("pieces_differ", group=parting.group, repetitions=list(bits(parting.mask)), error=str(error))
+            log.warning(
+                "pieces_differ", group=parting.group, repetitions=list(iter_bits(parting.mask)), error=str(error)
+            )
             return None
 
 

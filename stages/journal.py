@@ -18,13 +18,13 @@ from typing import NoReturn, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..pipeline.at_hand import at_hand, send_each
 from ..pipeline.blocking import enter_in_thread
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..pipeline.chunks import receive_chunks, send_all
 from ..pipeline.context import Context, current
-from ..pipeline.journal import JournalFiles, Reading, Volume, open_journal
+from ..pipeline.journal import JournalFiles, LogContents, LogFile, open_journal
 from ..pipeline.ledger import Ledger
-from ..pipeline.repetitions import mask_of, noted, without
+from ..pipeline.repetition_sets import exclude, mask_of, set_mask
 from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, TrajectoryGroup
 from ..schemas.numbers import normalize_counts
@@ -81,9 +81,9 @@ class Journal:
             writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
             stack.enter_context(context.ledger.hearing_of_checkpoints(writing.kept.forget))
             await writing.offer_again(outbox)
-            async for records in at_hand(inbox):
+            async for records in receive_chunks(inbox):
                 await writing.write(records)
-                await send_each(outbox, records)
+                await send_all(outbox, records)
 
 
 class _Kept:
@@ -91,10 +91,10 @@ class _Kept:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: dict[Volume, dict[GroupId, int]] = {}
+        self._waiting: dict[LogFile, dict[GroupId, int]] = {}
         """Repetitions of each group that are not known to have ended, as a bit mask."""
 
-    def note(self, volume: Volume, records: Sequence[TrajectoryGroup]) -> None:
+    def note(self, volume: LogFile, records: Sequence[TrajectoryGroup]) -> None:
         """`records` lie in `volume`."""
         waiting = self._waiting.setdefault(volume, {})
         for record in records:
@@ -104,9 +104,9 @@ class _Kept:
         """A checkpoint holds `committed`: these need no journal any more, and neither does what was dropped."""
         for waiting in self._waiting.values():
             for group, mask in list(waiting.items()):  # what was trained since would have to be again, without it
-                noted(waiting, group, mask & ~committed.get(group, 0) & self._ledger.known(group))
+                set_mask(waiting, group, mask & ~committed.get(group, 0) & self._ledger.known(group))
 
-    def take_done(self) -> list[Volume]:
+    def take_done(self) -> list[LogFile]:
         """Volumes that are kept for nothing: the caller deletes them."""
         done = [volume for volume, waiting in self._waiting.items() if not waiting]
         for volume in done:
@@ -133,13 +133,13 @@ class _Writing:
         for volume in list(self._files.volumes):
             reading = await self._in_thread(partial(self._files.read, volume))
             self._tell(volume, reading)
-            kept = _those(without(record, self._trained.get(record.id, 0)) for record in reading.records)
+            kept = _those(exclude(record, self._trained.get(record.id, 0)) for record in reading.records)
             del reading
             self.kept.note(volume, kept)
             again = self._again(kept)
             del kept
             offered += sum(map(len, again))
-            await send_each(outbox, again)
+            await send_all(outbox, again)
         await self._delete()
         if offered:
             log.info("journal_offered_again", trajectories=offered)
@@ -149,13 +149,13 @@ class _Writing:
         """What of `records` a source has not offered by now; it enters the books of this run."""
         again = []
         for record in records:
-            fresh = without(record, self._context.ledger.known(record.id))
+            fresh = exclude(record, self._context.ledger.known(record.id))
             if fresh is not None:
                 self._context.ledger.take_over(fresh)
                 again.append(fresh)
         return again
 
-    def _tell(self, volume: Volume, reading: Reading) -> None:
+    def _tell(self, volume: LogFile, reading: LogContents) -> None:
         """What could not be read is lost, and nobody can say whose it was."""
         if reading.torn is not None:
             cut = reading.torn.last - reading.torn.first

@@ -17,16 +17,16 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.at_hand import AT_ONCE, at_hand, send_each
-from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
 from ..pipeline.context import drop
+from ..pipeline.exception_groups import alone
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
 from ..schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
-from .handful import Handful
+from .group_stack import GroupStack
 from .rewards.reward_functions import Calls, Failure, RewardFunction, RewardInput, calling
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
@@ -104,12 +104,12 @@ class RewardBridge:
         if self.functions:
             await self._run_concurrently(inbox, outbox)
             return
-        most = 1 if self._reads_text else AT_ONCE  # decoding takes longer than a call: nothing is gained by a handful
-        async for groups in at_hand(inbox, most):
+        most = 1 if self._reads_text else MAX_CHUNK  # decoding takes longer than a call: nothing is gained by a handful
+        async for groups in receive_chunks(inbox, most):
             turns = [said for group in groups for said in await self._turns(group)] if self._reads_text else []
             shaped = self._shaped(groups, turns, {})
             del groups  # they may lie in a producer's slots, and the next ones may be long in coming
-            await send_each(outbox, shaped)
+            await send_all(outbox, shaped)
 
     # -- some groups -------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class RewardBridge:
         """`groups` with their rewards, given their text, where that is read, and what the functions said [B]."""
         if not judged and self.config == NOTHING:
             return list(groups)
-        handful = Handful(groups)
+        handful = GroupStack(groups)
         scores = handful.rewards()
         shaped = combined(scores, handful.noise(), {**self._components(handful, turns), **judged}, self.config)
         nothing = np.zeros(len(scores))
@@ -127,7 +127,7 @@ class RewardBridge:
         parts["score"] = handful.reward_parts("score", scores)  # of a bridge that this one follows, if any
         return handful.with_rewards(shaped.rewards, shaped.noise, parts)
 
-    def _components(self, handful: Handful, turns: Turns) -> dict[str, NDArray[np.float64]]:
+    def _components(self, handful: GroupStack, turns: Turns) -> dict[str, NDArray[np.float64]]:
         """[B] each: what the configuration adds, before any correction."""
         config = self.config
         components: dict[str, NDArray[np.float64]] = {}
@@ -190,7 +190,7 @@ class RewardBridge:
         else:
             shaped = []
         await line.turn(place)
-        await send_each(outbox, shaped)
+        await send_all(outbox, shaped)
         line.leave(len(group))
 
     async def _judged(

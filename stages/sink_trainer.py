@@ -33,7 +33,7 @@ from ..schemas import GroupId, StopReason, TrainBatch
 from ..schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
-__all__ = ["Checkpointed", "Generation", "Resumable", "SinkTrainer", "Trainer", "WeightedTrainer", "batch_metrics"]
+__all__ = ["Checkpointed", "Resumable", "SinkTrainer", "Trainer", "WeightSink", "WeightedTrainer", "batch_metrics"]
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class KeepsState(Protocol):
         ...
 
 
-class Generation(Protocol):
+class WeightSink(Protocol):
     """Where the policy samples, as the trainer sees it: a WeightPublisher, for one."""
 
     @property
@@ -150,7 +150,7 @@ class SinkTrainer:
     """
 
     trainer: Trainer
-    publisher: Generation | None = None
+    publisher: WeightSink | None = None
     external_generation: bool = False
     sampling: Literal["overlap", "pause"] = "overlap"
     max_steps: int | None = None
@@ -194,11 +194,11 @@ class SinkTrainer:
         trainer.keep(gathered)
         if (latest := latest_checkpoint(folder)) is not None:
             trainer.resume(latest)
-        going_on = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
-        return going_on, ResumePoint(trainer.steps, trainer.committed)
+        _resuming = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
+        return _resuming, ResumePoint(trainer.steps, trainer.committed)
 
     @property
-    def _generation(self) -> Generation | None:
+    def _generation(self) -> WeightSink | None:
         return None if self.external_generation else self.publisher
 
     async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:

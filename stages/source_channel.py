@@ -1,7 +1,8 @@
 """SourceChannel: a source whose records are sent by processes that the run did not start, and that may outlive it.
 
-They send with `outlast`: they keep what they sent until a checkpoint of the trainer holds it, and offer it again to the
-run that goes on from that checkpoint. Here is noted who keeps what; what comes again is refused by the ledger.
+They send with `connect_with_replay`: they keep what they sent until a checkpoint of the trainer holds it, and offer it
+again to the run that goes on from that checkpoint. Here is noted who keeps what; what comes again is refused by the
+ledger.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ..pipeline.channels.carriers import DEFAULT_MAX_SENDERS, serve
 from ..pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
+from ..pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..pipeline.channels.keys import ChannelKey
 from ..pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from ..pipeline.channels.peer import Peer
 from ..pipeline.channels.remote_receiver import RemoteReceiver
-from ..pipeline.channels.silence import DEFAULT_SILENCE_S
+from ..pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
 from ..pipeline.context import current, outliving_the_sink
 from ..pipeline.errors import PeerLost
 from ..pipeline.ledger import Ledger
 from ..pipeline.os_errors import explaining_os_errors
-from ..pipeline.repetitions import mask_of, noted
+from ..pipeline.repetition_sets import mask_of, set_mask
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..pipeline.waiting import Waiters
@@ -60,7 +61,7 @@ class SourceChannel:
         capacity: records that each sender may have in flight.
         capacity_bytes: bytes that each sender may have in flight.
         key: what senders must know too, over tcp.
-        silence_s: a sender whose process is stopped, or whose host hangs, for this time is lost; see `serve`.
+        heartbeat_timeout_s: a sender whose process is stopped, or whose host hangs, for this time is lost; see `serve`.
         tokenizer: what the token ids mean, or its `TokenizerIdentity`: senders that say another one are refused, and
             `pipeline.check()` holds it to that of the trainer.
 
@@ -77,12 +78,12 @@ class SourceChannel:
     capacity: int = REMOTE_CAPACITY
     capacity_bytes: int = REMOTE_CAPACITY_BYTES
     key: ChannelKey | None = None
-    silence_s: float | None = DEFAULT_SILENCE_S
+    heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
         normalize_counts(self, "senders", "max_senders", "capacity", "capacity_bytes")
-        normalize_numbers(self, "absence_timeout_s", "silence_s")
+        normalize_numbers(self, "absence_timeout_s", "heartbeat_timeout_s")
 
     def stage_info(self) -> StageInfo:
         """State its tokenizers."""
@@ -111,7 +112,7 @@ class SourceChannel:
                     max_senders=self.max_senders,
                     listener=unsaved,
                     key=self.key,
-                    silence_s=self.silence_s,
+                    heartbeat_timeout_s=self.heartbeat_timeout_s,
                     tokenizer=identity,
                 )
             )
@@ -196,7 +197,7 @@ class _Unsaved:
                 self._awaiting_next.add(peer)
             mask &= self._ledger.known(record.id)
         kept = self._kept.setdefault(peer, {})
-        noted(kept, record.id, kept.get(record.id, 0) | mask & ~saved)
+        set_mask(kept, record.id, kept.get(record.id, 0) | mask & ~saved)
         return record
 
     def saved(self, committed: Mapping[GroupId, int]) -> None:
@@ -207,7 +208,7 @@ class _Unsaved:
                 left = mask & ~committed.get(group, 0) & self._ledger.known(group)
                 if done := mask & ~left:
                     peer.ended(group, done, "saved", self._ledger.step)
-                noted(kept, group, left)
+                set_mask(kept, group, left)
         self._kept = {peer: kept for peer, kept in self._kept.items() if kept or peer.open}
         self._changed.wake_all()
 

@@ -35,7 +35,7 @@ from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
-from .pace import Pace
+from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, said_anything, tokens_of
 
 __all__ = ["SourceEnv"]
@@ -135,7 +135,7 @@ class SourceEnv:
             open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as tasks,
             self.policy.open(context.worker) as engine,
         ):
-            await _Crew(self, tasks, engine, outbox, context).work()
+            await _RolloutScheduler(self, tasks, engine, outbox, context).work()
 
     @property
     def synchronous(self) -> bool:
@@ -222,7 +222,7 @@ def instance_id(number: int, worker: Worker) -> str:
     return f"{worker.incarnation}.{number}" if worker.incarnation else str(number)
 
 
-class _Crew:
+class _RolloutScheduler:
     """The rollouts of one run of a SourceEnv."""
 
     def __init__(
@@ -238,7 +238,7 @@ class _Crew:
         """A place for each group that is being sampled, or waits to be sent."""
         self._rollouts = anyio.CapacityLimiter(source.concurrency)
         per_step = source.per_step(context.worker)
-        self._pace = Pace(context.ledger, source.group_size, source.max_lag, per_step=per_step)
+        self._pace = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
         self._dropped = RepeatedErrors(log, "rollout_dropped")
         self._failure: Exception | None = None
         """What ended the run, bare: a task group would wrap it."""
@@ -259,7 +259,7 @@ class _Crew:
         """Begin one group after another, each when there is a place for it and the trainer can keep up."""
         for number in self._source.numbers(self._context.worker):
             await self._groups.acquire()
-            await self._pace.room()
+            await self._pace.wait_for_slot()
             groups.start_soon(self._group, self._admitted(number), number)
 
     def _admitted(self, number: int) -> GroupId:
@@ -305,7 +305,7 @@ class _Crew:
         wave: list[tuple[GroupId, int]] = []
         for number in numbers:
             if not wave:
-                await self._pace.room()
+                await self._pace.wait_for_slot()
             wave.append((self._admitted(number), number))
             if self._pace.full:
                 break

@@ -18,10 +18,10 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from ..pipeline.causes import alone
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Worker, current, drop
 from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
+from ..pipeline.exception_groups import alone
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
@@ -126,14 +126,14 @@ class Teacher:
         async with self.policy.open(current().worker) as engine:
             with alone():
                 async with anyio.create_task_group() as tasks:
-                    lessons = _Lessons(self, engine, outbox, tasks)
+                    lessons = _TeacherRequests(self, engine, outbox, tasks)
                     async for group in inbox:
                         await lessons.begin(group)
                         del group  # it may lie in a producer's slots, and the next one may be long in coming
 
 
 @dataclass(slots=True)
-class _Lesson:
+class _TeacherRequest:
     """A group whose teacher has been asked."""
 
     group: TrajectoryGroup
@@ -147,7 +147,7 @@ class _Lesson:
     """Whether one never will be."""
 
     @classmethod
-    def of(cls, group: TrajectoryGroup, width: int, outstanding: int) -> _Lesson:
+    def of(cls, group: TrajectoryGroup, width: int, outstanding: int) -> _TeacherRequest:
         shape = (len(group.tokens), width)
         return cls(group, np.full(shape, -1, np.int32), np.zeros(shape, np.float32), outstanding)
 
@@ -163,7 +163,7 @@ class _Lesson:
         return msgspec.structs.replace(self.group, teacher_ids=self.ids, teacher_logprobs=self.logprobs)
 
 
-class _Lessons:
+class _TeacherRequests:
     """Everything that is asked at the moment."""
 
     def __init__(
@@ -185,14 +185,14 @@ class _Lessons:
             await self._outbox.send(group)
             return
         live = np.flatnonzero(group.completion_lengths()).tolist()
-        lesson = _Lesson.of(group, self._rules.top_k + 1, len(live))
+        lesson = _TeacherRequest.of(group, self._rules.top_k + 1, len(live))
         if not live:
             await self._outbox.send(lesson.learned())
         for row in live:
             await self._places.acquire()
             self._tasks.start_soon(self._ask, lesson, slice(*group.offsets[row : row + 2].tolist()))
 
-    async def _ask(self, lesson: _Lesson, span: slice) -> None:
+    async def _ask(self, lesson: _TeacherRequest, span: slice) -> None:
         try:
             if not (lesson.failed and self._rules.on_failure == "drop"):
                 await self._fill(lesson, span)
@@ -202,13 +202,13 @@ class _Lessons:
         finally:
             self._places.release()
 
-    async def _end(self, lesson: _Lesson) -> None:
+    async def _end(self, lesson: _TeacherRequest) -> None:
         if lesson.failed and self._rules.on_failure == "drop":
             drop(lesson.group, "failed", "the teacher failed")
         else:
             await self._outbox.send(lesson.learned())
 
-    async def _fill(self, lesson: _Lesson, span: slice) -> None:
+    async def _fill(self, lesson: _TeacherRequest, span: slice) -> None:
         """Ask about one sequence as often as it may be asked about."""
         group, metrics = lesson.group, current().metrics
         pauses = self._rules.backoff.pauses(self._random)
@@ -239,7 +239,7 @@ class _Lessons:
                 f"start; the last one: {failure}"
             ) from failure
 
-    async def _attempt(self, lesson: _Lesson, span: slice) -> Exception | None:
+    async def _attempt(self, lesson: _TeacherRequest, span: slice) -> Exception | None:
         """Ask about one sequence; what went wrong, if anything."""
         tokens, began = lesson.group.tokens[span], time.monotonic()
         try:

@@ -54,11 +54,11 @@ def length(answer: object) -> float:
 
 async def _enter(url: str, **options: Any) -> None:
     with anyio.move_on_after(0):
-        async with PUBLIC.outlast(url, **options):
+        async with PUBLIC.connect_with_replay(url, **options):
             pass
 
 
-def outlast(url: str, **options: Any) -> None:
+def connect_with_replay(url: str, **options: Any) -> None:
     anyio.run(partial(_enter, url, **options))
 
 
@@ -83,7 +83,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "HttpPolicy": partial(PUBLIC.HttpPolicy, url="http://127.0.0.1:1", model="m"),
     "Journal": partial(PUBLIC.Journal, "journal"),
     "JsonlMetrics": partial(PUBLIC.JsonlMetrics, "metrics.jsonl"),
-    "LastingSender": partial(PUBLIC.LastingSender, capacity=4, capacity_bytes=4, patience_s=4.0),
+    "ReplayingSender": partial(PUBLIC.ReplayingSender, capacity=4, capacity_bytes=4, patience_s=4.0),
     "Limits": PUBLIC.Limits,
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
     "Packer": PUBLIC.Packer,
@@ -101,13 +101,13 @@ MAKING: dict[str, Callable[..., Any]] = {
     "each": partial(PUBLIC.each, judge),
     "tcp_ready": PUBLIC.tcp_ready,
     "memory_channel": memory_channel,
-    "outlast": partial(outlast, "shm:///nowhere"),
+    "connect_with_replay": partial(connect_with_replay, "shm:///nowhere"),
     "processes": partial(PUBLIC.processes, count=4),
     "serve": partial(PUBLIC.serve, "shm://", TrajectoryGroup),
 }
 """How each is made with all that it needs, but for the number that is tried."""
 
-RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "JointStatistics", "KVCache", "PaddedBatch"}
+RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "EdgeStatistics", "KVCache", "PaddedBatch"}
 RESULTS |= {"PipelineStatistics", "RemoteReceiver", "RemoteSender", "Report", "ResumePoint", "RewardInput", "Rollout"}
 RESULTS |= {"RunningServer", "Scored", "StageInfo", "StageStatistics", "TokenizerIdentity", "TrainBatch", "Trajectory"}
 RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
@@ -131,11 +131,16 @@ FROM_ZERO = {
         "JsonlMetrics.after_step",
         "Packer.max_tokens",
         "processes.restarts",
-        "processes.stop_within_s",
+        "processes.stop_timeout_s",
     ),
-    *("LastingSender.patience_s", "outlast.patience_s", "SinkTrainer.grace_s", "WeightPublisher.patience_s"),
+    *(
+        "ReplayingSender.patience_s",
+        "connect_with_replay.patience_s",
+        "SinkTrainer.grace_s",
+        "WeightPublisher.patience_s",
+    ),
     *("SourceEnv.max_lag", "SourceEnv.groups", "SourceEnv.first_task", "ServerConfig.port"),
-    *("OutsideServer.ready_within_s", "OutsideServer.stop_within_s", "AtroposGateway.num_steps"),
+    *("OutsideServer.ready_within_s", "OutsideServer.stop_timeout_s", "AtroposGateway.num_steps"),
     *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
     *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),
 }

@@ -23,7 +23,7 @@ def zmq_multipart(case: Case) -> Outcome:
 
 
 def zmq_tcp(case: Case) -> Outcome:
-    """The frames of `zmq_multipart` over the loopback, not copied into messages: what the tcp carrier is built on."""
+    """The frames of `zmq_multipart` over the loopback, not copied into messages: what the tcp transport is built on."""
     return race(case, _serve_tcp, partial(_connect, send=_send_frames))
 
 

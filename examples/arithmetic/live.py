@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.accounting import JointStatistics, PipelineStatistics, StageStatistics
+from penstock.accounting import EdgeStatistics, PipelineStatistics, StageStatistics
 
 from .run import RECENT, Run, Summary
 
@@ -124,14 +124,14 @@ def _waited(stage: StageStatistics) -> str:
     return f"{stage.waited_for_records_s + stage.waited_for_credit_s:.0f} s"
 
 
-def _channel(joint: JointStatistics | None) -> tuple[RenderableType, str]:
+def _channel(joint: EdgeStatistics | None) -> tuple[RenderableType, str]:
     """Its fill, and how many trajectories passed it."""
     if joint is None:
         return "", ""
     channel = joint.channel
     fill = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=1, completed=channel.fill, width=8)
-    fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.carrier}")
+    fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.transport}")
     return fill, f"{joint.trajectories:,}"
 
 
@@ -140,7 +140,7 @@ def _channel(joint: JointStatistics | None) -> tuple[RenderableType, str]:
 
 def show_summary(run: Run, summary: Summary, console: Console) -> None:
     """Before and after, the ledger's balance, and where everything lies."""
-    console.print(f"\n{summary.ended_by} after {summary.seconds:.0f} s and {summary.steps} optimizer steps")
+    console.print(f"\n{summary.stop_reason} after {summary.seconds:.0f} s and {summary.steps} optimizer steps")
     console.print(_before_and_after(run, summary), _balance(run, summary))
     console.print(f"in flight when training ended: {summary.in_flight_at_end:,} trajectories, now counted as lost")
     console.print(f"kept in {run.folder}", highlight=False, soft_wrap=True)

@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps of reinforcement."""
     trajectories: int
     """Trajectories that an optimizer step trained."""
-    ended_by: str
+    stop_reason: str
     in_flight_at_end: int
     """Trajectories that were in flight when training ended: counted as lost."""
     ledger: dict[str, Any]
@@ -71,7 +71,7 @@ class Run:
         self._before: float | None = None
         """What it made of the final exam after the warm-up."""
         self.pipeline: Pipeline | None = None
-        self.ended_by = ""
+        self.stop_reason = ""
         """Why training ended; empty while it goes on."""
         self._listeners: list[Callable[[], None]] = []
         self._began = time.monotonic()
@@ -122,7 +122,7 @@ class Run:
 
     def end(self, reason: str) -> None:
         """Training has ended, for `reason`; the first one counts."""
-        self.ended_by = self.ended_by or reason
+        self.stop_reason = self.stop_reason or reason
         self._ended_s = self._ended_s or self.seconds
 
     @property
@@ -150,7 +150,7 @@ class Run:
             seed=self.seed,
             steps=len(self.steps),
             trajectories=ended.get("trained", 0),
-            ended_by=self.ended_by,
+            stop_reason=self.stop_reason,
             in_flight_at_end=self.report.in_flight if self.report else 0,
             ledger={
                 "admitted": balance.admitted if balance else 0,

@@ -9,20 +9,20 @@ from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from ...schemas import TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Hello, Refused, printable
+from ...schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
 from ...schemas.tokenizer import disagreements
 from ..telemetry import get_logger
-from .carrier import Inlet
 from .connection import PeerControl
+from .transport import PayloadReader
 
-__all__ = ["Admission", "Refusals"]
+__all__ = ["Admission", "RejectionCounter"]
 
 log = get_logger("penstock.channel")
 
 G = TypeVar("G")
 
 
-class Refusals:
+class RejectionCounter:
     """Counts what was refused, and tells of the first few, then of every second as many."""
 
     TOLD = 8
@@ -48,11 +48,11 @@ class Admission(Generic[G]):
 
     def __init__(
         self,
-        guests: Collection[bytes],
-        admit: Callable[[Hello, PeerControl, Inlet], G],
-        check: Callable[[Hello], None],
+        peers: Collection[bytes],
+        admit: Callable[[Connect, PeerControl, PayloadReader], G],
+        check: Callable[[Connect], None],
         *,
-        carrier: str,
+        transport: str,
         kind: str,
         most: int,
         tokenizer: TokenizerIdentity | None,
@@ -63,36 +63,36 @@ class Admission(Generic[G]):
         """Senders that ever came in."""
         self.most = most
         """Senders that may be in at a time."""
-        self._guests = guests
+        self._peers = peers
         """The identities of those who are in."""
         self.check = check
         """Raises where a sender may not join; asked before it is granted a place, and before it is let in."""
         self._admit = admit
-        self._carrier = carrier
+        self._transport = transport
         self._kind = kind
         self._tokenizer = tokenizer
 
     def __repr__(self) -> str:
-        return f"<Admission of {self._kind}s over {self._carrier}: {self.joined} let in, {self.granted} granted>"
+        return f"<Admission of {self._kind}s over {self._transport}: {self.joined} let in, {self.granted} granted>"
 
-    def refusal(self, hello: Hello) -> Refused | None:
+    def refusal(self, hello: Connect) -> Reject | None:
         """Return why a sender is not let in; None where it may be."""
         if hello.version != PROTOCOL_VERSION:
             versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
-            return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (hello.carrier, hello.kind) != (self._carrier, self._kind):
-            expected = f"{self._kind} over {self._carrier}"
-            return Refused("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.carrier}")
-        if len(self._guests) + self.granted >= self.most:
-            return Refused("TooManySenders", f"expected at most {self.most} senders: raise max_senders")
-        if hello.identity in self._guests:
-            return Refused("PeerClosed", "the identity is taken")
+            return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
+        if (hello.transport, hello.kind) != (self._transport, self._kind):
+            expected = f"{self._kind} over {self._transport}"
+            return Reject("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.transport}")
+        if len(self._peers) + self.granted >= self.most:
+            return Reject("TooManySenders", f"expected at most {self.most} senders: raise max_senders")
+        if hello.identity in self._peers:
+            return Reject("PeerClosed", "the identity is taken")
         parts = [("the receiver", self._tokenizer), (hello.name, hello.tokenizer)]
         known = [(name, tokenizer) for name, tokenizer in parts if tokenizer is not None]
         differing = "".join(disagreements(known))
-        return Refused("TokenizersDiffer", differing) if differing else None
+        return Reject("TokenizersDiffer", differing) if differing else None
 
-    def admit(self, hello: Hello, control: PeerControl, inlet: Inlet) -> G:
+    def admit(self, hello: Connect, control: PeerControl, reader: PayloadReader) -> G:
         """Let a sender in that was granted a place.
 
         Raises:
@@ -100,4 +100,4 @@ class Admission(Generic[G]):
         """
         self.check(hello)
         self.joined += 1
-        return self._admit(hello, control, inlet)
+        return self._admit(hello, control, reader)

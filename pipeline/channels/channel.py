@@ -1,6 +1,6 @@
-"""The two ends of a channel, as protocols: what every carrier gives, and all that a stage may know about it.
+"""The two ends of a channel, as protocols: what every transport gives, and all that a stage may know about it.
 
-The synchronous `…_nowait` method holds the logic of each end, the async one waits around it. Three carriers implement
+The synchronous `…_nowait` method holds the logic of each end, the async one waits around it. Three transports implement
 this pair (memory, shm, tcp); one conformance suite, `penstock.testing.check_channel`, holds them to it.
 """
 
@@ -38,7 +38,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What a channel holds and what it waits for, at one moment, as seen from one end."""
 
-    carrier: str
+    transport: str
     """memory, shm or tcp."""
     capacity: int
     """Records that may be in flight: sent and not yet received (memory) or released (shm, tcp)."""
@@ -94,7 +94,7 @@ class SendChannel(Protocol[T_contra]):
         ...
 
     async def aclose(self) -> None:
-        """Close this end; everything that was sent arrives. Closing twice is fine."""
+        """Close this end; everything that was sent arrives. AsyncCloseable twice is fine."""
         ...
 
     def statistics(self) -> ChannelStatistics:
@@ -121,7 +121,7 @@ class ReceiveChannel(Protocol[T_co]):
         Raises:
             anyio.EndOfStream: every sender closed and everything was received.
             PeerLost: a sending process died that is not awaited; raised once for each, after all it had published.
-                Receiving may go on.
+                AsyncReceiver may go on.
             MemberAbsent: one that was awaited did not come in time; raised from then on.
             anyio.ClosedResourceError: this end is closed.
         """
@@ -138,7 +138,7 @@ class ReceiveChannel(Protocol[T_co]):
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
     async def aclose(self) -> None:
-        """Close this end; senders get PeerClosed. Closing twice is fine."""
+        """Close this end; senders get PeerClosed. AsyncCloseable twice is fine."""
         ...
 
     def statistics(self) -> ChannelStatistics:

@@ -32,11 +32,11 @@ def checked(contents: bytes, columns: Iterable[Any]) -> bytes:
     Raises:
         ChecksumDiffers: these or the buffers `columns` were changed since.
     """
-    plain, said = contents[:-CHECKSUM_BYTES], contents[-CHECKSUM_BYTES:]
-    found = _of(plain, columns)
+    contiguous, said = contents[:-CHECKSUM_BYTES], contents[-CHECKSUM_BYTES:]
+    found = _of(contiguous, columns)
     if found != said:
         raise ChecksumDiffers(f"expected checksum {said.hex()}, got {found.hex()}")
-    return plain
+    return contiguous
 
 
 def _of(contents: bytes, columns: Iterable[Any]) -> bytes:

@@ -1,7 +1,7 @@
 """What every channel must do, whatever carries it: one rule a function, run against memory, shm and tcp alike.
 
-Public as `penstock.testing.check_channel` and `CHANNEL_RULES`. A carrier takes part by a function that opens a channel
-of `TrajectoryGroup` for a number of senders and yields its `Ends`.
+Public as `penstock.testing.check_channel` and `CHANNEL_RULES`. A transport takes part by a function that opens a
+channel of `TrajectoryGroup` for a number of senders and yields its `Ends`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def a_late_joiner_is_heard(make: MakeChannel) -> None:
 
 
 async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
-    """Closing the sending end loses nothing."""
+    """AsyncCloseable the sending end loses nothing."""
     got = list[str]()
     async with make(capacity=16) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, _records(9))

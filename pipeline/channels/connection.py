@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ...schemas.control import Message
 from ..errors import PeerClosed, PeerLost
-from .carrier import Frames
+from .transport import Frames
 
 __all__ = ["Acceptor", "Conversation", "PeerControl", "SenderControl"]
 
@@ -18,7 +18,7 @@ __all__ = ["Acceptor", "Conversation", "PeerControl", "SenderControl"]
 class Conversation(Protocol):
     """The sender's side of a handshake."""
 
-    async def say(self, message: Message, fd: int | None = None) -> None:
+    async def send(self, message: Message, fd: int | None = None) -> None:
         """Send `message`, and `fd` with it where the transport can.
 
         Raises:
@@ -26,7 +26,7 @@ class Conversation(Protocol):
         """
         ...
 
-    async def hear(self) -> Message:
+    async def receive(self) -> Message:
         """Return the next message.
 
         Raises:
@@ -39,7 +39,7 @@ class Conversation(Protocol):
 class SenderControl(Protocol):
     """Notices, for a sender, when its receiver has closed, died or fallen silent."""
 
-    goodbye_heard: bool
+    close_acknowledged: bool
     """Whether the receiver, as it closed, said that it has heard this sender's goodbye."""
 
     async def lost(self, receiver: str) -> PeerClosed | PeerLost:
@@ -58,7 +58,7 @@ class SenderControl(Protocol):
 class PeerControl(Protocol):
     """A sender's connection, for its receiver."""
 
-    async def say(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         """Send `message`.
 
         Raises:
@@ -66,7 +66,7 @@ class PeerControl(Protocol):
         """
         ...
 
-    def hang_up(self) -> None:
+    def shutdown_read(self) -> None:
         """End the connection from this side, when what was said before has gone out."""
         ...
 

@@ -79,7 +79,7 @@ class Members:
         if not name:
             raise MemberNameRequired(
                 f"expected a sender with a name, for {self._count} members are counted by name, got one without (pid "
-                f"{pid}): give connect or outlast name=…, the same after every restart"
+                f"{pid}): give connect or connect_with_replay name=…, the same after every restart"
             )
         if name in self._sending:
             raise MemberNameInUse(

@@ -1,4 +1,4 @@
-"""The memory carrier: a channel within one event loop. The record itself is handed over, nothing is copied.
+"""The memory transport: a channel within one event loop. The record itself is handed over, nothing is copied.
 
 Credit is a place in the queue: it is taken by `send` and given back by `receive`. Several receivers may share the
 receiving end; each record goes to one of them.
@@ -18,7 +18,7 @@ from ...schemas.numbers import whole_number
 from ..errors import ChannelFull, PeerClosed, RecordTooLarge
 from ..waiting import WaitClock, Waiters
 from .channel import MEMORY_CAPACITY, ChannelStatistics
-from .ends import Closing, Receiving
+from .protocols import AsyncCloseable, AsyncReceiver
 
 __all__ = ["MemoryReceiver", "MemorySender", "memory_channel"]
 
@@ -52,7 +52,7 @@ class _Queue(Generic[T]):
 
     def statistics(self, clock: WaitClock) -> ChannelStatistics:
         return ChannelStatistics(
-            carrier="memory",
+            transport="memory",
             capacity=self.capacity,
             items=len(self.records),
             capacity_bytes=self.capacity_bytes,
@@ -69,7 +69,7 @@ def _nbytes_of(record: object) -> int:
     return int(getattr(record, "nbytes", 0))
 
 
-class _End(Closing, Generic[T]):
+class _End(AsyncCloseable, Generic[T]):
     """What both ends have in common: they open, close once, wait under a name, and complain when forgotten."""
 
     __slots__ = ("_clock", "_closed", "_queue", "_until_checkpoint")
@@ -90,7 +90,7 @@ class _End(Closing, Generic[T]):
         return self._queue.statistics(self._clock)
 
     async def aclose(self) -> None:
-        """Close this end. Closing twice is fine."""
+        """Close this end. AsyncCloseable twice is fine."""
         self.close()
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class MemorySender(_End[T]):
             self._queue.waiting_receivers.wake_all()
 
 
-class MemoryReceiver(_End[T], Receiving[T]):
+class MemoryReceiver(_End[T], AsyncReceiver[T]):
     """The receiving end; see `ReceiveChannel`."""
 
     __slots__ = ()

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from ...schemas import GroupId
-from ...schemas.control import Hello, Refused
+from ...schemas.control import Connect, Reject
 from ...schemas.descriptor import Descriptor
 from ..ledger import EndState
-from ..repetitions import bits
-from .carrier import Inlet
+from ..repetition_sets import iter_bits
 from .connection import PeerControl
+from .transport import PayloadReader
 
 __all__ = ["Peer"]
 
@@ -21,14 +21,14 @@ __all__ = ["Peer"]
 class Peer:
     """A sender, as its receiver knows it."""
 
-    def __init__(self, hello: Hello, schedule: Callable[[Peer], None], release_at: int) -> None:
+    def __init__(self, hello: Connect, schedule: Callable[[Peer], None], release_at: int) -> None:
         self.identity = hello.identity
         self.name = hello.name or f"process {hello.pid}"
         """What messages call it."""
         self.member = hello.name
         """The name by which it is counted; empty where it has none."""
         self.pid = hello.pid
-        self.inlet: Inlet
+        self.reader: PayloadReader
         """Set when it is let in."""
         self.control: PeerControl
         """Its connection; set when it is let in."""
@@ -36,11 +36,11 @@ class Peer:
         """Until it says goodbye, or is lost."""
         self.stays = False
         """Whether it has said goodbye, and has not said yet that it has heard that all is saved."""
-        self.expelled = False
+        self.disconnected_for_error = False
         """Whether it broke the protocol. Of what it sent nothing more is believed."""
         self.connected = False
         """Whether anything was heard of it since it was let in."""
-        self.given_up: Refused | None = None
+        self.given_up: Reject | None = None
         """What it is told itself, should it still listen: it broke the protocol, or was silent. Not the error, for that
         would hold this peer and its memory until cycles are collected."""
         self.silent_for: float | None = None
@@ -61,10 +61,10 @@ class Peer:
         """Bytes of all its records that arrived."""
         self.releases: deque[tuple[Descriptor, int]] = deque()
         """Records that were released since the last look; appended to by any thread, which is all that one may do."""
-        self.owed: list[tuple[int, int, int]] = []
+        self.unreturned_credit: list[tuple[int, int, int]] = []
         """Slot, generation and records of bundles whose credit has not gone back."""
-        self.owed_records = 0
-        self.wanting = False
+        self.unreturned_records = 0
+        self.credit_requested = False
         """Whether it waits for credit, or is about to: known until some is sent."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Endings that have not been sent yet."""
@@ -77,35 +77,35 @@ class Peer:
         return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
 
     @property
-    def due(self) -> bool:
+    def credit_due(self) -> bool:
         """Whether it is owed so much that it is told unasked."""
-        return bool(self.endings) or self.owed_records >= self._release_at
+        return bool(self.endings) or self.unreturned_records >= self._release_at
 
     def release(self, descriptor: Descriptor, records: int) -> None:
         """Some records of a bundle are done with. Safe from any thread, and from within garbage collection."""
         self.releases.append((descriptor, records))
-        if self.wanting or self.owed_records + len(self.releases) >= self._release_at:
+        if self.credit_requested or self.unreturned_records + len(self.releases) >= self._release_at:
             self._schedule(self)
 
-    def gather(self) -> None:
+    def collect_releases(self) -> None:
         """Count what was released since the last look."""
         while self.releases:
             released, records = self.releases.popleft()
-            self.owed.append((released.slot, released.generation, records))
-            self.owed_records += records
+            self.unreturned_credit.append((released.slot, released.generation, records))
+            self.unreturned_records += records
             self.released_bytes += released.bytes_of(records)
 
-    def take_owed(self) -> tuple[tuple[int, int, int], ...]:
-        """The credit that goes back now, as a `Release` has it."""
-        self.gather()
-        owed, self.owed = tuple(self.owed), []
-        self.returned += self.owed_records
-        self.owed_records = 0
-        if owed:
-            self.wanting = False
-        return owed
+    def take_credit(self) -> tuple[tuple[int, int, int], ...]:
+        """The credit that goes back now, as a `CreditGrant` has it."""
+        self.collect_releases()
+        unreturned_credit, self.unreturned_credit = tuple(self.unreturned_credit), []
+        self.returned += self.unreturned_records
+        self.unreturned_records = 0
+        if unreturned_credit:
+            self.credit_requested = False
+        return unreturned_credit
 
     def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
         """Tell the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
-        self.endings.append((group, tuple(bits(mask)), state, step))
+        self.endings.append((group, tuple(iter_bits(mask)), state, step))
         self._schedule(self)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...schemas.control import Message, Refused
-from .admission import Admission, Refusals
+from ...schemas.control import Message, Reject
+from .admission import Admission, RejectionCounter
 from .peer import Peer
 
 __all__ = ["Registry"]
@@ -15,14 +15,14 @@ class Registry(Protocol):
     """Holds the senders that are in, and takes note of their messages and their end."""
 
     admission: Admission[Peer]
-    refusals: Refusals
+    refusals: RejectionCounter
     peers: dict[bytes, Peer]
 
     def drain(self) -> None:
         """Hear all that has come."""
         ...
 
-    def say(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message) -> None:
         """Send to a ZeroMQ connection, where there is one."""
         ...
 
@@ -34,6 +34,6 @@ class Registry(Protocol):
         """Whether ZeroMQ has a connection to `peer`."""
         ...
 
-    def gone(self, peer: Peer) -> Refused | None:
+    def gone(self, peer: Peer) -> Reject | None:
         """Take note that the connection of `peer` has ended; return what it is told where it was silent."""
         ...

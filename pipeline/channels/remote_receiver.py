@@ -20,18 +20,18 @@ import zmq
 from ...schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
 from ...schemas.control import (
     PROTOCOL_VERSION,
+    Accept,
+    Close,
+    CloseAck,
     Closed,
-    Farewell,
-    Goodbye,
-    Hello,
+    Connect,
+    CreditGrant,
+    CreditRequest,
     Leaving,
     Message,
-    Observed,
     Publish,
-    Refused,
-    Release,
-    Wanting,
-    Welcome,
+    Reject,
+    Telemetry,
     decode_of_sender,
     encode,
     printable,
@@ -40,21 +40,21 @@ from ...schemas.descriptor import Descriptor
 from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
-from .admission import Admission, Refusals
-from .answers import Answers
-from .carrier import EVENTS, POLLIN, Frames, Inlet, Parcel, R
+from .admission import Admission, RejectionCounter
 from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
 from .connection import Acceptor, PeerControl
-from .ends import Receiving
+from .credit_returns import CreditReturner
+from .heartbeat import SILENT
 from .keys import ChannelKey
 from .members import Members
 from .memory import CHECKPOINT_EVERY
 from .peer import Peer
+from .protocols import AsyncReceiver
 from .segment import DEFAULT_SLOT_BYTES
-from .silence import SILENT
+from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R
 
-__all__ = ["PeerListener", "RemoteReceiver", "Terms"]
+__all__ = ["PeerListener", "ReceiverConfig", "RemoteReceiver"]
 
 log = get_logger("penstock.channel")
 
@@ -92,11 +92,11 @@ class PeerListener(Protocol):
 Notice: TypeAlias = PeerLost | Literal["parted", "departed"]
 """No more will come from a sender: it died, or said goodbye; or it had, and now its connection has ended."""
 
-Arrival: TypeAlias = tuple[Peer, Parcel | Notice]
+Event: TypeAlias = tuple[Peer, Bundle | Notice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ReceiverConfig:
     """On what terms senders are let in; see `serve`."""
 
     capacity: int
@@ -107,22 +107,22 @@ class Terms:
     listener: PeerListener | None
     name: str
     key: ChannelKey | None
-    silence_s: float | None
+    heartbeat_timeout_s: float | None
     tokenizer: TokenizerIdentity | None
     checksum: bool
 
 
-class RemoteReceiver(Receiving[R]):
+class RemoteReceiver(AsyncReceiver[R]):
     """The receiving end of a channel from other processes; see `ReceiveChannel`."""
 
     def __init__(
         self,
         record_type: type[R],
         *,
-        carrier: str,
+        transport: str,
         url: str,
         socket: zmq.Socket[bytes],
-        terms: Terms,
+        terms: ReceiverConfig,
         most_waiting: int | None = None,
     ) -> None:
         self.url = url
@@ -132,7 +132,7 @@ class RemoteReceiver(Receiving[R]):
         self.schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
-        self._carrier = carrier
+        self._transport = transport
         self._socket = socket
         self._terms = terms
         self._members = terms.members
@@ -149,12 +149,12 @@ class RemoteReceiver(Receiving[R]):
         """Messages of one sender that ZeroMQ lets wait; None where it does not bound them."""
         self.peers: dict[bytes, Peer] = {}
         """Senders that are in, by the identity of their ZeroMQ socket."""
-        self.refusals = Refusals(url)
+        self.refusals = RejectionCounter(url)
         self.admission = Admission(
             self.peers,
             self._admit,
             self._check,
-            carrier=carrier,
+            transport=transport,
             kind=self.schema.kind,
             most=terms.max_senders,
             tokenizer=terms.tokenizer,
@@ -162,7 +162,7 @@ class RemoteReceiver(Receiving[R]):
         self._acceptor: Acceptor | None = None
         """Set as soon as senders may come."""
         self._listener = terms.listener
-        self._arrivals: deque[Arrival] = deque()
+        self._arrivals: deque[Event] = deque()
         self._index = 0
         """How many records of the first bundle were taken already."""
         self._waiting_here = 0
@@ -171,7 +171,7 @@ class RemoteReceiver(Receiving[R]):
         self._waiting = Waiters()
         self._clock = WaitClock()
         self._until_checkpoint = CHECKPOINT_EVERY
-        self._answers = Answers(self._say)
+        self._credit_returner = CreditReturner(self._send)
         self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
         """Records whose credit goes back unasked: every message wakes the sender once."""
         self._listening_soon = False
@@ -193,7 +193,7 @@ class RemoteReceiver(Receiving[R]):
 
     # -- letting senders in ------------------------------------------------------------------------------------------
 
-    def attend(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
+    def accept(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
         """Let senders in from now on. Owns both until closed."""
         self._acceptor = acceptor
         self._resources = resources
@@ -201,16 +201,16 @@ class RemoteReceiver(Receiving[R]):
             self._members.open(self._loop.time())
             self._await_absent()
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: Connect) -> None:
         """Decide whether a sender may join; see `Members.check`."""
         if self._members is not None:
             if self._ended_for_all and self._listener is None:
                 raise PeerClosed("the stream has ended: every member has said that it is done")
             self._members.check(hello.name, hello.pid)
 
-    def _admit(self, hello: Hello, control: PeerControl, inlet: Inlet) -> Peer:
-        peer = self.peers[hello.identity] = Peer(hello, self._answers.schedule, self._release_at)
-        peer.control, peer.inlet = control, inlet
+    def _admit(self, hello: Connect, control: PeerControl, reader: PayloadReader) -> Peer:
+        peer = self.peers[hello.identity] = Peer(hello, self._credit_returner.schedule, self._release_at)
+        peer.control, peer.reader = control, reader
         if self._members is not None:
             self._members.join(hello.name, hello.pid, self._loop.time())
             self._await_absent()
@@ -218,9 +218,9 @@ class RemoteReceiver(Receiving[R]):
             self._acceptor.admitted()
         return peer
 
-    def welcome(self, endpoint: str, slot_bytes: int) -> Welcome:
+    def welcome(self, endpoint: str, slot_bytes: int) -> Accept:
         """What a sender is granted."""
-        return Welcome(
+        return Accept(
             PROTOCOL_VERSION,
             endpoint,
             self._terms.name,
@@ -266,11 +266,11 @@ class RemoteReceiver(Receiving[R]):
                 return
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._carrier != "tcp")
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._transport != "tcp")
             heard += 1
-            self._heed(identity if isinstance(identity, bytes) else identity.bytes, frames)
+            self._handle(identity if isinstance(identity, bytes) else identity.bytes, frames)
 
-    def _heed(self, identity: bytes, frames: Frames) -> None:
+    def _handle(self, identity: bytes, frames: Frames) -> None:
         peer = self.peers.get(identity)
         if peer is None and self._acceptor is not None:
             self._acceptor.handle_unknown(identity, frames)
@@ -286,12 +286,12 @@ class RemoteReceiver(Receiving[R]):
             match decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
                 case Publish(descriptors):
                     self._arrive(peer, descriptors, frames[1:])
-                case Wanting():
+                case CreditRequest():
                     self._want(peer)
-                case Observed(payload):
+                case Telemetry(payload):
                     if self._listener is not None:
                         self._listener.observed(peer, payload)
-                case Goodbye(sequence, how):
+                case Close(sequence, how):
                     self._part(peer, sequence, how)
         except (ProtocolMismatch, StaleDescriptor) as error:
             self.expel(peer, error)
@@ -300,9 +300,9 @@ class RemoteReceiver(Receiving[R]):
         """One that has said goodbye may only say once more that it is done: it has heard that all is saved."""
         with suppress(ProtocolMismatch):
             message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
-            if isinstance(message, Goodbye) and message.how == "done":
+            if isinstance(message, Close) and message.how == "done":
                 peer.stays = False
-                self._say(peer, Farewell())
+                self._send(peer, CloseAck())
                 return
         self.refusals.note("a message after goodbye")
 
@@ -324,22 +324,22 @@ class RemoteReceiver(Receiving[R]):
     def _hold_to_bytes(self, peer: Peer) -> None:
         most = self._terms.capacity_bytes + DEFAULT_SLOT_BYTES
         if peer.nbytes - peer.released_bytes > most:
-            peer.gather()
+            peer.collect_releases()
         if (nbytes := peer.nbytes - peer.released_bytes) > most:
             raise ProtocolMismatch(f"expected at most {most} bytes in flight, got {nbytes}")
 
     def _want(self, peer: Peer) -> None:
         """`peer` can use what it is owed: it said so, or has used all that it had."""
-        peer.wanting = True
-        if peer.owed or peer.releases:
-            self._answers.schedule(peer)
+        peer.credit_requested = True
+        if peer.unreturned_credit or peer.releases:
+            self._credit_returner.schedule(peer)
 
-    def _take_in(self, peer: Peer, parcel: Parcel) -> None:
-        descriptor = parcel[0]
+    def _take_in(self, peer: Peer, bundle: Bundle) -> None:
+        descriptor = bundle[0]
         peer.sequence = descriptor.sequence
         peer.nbytes += descriptor.bytes_of(descriptor.records)
         self._waiting_here += descriptor.records
-        self._arrivals.append((peer, parcel))
+        self._arrivals.append((peer, bundle))
 
     def _part(self, peer: Peer, sequence: int, how: Leaving) -> None:
         if sequence != peer.sequence:
@@ -351,14 +351,14 @@ class RemoteReceiver(Receiving[R]):
             self._members.done(peer.member)
         if self._listener is not None:
             self._arrivals.append((peer, "parted"))
-        self._answers.give(peer)
-        self._say(peer, Farewell())
+        self._credit_returner.give(peer)
+        self._send(peer, CloseAck())
 
     def expel(self, peer: Peer, error: Exception) -> None:
         """A peer that breaks the protocol is treated as dead, once; the others go on."""
-        if peer.expelled:
+        if peer.disconnected_for_error:
             return
-        peer.expelled = True
+        peer.disconnected_for_error = True
         self.refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
         kind, did = PeerLost, "broke the protocol"
@@ -366,20 +366,20 @@ class RemoteReceiver(Receiving[R]):
             kind, did = RecordCorrupted, f"sent records to {self._terms.name} that were changed on their way"
         lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was cut off: {printable(str(error))}")
         lost.__cause__ = error
-        peer.given_up = Refused("PeerLost", str(lost))
+        peer.given_up = Reject("PeerLost", str(lost))
         self._lose(peer, lost)
-        self.say(peer.identity, peer.given_up)
-        peer.control.hang_up()
+        self.send(peer.identity, peer.given_up)
+        peer.control.shutdown_read()
 
     def reaches(self, peer: Peer) -> bool:
         """Whether there is a connection to `peer`: ZeroMQ tells only who tries to send, so this gives back nothing."""
         try:
-            self._socket.send_multipart([peer.identity, encode(Release(()))], zmq.NOBLOCK)
+            self._socket.send_multipart([peer.identity, encode(CreditGrant(()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             return error.errno != zmq.EHOSTUNREACH
         return True
 
-    def gone(self, peer: Peer) -> Refused | None:
+    def gone(self, peer: Peer) -> Reject | None:
         """Its connection has ended. If it had not said goodbye it died: take in what it left, then tell.
 
         Returns:
@@ -388,14 +388,14 @@ class RemoteReceiver(Receiving[R]):
         self.drain()
         if peer.open:
             peer.open = False
-            for parcel in peer.inlet.salvage(peer.sequence):
-                self._take_in(peer, parcel)
+            for bundle in peer.reader.recover(peer.sequence):
+                self._take_in(peer, bundle)
             how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its connection without saying goodbye"
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
-            peer.given_up = Refused("PeerLost", str(error)) if peer.silent_for else None
-        elif self._listener is not None and not peer.expelled:
+            peer.given_up = Reject("PeerLost", str(error)) if peer.silent_for else None
+        elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "departed"))
         self.peers.pop(peer.identity, None)
         self._waiting.wake_all()
@@ -429,10 +429,10 @@ class RemoteReceiver(Receiving[R]):
 
     # -- answering them ----------------------------------------------------------------------------------------------
 
-    def _say(self, peer: Peer, message: Message) -> None:
-        self.say(peer.identity, message)
+    def _send(self, peer: Peer, message: Message) -> None:
+        self.send(peer.identity, message)
 
-    def say(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message) -> None:
         """Send, and listen soon: the descriptor does not tell of what has come meanwhile."""
         if self._socket.closed:
             return
@@ -465,7 +465,7 @@ class RemoteReceiver(Receiving[R]):
                 return record
         return None
 
-    def _next(self) -> tuple[Peer, Parcel] | None:
+    def _next(self) -> tuple[Peer, Bundle] | None:
         """The bundle that the next record is in, None while there is none; the notices before it are told."""
         if self._closed:
             raise anyio.ClosedResourceError
@@ -496,35 +496,35 @@ class RemoteReceiver(Receiving[R]):
             tell = self._listener.parted if notice == "parted" else self._listener.departed
             tell(peer)
 
-    def _take(self, peer: Peer, parcel: Parcel) -> R | None:
+    def _take(self, peer: Peer, bundle: Bundle) -> R | None:
         try:
-            record: R = self._assemble(*peer.inlet.fetch(parcel, self._index, peer.release))
+            record: R = self._assemble(*peer.reader.fetch(bundle, self._index, peer.release))
         except (StaleDescriptor, InvalidRecord) as error:
-            self._drop(peer, parcel, error)
+            self._drop(peer, bundle, error)
             return None
-        self._count(peer, parcel, 1)
+        self._count(peer, bundle, 1)
         return record if self._listener is None else self._listener.received(peer, record)
 
-    def _count(self, peer: Peer, parcel: Parcel, records: int) -> None:
+    def _count(self, peer: Peer, bundle: Bundle, records: int) -> None:
         """More records of `peer` were handed over; credit goes back where enough has gathered."""
         self._received += records
-        self._pass_over(peer, parcel, records)
+        self._pass_over(peer, bundle, records)
         if peer.releases:
-            peer.gather()
-            if peer.due:
-                self._answers.give(peer)
+            peer.collect_releases()
+            if peer.credit_due:
+                self._credit_returner.give(peer)
 
-    def _drop(self, peer: Peer, parcel: Parcel, error: Exception) -> None:
+    def _drop(self, peer: Peer, bundle: Bundle, error: Exception) -> None:
         """What is left of a bundle cannot be read."""
-        self._pass_over(peer, parcel, parcel[0].records - self._index)
+        self._pass_over(peer, bundle, bundle[0].records - self._index)
         self.expel(peer, error)
 
-    def _pass_over(self, peer: Peer, parcel: Parcel, records: int) -> None:
+    def _pass_over(self, peer: Peer, bundle: Bundle, records: int) -> None:
         """The next records of the first bundle wait no more."""
         peer.taken += records
         self._waiting_here -= records
         self._index += records
-        if self._index == parcel[0].records:
+        if self._index == bundle[0].records:
             self._arrivals.popleft()
             self._index = 0
 
@@ -568,26 +568,26 @@ class RemoteReceiver(Receiving[R]):
                 raise
             return packer.pack()
 
-    def _pack_from(self, peer: Peer, parcel: Parcel, packer: Packer) -> bool:
+    def _pack_from(self, peer: Peer, bundle: Bundle, packer: Packer) -> bool:
         """Copy the next groups of a bundle into `packer`, as many as it has room for; whether it was full before."""
         try:
-            taken = peer.inlet.pack(parcel, self._index, packer)
+            taken = peer.reader.pack(bundle, self._index, packer)
         except (StaleDescriptor, InvalidRecord) as error:
-            self._drop(peer, parcel, error)
+            self._drop(peer, bundle, error)
             return False
         if taken:
-            peer.release(parcel[0], taken)
-            self._count(peer, parcel, taken)
+            peer.release(bundle[0], taken)
+            self._count(peer, bundle, taken)
         elif not packer.groups:
             raise InvalidRecord(
                 f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "
-                f"takes {parcel[0].nbytes} bytes: make batches larger or groups smaller"
+                f"takes {bundle[0].nbytes} bytes: make batches larger or groups smaller"
             )
         return not taken
 
     async def _wait(self) -> None:
         with self._clock.waiting("record"):
-            self._answers.give_all()
+            self._credit_returner.flush_all()
             if not self._arrivals and self._failure is None and not self._ended():
                 await self._waiting.wait()
 
@@ -600,11 +600,11 @@ class RemoteReceiver(Receiving[R]):
         """What this end holds and waits for."""
         peers = [peer for peer in self.peers.values() if peer.open]
         for peer in peers:
-            peer.gather()
+            peer.collect_releases()
         return ChannelStatistics(
-            carrier=self._carrier,
+            transport=self._transport,
             capacity=self._terms.capacity * max(1, len(peers)),
-            items=sum(peer.sequence - peer.returned - peer.owed_records for peer in peers),
+            items=sum(peer.sequence - peer.returned - peer.unreturned_records for peer in peers),
             capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
             nbytes=sum(peer.nbytes - peer.released_bytes for peer in peers),
             sent=self._received + self._waiting_here,
@@ -615,14 +615,14 @@ class RemoteReceiver(Receiving[R]):
         )
 
     async def aclose(self) -> None:
-        """Close this end; senders get PeerClosed. Closing twice is fine."""
+        """Close this end; senders get PeerClosed. AsyncCloseable twice is fine."""
         if self._closed:
             return
         for peer in self.peers.values():
-            self._answers.give(peer)
+            self._credit_returner.give(peer)
         self._on_readable()
         self._closed = True
-        self._answers.close()
+        self._credit_returner.close()
         self._loop.remove_reader(self._fd)
         if self._absence is not None:
             self._absence.cancel()
@@ -631,9 +631,11 @@ class RemoteReceiver(Receiving[R]):
             try:
                 for peer in list(self.peers.values()):
                     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                        if not peer.open and not peer.expelled:  # the Farewell that was said before may come too late
-                            await peer.control.say(Farewell())
-                        await peer.control.say(Closed())
+                        if (
+                            not peer.open and not peer.disconnected_for_error
+                        ):  # the CloseAck that was said before may come too late
+                            await peer.control.send(CloseAck())
+                        await peer.control.send(Closed())
             finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
                 try:
                     await self._close_resources()

@@ -18,48 +18,50 @@ import zmq
 
 from ...schemas import Array, InvalidRecord, ProtocolMismatch
 from ...schemas.control import (
+    Accept,
+    Close,
+    CloseAck,
     Closed,
-    Ended,
-    Farewell,
-    Goodbye,
+    CreditGrant,
+    CreditRequest,
     Leaving,
     Message,
-    Observed,
+    Outcomes,
     Publish,
-    Refused,
-    Release,
-    Wanting,
-    Welcome,
+    Reject,
+    Telemetry,
     decode,
     encode,
 )
-from ...schemas.layout import Form, Lengths
+from ...schemas.layout import AxisSizes, ColumnLayout
 from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
 from ..ledger import Origin
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
-from .carrier import EVENTS, POLLIN, POLLOUT, Outlet, R, Record
 from .channel import ChannelStatistics
 from .connection import SenderControl
-from .ends import Closing
 from .memory import CHECKPOINT_EVERY
+from .protocols import AsyncCloseable
+from .transport import EVENTS, POLLIN, POLLOUT, PayloadWriter, R, Record
 
-__all__ = ["RemoteSender", "SenderLine"]
+__all__ = ["RemoteSender", "SenderConnection"]
 
 log = get_logger("penstock.channel")
 
 FLUSH_AT = 64
 """Records in one message: beyond this a message a batch costs nothing measurable."""
 
-PARTING_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 """How long a closing sender waits for a receiver that lives but does not answer."""
 
 
-class SenderLine:
+class SenderConnection:
     """The connection that all clones of a sender share."""
 
-    def __init__(self, control: SenderControl, welcome: Welcome, outlet: Outlet, socket: zmq.Socket[bytes]) -> None:
-        self.outlet = outlet
+    def __init__(
+        self, control: SenderControl, welcome: Accept, writer: PayloadWriter, socket: zmq.Socket[bytes]
+    ) -> None:
+        self.writer = writer
         self.welcome = welcome
         """What the receiver granted."""
         self.ends = 0
@@ -86,9 +88,9 @@ class SenderLine:
         """Whether the socket has nobody to send to any more."""
         self._goodbye: Leaving | None = None
         """What was said last."""
-        self.goodbye_heard = False
+        self.close_acknowledged = False
         """Whether the receiver has answered a goodbye."""
-        self.failed_body = False
+        self.body_failed = False
         """Whether an `async with` of this connection was left by an exception."""
         self._flush_scheduled = False
         self._parted = anyio.Event()
@@ -102,7 +104,7 @@ class SenderLine:
         """Until the receiver closes the channel, dies or falls silent: then nothing can be sent any more."""
         failure = await self._control.lost(self.welcome.name)
         self.drain()  # it may have said why
-        self.goodbye_heard |= self._control.goodbye_heard
+        self.close_acknowledged |= self._control.close_acknowledged
         self._fail(failure)
 
     def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:
@@ -124,16 +126,16 @@ class SenderLine:
             raise self.failure
         if self._severed:
             return False
-        outlet = self.outlet
+        writer = self.writer
         while True:
-            if not outlet.full:
-                form, lengths, plain = record.schema.laid_out(record)
-                if self._taken_in(form, lengths, record.header(), plain):
+            if not writer.full:
+                form, lengths, contiguous = record.schema.laid_out(record)
+                if self._taken_in(form, lengths, record.header(), contiguous):
                     break
-            if self._asked or outlet.full:
-                in_flight = outlet.items
+            if self._asked or writer.full:
+                in_flight = writer.items
                 self.drain()
-                if outlet.items == in_flight:
+                if writer.items == in_flight:
                     return False
             else:
                 self.ask()
@@ -146,9 +148,9 @@ class SenderLine:
             self._loop.call_soon(self.flush)
         return True
 
-    def _taken_in(self, form: Form, lengths: Lengths, header: bytes, columns: Sequence[Array]) -> bool:
+    def _taken_in(self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Sequence[Array]) -> bool:
         try:
-            return self.outlet.place(form, lengths, header, columns, self.sent + 1)
+            return self.writer.place(form, lengths, header, columns, self.sent + 1)
         except InvalidRecord as error:  # it is one of those before
             self._fail(error)
             raise
@@ -157,11 +159,11 @@ class SenderLine:
         """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
         self._asked = True
         if not (self._goodbye or self._socket.closed):
-            self.tell(Wanting())
+            self.tell(CreditRequest())
 
-    def ask_soon(self) -> None:
+    def request_credit_soon(self) -> None:
         """Want it for the next look at what is in flight. Safe from any thread."""
-        if self.outlet.items and not self._asked:
+        if self.writer.items and not self._asked:
             with suppress(RuntimeError):  # the loop was closed under an open sender
                 self._loop.call_soon_threadsafe(self.ask)
 
@@ -170,7 +172,7 @@ class SenderLine:
         if self._severed:
             return ChannelFull(f"the connection to {self.welcome.name} is gone, and the reason is not known yet")
         return ChannelFull(
-            f"{self.outlet.items} of {self.welcome.capacity} records and {self.outlet.nbytes} of "
+            f"{self.writer.items} of {self.welcome.capacity} records and {self.writer.nbytes} of "
             f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
         )
 
@@ -180,9 +182,9 @@ class SenderLine:
         if self._unposted and self._connected:
             self._unposted = 0
             try:
-                self.outlet.post(self._socket)
+                self.writer.post(self._socket)
             except zmq.Again:  # ZeroMQ refuses to send when the other end is gone
-                self._sever()
+                self._disconnect()
             except InvalidRecord as error:
                 log.exception("record_changed", peer=self.welcome.name)
                 self._fail(error)
@@ -192,7 +194,7 @@ class SenderLine:
     def _connected(self) -> bool:
         return self.failure is None and not self._severed
 
-    def _sever(self) -> None:
+    def _disconnect(self) -> None:
         """There is nobody to send to: what notices the receiver's end is about to tell why."""
         if not self._severed:
             self._severed = True
@@ -205,7 +207,7 @@ class SenderLine:
             try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
-                self._sever()
+                self._disconnect()
             self.drain()
 
     def drain(self) -> None:
@@ -214,59 +216,59 @@ class SenderLine:
             events = int(self._socket.getsockopt(EVENTS))
             if not events & POLLIN:
                 if not events & POLLOUT:
-                    self._sever()
+                    self._disconnect()
                     self.severed.set()
                 return
             try:
-                self._heed(decode(self._socket.recv(zmq.NOBLOCK)))
+                self._handle(decode(self._socket.recv(zmq.NOBLOCK)))
             except (ProtocolMismatch, StaleDescriptor) as error:
                 log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
 
-    def _heed(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
-            case Release(spans):
+            case CreditGrant(spans):
                 self._asked = False
                 for slot, generation, records in spans:
-                    self.outlet.free(slot, generation, records)
+                    self.writer.free(slot, generation, records)
                 self.waiting.wake_one()
-            case Ended(entries):
+            case Outcomes(entries):
                 if self.on_ended is not None:
                     for group, repetitions, state, step in entries:
                         self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
             case Closed():
                 self._fail(PeerClosed(f"{self.welcome.name}, the receiver, closed the channel"))
                 self._control.disconnected()  # the receiver waits until it is heard
-            case Refused(_, reason):
+            case Reject(_, reason):
                 self._fail(PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}"))
                 self._control.disconnected()
-            case Farewell():
-                self.goodbye_heard = True
+            case CloseAck():
+                self.close_acknowledged = True
                 self._parted.set()
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
 
-    def say_goodbye(self, how: Leaving) -> None:
+    def send_close(self, how: Leaving) -> None:
         """Nothing more comes from here. Saying it twice is fine."""
         if self._goodbye in {None, "staying"} and how != self._goodbye:
             if self._connected:
                 self._parted = anyio.Event()
             self._goodbye = how
-            self.tell(Goodbye(self.sent, how))
+            self.tell(Close(self.sent, how))
 
     async def answered(self) -> bool:
         """Wait until the receiver has heard the goodbye, or is gone, and return whether it has heard it."""
         await self._parted.wait()
-        return self.goodbye_heard
+        return self.close_acknowledged
 
     async def part(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
         if self._goodbye is None:
-            self.say_goodbye("failed" if self.failed_body else "done")
+            self.send_close("failed" if self.body_failed else "done")
         try:
-            with anyio.move_on_after(PARTING_S, shield=True) as bound:
+            with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as bound:
                 await self._parted.wait()
             if bound.cancelled_caught:
-                log.warning("no_farewell", peer=self.welcome.name, waited_s=PARTING_S)
+                log.warning("no_farewell", peer=self.welcome.name, waited_s=CLOSE_TIMEOUT_S)
         finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
             await self._let_go()
 
@@ -279,15 +281,15 @@ class SenderLine:
             with suppress(asyncio.CancelledError):
                 await self._watch
             await self._control.aclose()
-        self.outlet.close()
+        self.writer.close()
 
 
-class RemoteSender(Closing, Generic[R]):
+class RemoteSender(AsyncCloseable, Generic[R]):
     """The sending end of a channel to another process; see `SendChannel`."""
 
-    def __init__(self, line: SenderLine, carrier: str) -> None:
+    def __init__(self, line: SenderConnection, transport: str) -> None:
         self._line = line
-        self._carrier = carrier
+        self._transport = transport
         self._clock = WaitClock()
         self._closed = False
         self._until_checkpoint = CHECKPOINT_EVERY
@@ -295,7 +297,7 @@ class RemoteSender(Closing, Generic[R]):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<RemoteSender {self._carrier} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
+        return f"<RemoteSender {self._transport} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
 
     def send_nowait(self, record: R, /) -> None:
         """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
@@ -331,7 +333,7 @@ class RemoteSender(Closing, Generic[R]):
     def tell(self, observed: bytes) -> None:
         """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
         if not self._closed:
-            self._line.tell(Observed(observed))
+            self._line.tell(Telemetry(observed))
 
     def on_ended(self, listener: Origin) -> None:
         """Have `listener` told how trajectories ended that were sent here."""
@@ -354,12 +356,12 @@ class RemoteSender(Closing, Generic[R]):
         """Wait until the connection has ended, so that all was heard which the receiver had said."""
         await self._line.severed.wait()
 
-    def say_goodbye(self, how: Leaving = "staying") -> None:
+    def send_close(self, how: Leaving = "staying") -> None:
         """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
-        self._line.say_goodbye(how)
+        self._line.send_close(how)
 
-    async def goodbye_heard(self) -> bool:
-        """Wait until the receiver has heard `say_goodbye`, or is gone, and return whether it has heard it."""
+    async def close_acknowledged(self) -> bool:
+        """Wait until the receiver has heard `send_close`, or is gone, and return whether it has heard it."""
         return await self._line.answered()
 
     @property
@@ -371,7 +373,7 @@ class RemoteSender(Closing, Generic[R]):
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close; where the body raised, the receiver is told that this sender did not come to its end."""
-        self._line.failed_body |= kind is not None
+        self._line.body_failed |= kind is not None
         await self.aclose()
 
     def clone(self) -> RemoteSender[R]:
@@ -382,10 +384,10 @@ class RemoteSender(Closing, Generic[R]):
         """
         if self._closed:
             raise anyio.ClosedResourceError
-        return RemoteSender(self._line, self._carrier)
+        return RemoteSender(self._line, self._transport)
 
     async def aclose(self) -> None:
-        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine.
+        """Close this end; with the last one, wait until the receiver has everything. AsyncCloseable twice is fine.
 
         Raises:
             InvalidRecord: a record was changed before it was copied: it was not sent, nor was anything after it.
@@ -401,15 +403,15 @@ class RemoteSender(Closing, Generic[R]):
     def statistics(self) -> ChannelStatistics:
         """What this end holds and waits for. What credit the receiver holds back is asked for, for the next look."""
         line = self._line
-        line.ask_soon()
+        line.request_credit_soon()
         return ChannelStatistics(
-            carrier=self._carrier,
+            transport=self._transport,
             capacity=line.welcome.capacity,
-            items=line.outlet.items,
+            items=line.writer.items,
             capacity_bytes=line.welcome.capacity_bytes,
-            nbytes=line.outlet.nbytes,
+            nbytes=line.writer.nbytes,
             sent=line.sent,
-            received=line.sent - line.outlet.items,
+            received=line.sent - line.writer.items,
             senders=line.ends,
             waiting_for=self._clock.waiting_for,
             waited_s=self._clock.waited_s,

@@ -1,4 +1,4 @@
-"""The shm carrier: payload in shared-memory slots, descriptors over a ZeroMQ `ipc://` socket.
+"""The shm transport: payload in shared-memory slots, descriptors over a ZeroMQ `ipc://` socket.
 
 The sender owns its segment, allocates in it alone, and hands it over at the door, a Unix socket beside the ZeroMQ one.
 The receiver maps it read-only and gives arrays that are views of the slots: nothing is copied until someone copies.
@@ -20,28 +20,37 @@ import zmq
 from anyio.abc import SocketListener
 
 from ...schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import Offer, Publish, encode
+from ...schemas.control import Publish, SegmentOffer, encode
 from ...schemas.descriptor import Descriptor
-from ...schemas.layout import Contents, Form, Items, Lengths, Part, Schema, aligned, encode_contents
+from ...schemas.layout import (
+    AxisSizes,
+    BundleEntry,
+    BundleHeader,
+    ColumnLayout,
+    Items,
+    Schema,
+    aligned,
+    encode_contents,
+)
 from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
-from .carrier import Inlet, Parcel, R, Released, dealer, router
 from .checksum import CHECKSUM_BYTES
-from .door import Door, door_at
-from .door_control import DoorControl
-from .introduction import answering_within, greeting, introduce, let_in
-from .reception import Reception
-from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine
+from .control_connection import ControlConnection, connect_control
+from .handshake import greeting, handshake_timeout, offer_segment, request_session
+from .heartbeat import enable_heartbeats
+from .remote_receiver import ReceiverConfig, RemoteReceiver
+from .remote_sender import RemoteSender, SenderConnection
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
-from .silence import expect_signs_of_life
+from .shm_acceptor import ShmAcceptor
+from .shm_control import ShmControl
 from .slots import SlotTable, Span
 from .socket_directory import socket_directory, sweep, sweep_after
+from .transport import Bundle, PayloadReader, R, Released, dealer, router
 
 __all__ = ["connect_shm", "serve_shm"]
 
 SCHEME = "shm://"
-DOOR = "door"
+CONTROL_SOCKET = "control"
 DATA = "data"
 
 
@@ -60,7 +69,7 @@ class _Bundle:
 
     __slots__ = ("candidates", "columns", "form", "parts", "room", "sequences", "span", "tokens")
 
-    def __init__(self, span: Span, form: Form, candidates: int, room: int) -> None:
+    def __init__(self, span: Span, form: ColumnLayout, candidates: int, room: int) -> None:
         self.span = span
         self.form = form
         self.candidates = candidates
@@ -71,10 +80,10 @@ class _Bundle:
         self.columns: list[Collection[Array]] = []
         """Of each record."""
         self.parts: list[tuple[int, int, bytes]] = []
-        """A `Part` each."""
+        """A `BundleEntry` each."""
 
 
-class SlotOutlet:
+class SlotWriter:
     """Places records in the sender's segment: credit is taken at once, the copy is made when a bundle is complete."""
 
     def __init__(self, segment: SegmentWriter, capacity: int, kind: str, *, checksum: bool = False) -> None:
@@ -97,30 +106,37 @@ class SlotOutlet:
         """Whether as many records are in flight as may be."""
         return self.items >= self._capacity
 
-    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
-        """Make a record part of the bundle that is being filled, or begin one; see `Outlet.place`."""
+    def place(
+        self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Collection[Array], sequence: int
+    ) -> bool:
+        """Make a record part of the bundle that is being filled, or begin one; see `PayloadWriter.place`."""
         if self.full:
             return False
         tokens, sequences, candidates, _ = lengths
         nbytes = form.nbytes(lengths) + aligned(PART_BYTES + len(header))
-        bundle = self._bundle
-        if bundle is None or nbytes > bundle.room or form is not bundle.form or candidates != bundle.candidates:
+        open_bundle = self._bundle
+        if (
+            open_bundle is None
+            or nbytes > open_bundle.room
+            or form is not open_bundle.form
+            or candidates != open_bundle.candidates
+        ):
             self._complete()
-            bundle = self._begin(form, candidates, nbytes)
-            if bundle is None:
+            open_bundle = self._begin(form, candidates, nbytes)
+            if open_bundle is None:
                 return False
-        bundle.room -= nbytes
-        bundle.tokens += tokens
-        bundle.sequences += sequences
-        bundle.columns.append(columns)
-        bundle.parts.append((tokens, sequences, header))
+        open_bundle.room -= nbytes
+        open_bundle.tokens += tokens
+        open_bundle.sequences += sequences
+        open_bundle.columns.append(columns)
+        open_bundle.parts.append((tokens, sequences, header))
         self.items += 1
         self._sequence = sequence
-        if len(bundle.parts) >= self._most:
+        if len(open_bundle.parts) >= self._most:
             self._complete()
         return True
 
-    def _begin(self, form: Form, candidates: int, nbytes: int) -> _Bundle | None:
+    def _begin(self, form: ColumnLayout, candidates: int, nbytes: int) -> _Bundle | None:
         """A bundle for a record that takes `nbytes`, with room for more like it if the free slots there have it."""
         slot_bytes = self._segment.slot_bytes
         around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded) + self._checksum * CHECKSUM_BYTES)
@@ -144,16 +160,16 @@ class SlotOutlet:
         Raises:
             InvalidRecord: one of its records was changed since. Nothing may be sent after it.
         """
-        bundle, self._bundle = self._bundle, None
-        if bundle is None:
+        open_bundle, self._bundle = self._bundle, None
+        if open_bundle is None:
             return
-        span, form, parts, slot_bytes = bundle.span, bundle.form, bundle.parts, self._segment.slot_bytes
-        layout = form.layout(Lengths(bundle.tokens, bundle.sequences, bundle.candidates, len(parts)))
-        contents = encode_contents((self._kind, form.encoded, bundle.candidates, parts))
+        span, form, parts, slot_bytes = open_bundle.span, open_bundle.form, open_bundle.parts, self._segment.slot_bytes
+        layout = form.layout(AxisSizes(open_bundle.tokens, open_bundle.sequences, open_bundle.candidates, len(parts)))
+        contents = encode_contents((self._kind, form.encoded, open_bundle.candidates, parts))
         contents_bytes = len(contents) + self._checksum * CHECKSUM_BYTES
         nbytes = layout.nbytes + aligned(contents_bytes)
         try:
-            self._segment.write(span, contents, bundle.columns, layout, checksum=self._checksum)
+            self._segment.write(span, contents, open_bundle.columns, layout, checksum=self._checksum)
         except (TypeError, ValueError) as error:
             raise InvalidRecord(
                 f"expected the {len(parts)} records up to number {self._sequence} to be as they were when they were "
@@ -172,7 +188,7 @@ class SlotOutlet:
         socket.send(encode(Publish(tuple(ready))), zmq.NOBLOCK)
 
     def free(self, slot: int, generation: int, records: int) -> None:
-        """The receiver released some records of a span; see `Outlet.free`."""
+        """The receiver released some records of a span; see `PayloadWriter.free`."""
         span = self._table.release(slot, generation, records)
         self.items -= records
         if not span.records:
@@ -189,7 +205,9 @@ class _Reading:
 
     __slots__ = ("candidates", "columns", "descriptor", "form", "groups", "layout", "parts", "rows", "tokens")
 
-    def __init__(self, descriptor: Descriptor, form: Form, candidates: int, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, descriptor: Descriptor, form: ColumnLayout, candidates: int, parts: Sequence[BundleEntry]
+    ) -> None:
         self.descriptor = descriptor
         self.form = form
         self.candidates = candidates
@@ -198,7 +216,7 @@ class _Reading:
         """Before each record, and of all."""
         self.rows = list(accumulate([sequences for _, sequences, _ in parts], initial=0))
         """Sequences before each record, and of all."""
-        self.layout = form.layout(Lengths(self.tokens[-1], self.rows[-1], candidates, len(parts)))
+        self.layout = form.layout(AxisSizes(self.tokens[-1], self.rows[-1], candidates, len(parts)))
         self.columns: list[memoryview] = []
         """Of all records."""
         self.groups: list[PackedGroup] = []
@@ -206,10 +224,10 @@ class _Reading:
 
     def items(self, index: int) -> Items:
         """Entries on each axis before record `index`."""
-        return Lengths(self.tokens[index], self.rows[index], self.candidates, index).items()
+        return AxisSizes(self.tokens[index], self.rows[index], self.candidates, index).items()
 
 
-class SlotInlet:
+class SlotReader:
     """Reads records from a sender's segment."""
 
     def __init__(self, segment: SegmentReader, schema: Schema, *, checksum: bool = False) -> None:
@@ -219,69 +237,75 @@ class SlotInlet:
         self._open: _Reading | None = None
         """The bundle that was read last: its records are mostly taken one after the other."""
 
-    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
-        """Views of a record that release it when the last one dies; see `Inlet.fetch`."""
-        descriptor = parcel[0]
-        bundle = self._read(descriptor)
-        form, places = bundle.form, bundle.layout.places
-        if len(bundle.parts) > 1:
-            places = form.within(places, bundle.items(index), bundle.items(index + 1))
+    def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
+        """Views of a record that release it when the last one dies; see `PayloadReader.fetch`."""
+        descriptor = bundle[0]
+        open_bundle = self._read(descriptor)
+        form, places = open_bundle.form, open_bundle.layout.places
+        if len(open_bundle.parts) > 1:
+            places = form.within(places, open_bundle.items(index), open_bundle.items(index + 1))
         lease = self._segment.lease(descriptor, released)
-        return bundle.parts[index].header, form.view(places, lease, bundle.candidates)
+        return open_bundle.parts[index].header, form.view(places, lease, open_bundle.candidates)
 
-    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
-        """Copy groups from their span into `packer`; see `Inlet.pack`."""
-        bundle = self._read(parcel[0])
-        form, columns = bundle.form, bundle.columns
-        count = packer.room(form, bundle.candidates, bundle.tokens, index)
+    def pack(self, bundle: Bundle, index: int, packer: Packer) -> int:
+        """Copy groups from their span into `packer`; see `PayloadReader.pack`."""
+        open_bundle = self._read(bundle[0])
+        form, columns = open_bundle.form, open_bundle.columns
+        count = packer.room(form, open_bundle.candidates, open_bundle.tokens, index)
         if count:
             last = index + count
-            if not bundle.groups:
-                bundle.groups = PackedGroup.decode(bundle.parts)
-            if count < len(bundle.parts):
-                columns = form.between(columns, bundle.items(index), bundle.items(last))
-            packer.copy(form, bundle.candidates, columns, bundle.groups[index:last], bundle.tokens[index : last + 1])
+            if not open_bundle.groups:
+                open_bundle.groups = PackedGroup.decode(open_bundle.parts)
+            if count < len(open_bundle.parts):
+                columns = form.between(columns, open_bundle.items(index), open_bundle.items(last))
+            packer.copy(
+                form,
+                open_bundle.candidates,
+                columns,
+                open_bundle.groups[index:last],
+                open_bundle.tokens[index : last + 1],
+            )
         return count
 
     def _read(self, descriptor: Descriptor) -> _Reading:
         """The bundle that lies there; read once, however many records are taken of it."""
-        bundle = self._open
-        if bundle is None or bundle.descriptor is not descriptor:
-            bundle = self._open = self._read_anew(descriptor)
-        return bundle
+        open_bundle = self._open
+        if open_bundle is None or open_bundle.descriptor is not descriptor:
+            open_bundle = self._open = self._read_anew(descriptor)
+        return open_bundle
 
     def _read_anew(self, descriptor: Descriptor) -> _Reading:
         encoded = self._segment.contents(descriptor)
-        contents = Contents.decode(self._segment.check(descriptor, encoded) if self._checksum else encoded)
+        contents = BundleHeader.decode(self._segment.check(descriptor, encoded) if self._checksum else encoded)
         form = self._schema.received(contents)
-        bundle = _Reading(descriptor, form, contents.candidates, contents.parts)
-        expected = bundle.layout.nbytes + aligned(len(encoded))
-        if expected != descriptor.nbytes or len(bundle.parts) != descriptor.records:
-            raise InvalidRecord(f"expected {len(bundle.parts)} records in {expected} bytes, got {descriptor}")
-        bundle.columns = self._segment.columns(descriptor, bundle.layout.places)
-        form.check_numbers(bundle.columns, bundle.parts)
-        return bundle
+        open_bundle = _Reading(descriptor, form, contents.candidates, contents.parts)
+        expected = open_bundle.layout.nbytes + aligned(len(encoded))
+        if expected != descriptor.nbytes or len(open_bundle.parts) != descriptor.records:
+            raise InvalidRecord(f"expected {len(open_bundle.parts)} records in {expected} bytes, got {descriptor}")
+        open_bundle.columns = self._segment.columns(descriptor, open_bundle.layout.places)
+        form.check_numbers(open_bundle.columns, open_bundle.parts)
+        return open_bundle
 
-    def salvage(self, sequence: int) -> list[Parcel]:
-        """What the headers say was published; see `Inlet.salvage`."""
+    def recover(self, sequence: int) -> list[Bundle]:
+        """What the headers say was published; see `PayloadReader.recover`."""
         return [(descriptor, ()) for descriptor in self._segment.published_after(sequence)]
 
 
-async def _enter(door: Door, receiver: RemoteReceiver[Any], endpoint: str) -> Inlet:
+async def _enter(connection: ControlConnection, receiver: RemoteReceiver[Any], endpoint: str) -> PayloadReader:
     """Grant a sender its credit and take in its segment."""
-    await door.say(receiver.welcome(endpoint, DEFAULT_SLOT_BYTES))
-    offer = await door.hear()
-    fd = door.take_fd()
-    if not isinstance(offer, Offer) or fd is None:
-        raise ProtocolMismatch(f"expected an Offer with a file descriptor, got {type(offer).__name__}")
+    await connection.send(receiver.welcome(endpoint, DEFAULT_SLOT_BYTES))
+    offer = await connection.receive()
+    fd = connection.take_fd()
+    if not isinstance(offer, SegmentOffer) or fd is None:
+        raise ProtocolMismatch(f"expected an SegmentOffer with a file descriptor, got {type(offer).__name__}")
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         segment = await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes)
-        return SlotInlet(segment, receiver.schema, checksum=receiver.checksum)
+        return SlotReader(segment, receiver.schema, checksum=receiver.checksum)
 
 
 @asynccontextmanager
-async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
+async def serve_shm(url: str, record_type: type[R], terms: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel on this host; see `serve`.
 
     Raises:
@@ -291,45 +315,45 @@ async def serve_shm(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
         raise ValueError(f"expected {SCHEME} and nothing behind it, got {url!r}: senders are given `inbox.url`")
     async with AsyncExitStack() as stack:
         directory = await enter_in_thread(stack, socket_directory())
-        socket, door, endpoint = await anyio.to_thread.run_sync(_bind, directory, terms.silence_s)
+        socket, connection, endpoint = await anyio.to_thread.run_sync(_bind, directory, terms.heartbeat_timeout_s)
         stack.callback(socket.close)
-        listener_at_door = await SocketListener.from_socket(door)
+        listener = await SocketListener.from_socket(connection)
         receiver = RemoteReceiver(
             record_type,
-            carrier="shm",
+            transport="shm",
             url=f"{SCHEME}{directory}",
             socket=socket,
             terms=terms,
         )
-        reception = Reception(
-            receiver, socket, listener_at_door, lambda opened: _enter(opened, receiver, endpoint), terms.silence_s
+        acceptor = ShmAcceptor(
+            receiver, socket, listener, lambda opened: _enter(opened, receiver, endpoint), terms.heartbeat_timeout_s
         )
-        receiver.attend(reception, stack.pop_all())
+        receiver.accept(acceptor, stack.pop_all())
         async with receiver:
             yield receiver
 
 
 @asynccontextmanager
 async def connect_shm(
-    url: str, record_type: type[R], *, name: str, silence_s: float | None, tokenizer: TokenizerIdentity | None
+    url: str, record_type: type[R], *, name: str, heartbeat_timeout_s: float | None, tokenizer: TokenizerIdentity | None
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel on this host; see `connect`."""
-    path = Path(url.removeprefix(SCHEME)) / DOOR
+    path = Path(url.removeprefix(SCHEME)) / CONTROL_SOCKET
     async with AsyncExitStack() as stack:
-        with answering_within(silence_s, url):
-            door = await stack.enter_async_context(await _knock(url, path))
+        with handshake_timeout(heartbeat_timeout_s, url):
+            connection = await stack.enter_async_context(await _knock(url, path))
             hello = greeting("shm", record_type.schema.kind, name, tokenizer)
-            welcome = await introduce(door, hello)
+            welcome = await request_session(connection, hello)
             segment = await anyio.to_thread.run_sync(
                 SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
             )
             stack.callback(segment.close)
-            await let_in(door, Offer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-        outlet = SlotOutlet(segment, welcome.capacity, record_type.schema.kind, checksum=welcome.checksum)
+            await offer_segment(connection, SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
+        writer = SlotWriter(segment, welcome.capacity, record_type.schema.kind, checksum=welcome.checksum)
         data = dealer(hello.identity)
-        expect_signs_of_life(data, silence_s)
+        enable_heartbeats(data, heartbeat_timeout_s)
         data.connect(welcome.endpoint)
-        line = SenderLine(DoorControl(door, silence_s), welcome, outlet, data)
+        line = SenderConnection(ShmControl(connection, heartbeat_timeout_s), welcome, writer, data)
         stack.pop_all()
         try:
             async with RemoteSender[R](line, "shm") as sender:
@@ -340,22 +364,22 @@ async def connect_shm(
                     await anyio.to_thread.run_sync(sweep_after, path.parent)
 
 
-async def _knock(url: str, path: Path) -> Door:
+async def _knock(url: str, path: Path) -> ControlConnection:
     try:
-        return await door_at(path)
+        return await connect_control(path)
     except OSError as error:
         await anyio.to_thread.run_sync(sweep)
         raise NobodyListens(f"expected a receiver at {url}, got {error.strerror}: is its process running?") from error
 
 
-def _bind(directory: Path, silence_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
+def _bind(directory: Path, heartbeat_timeout_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
     """A receiver's two sockets, bound to files of mode 0600, and the ZeroMQ one's endpoint."""
-    door = sockets.socket(sockets.AF_UNIX)
-    door.bind(str(directory / DOOR))
-    door.listen()
+    connection = sockets.socket(sockets.AF_UNIX)
+    connection.bind(str(directory / CONTROL_SOCKET))
+    connection.listen()
     socket, endpoint = router(), f"ipc://{directory / DATA}"
-    expect_signs_of_life(socket, silence_s)
+    enable_heartbeats(socket, heartbeat_timeout_s)
     socket.bind(endpoint)
-    for path in (directory / DOOR, directory / DATA):
+    for path in (directory / CONTROL_SOCKET, directory / DATA):
         path.chmod(0o600)
-    return socket, door, endpoint
+    return socket, connection, endpoint

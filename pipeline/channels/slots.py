@@ -21,7 +21,7 @@ __all__ = ["SlotTable", "Span"]
 
 SpanState: TypeAlias = Literal["writing", "published", "free"]
 
-STORY_LENGTH = 8
+HISTORY_LENGTH = 8
 """Transitions of a slot that are remembered, for the message of an illegal one."""
 
 
@@ -54,7 +54,7 @@ class SlotTable:
         self._live: dict[int, Span] = {}
         """Spans in use, by first slot."""
         self._generations: defaultdict[int, int] = defaultdict(int)
-        self._stories: defaultdict[int, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=STORY_LENGTH))
+        self._histories: defaultdict[int, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=HISTORY_LENGTH))
         """What happened to each slot, as (transition, generation or sequence); put into words only when told."""
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class SlotTable:
     def _open(self, start: int, count: int) -> Span:
         generation = self._generations[start] = self._generations[start] + 1
         span = self._live[start] = Span(start, count, generation)
-        self._stories[start].append(("allocated as generation", generation))
+        self._histories[start].append(("allocated as generation", generation))
         return span
 
     def trim(self, span: Span, count: int) -> int:
@@ -119,7 +119,7 @@ class SlotTable:
         """
         self._expect(span, "writing", "publish")
         span.state, span.sequence, span.records = "published", sequence, records
-        self._stories[span.start].append(("published as record", sequence))
+        self._histories[span.start].append(("published as record", sequence))
 
     def abandon(self, span: Span) -> None:
         """`span` will not be published after all.
@@ -159,7 +159,7 @@ class SlotTable:
     def _close(self, span: Span, how: str) -> None:
         del self._live[span.start]
         span.state = "free"
-        self._stories[span.start].append((how, span.generation))
+        self._histories[span.start].append((how, span.generation))
         self._put_back(span.start, span.count)
 
     def _put_back(self, start: int, count: int) -> None:
@@ -181,5 +181,5 @@ class SlotTable:
             )
 
     def _story(self, start: int) -> str:
-        story = ", ".join(f"{transition} {number}" for transition, number in self._stories[start])
+        story = ", ".join(f"{transition} {number}" for transition, number in self._histories[start])
         return f"its story: {story or 'never used'}"

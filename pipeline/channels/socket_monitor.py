@@ -48,7 +48,7 @@ class SocketMonitor:
             self._heard(*_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0]))
 
     def close(self) -> None:
-        """Tell of nothing more. Closing twice is fine."""
+        """Tell of nothing more. AsyncCloseable twice is fine."""
         if self._monitor.closed:
             return
         self._loop.remove_reader(self._fd)

@@ -1,4 +1,4 @@
-"""The tcp carrier: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
+"""The tcp transport: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
 
 Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
 Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Both sides need the
@@ -19,18 +19,18 @@ import zmq
 from ...schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
 from ...schemas.control import Publish, Ready, encode
 from ...schemas.descriptor import Descriptor
-from ...schemas.layout import Contents, Form, Lengths, Schema, aligned, encode_contents
+from ...schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
 from ..errors import RecordTooLarge, StaleDescriptor
-from .carrier import HANDSHAKE_S, LARGEST_MESSAGE, Parcel, R, Released, router, start_zero_copy
 from .checksum import checked, with_checksum
-from .introduction import answering_within, greeting, introduce, let_in
+from .handshake import greeting, handshake_timeout, offer_segment, request_session
+from .heartbeat import send_heartbeats
 from .keys import ChannelKey
-from .remote_receiver import RemoteReceiver, Terms
-from .remote_sender import RemoteSender, SenderLine
-from .silence import send_signs_of_life
+from .remote_receiver import ReceiverConfig, RemoteReceiver
+from .remote_sender import RemoteSender, SenderConnection
 from .tcp_acceptor import TcpAcceptor
 from .tcp_address import TcpAddress, bracketed, resolved
 from .tcp_control import connected
+from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
 __all__ = ["connect_tcp", "serve_tcp"]
 
@@ -41,12 +41,12 @@ MOST_CONTROL = 1024
 """Messages of a sender, beside its records, that may wait for the event loop: ZeroMQ reads on when some were heard."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
-HELD_UP = "its ZeroMQ answers, so its event loop is held up. Raise silence_s where that is usual"
+HELD_UP = "its ZeroMQ answers, so its event loop is held up. Raise heartbeat_timeout_s where that is usual"
 
 _NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
-class FrameOutlet:
+class FrameWriter:
     """Keeps account of the records that are on their way; ZeroMQ keeps the arrays."""
 
     def __init__(self, capacity: int, capacity_bytes: int, kind: str, *, checksum: bool = False) -> None:
@@ -56,7 +56,7 @@ class FrameOutlet:
         self._capacity_bytes = capacity_bytes
         self._kind = kind
         self._checksum = checksum
-        self._ready: list[Parcel] = []
+        self._ready: list[Bundle] = []
         """Records that are not posted yet."""
         self._in_flight: dict[int, int] = {}
         """Bytes of each record in flight, by sequence number."""
@@ -66,9 +66,11 @@ class FrameOutlet:
         """Whether as many records are in flight as may be."""
         return self.items >= self._capacity
 
-    def place(self, form: Form, lengths: Lengths, header: bytes, columns: Collection[Array], sequence: int) -> bool:
-        """Take credit for a record; see `Outlet.place`."""
-        contents = encode_contents(Contents.alone(self._kind, form, lengths, header))
+    def place(
+        self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Collection[Array], sequence: int
+    ) -> bool:
+        """Take credit for a record; see `PayloadWriter.place`."""
+        contents = encode_contents(BundleHeader.alone(self._kind, form, lengths, header))
         buffers = list(map(_frame, columns))
         if self._checksum:
             contents = with_checksum(contents, buffers)
@@ -93,7 +95,7 @@ class FrameOutlet:
             socket.send_multipart([encode(Publish((descriptor,))), *frames], zmq.NOBLOCK, copy=False)
 
     def free(self, slot: int, generation: int, records: int) -> None:
-        """The receiver took a record in; see `Outlet.free`."""
+        """The receiver took a record in; see `PayloadWriter.free`."""
         nbytes = self._in_flight.pop(slot, None)
         if nbytes is None or generation or records != 1:
             raise StaleDescriptor(f"release of record {slot}, generation {generation}, which is not in flight")
@@ -105,24 +107,24 @@ class FrameOutlet:
         self._in_flight.clear()
 
 
-class FrameInlet:
+class FrameReader:
     """Makes records of frames."""
 
     def __init__(self, schema: Schema, *, checksum: bool = False) -> None:
         self._schema = schema
         self._checksum = checksum
 
-    def fetch(self, parcel: Parcel, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
+    def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
-        contents, form, buffers = self._read(parcel)
+        contents, form, buffers = self._read(bundle)
         columns = form.frames(contents.lengths(), buffers)
         form.check_numbers(list(columns.values()), contents.parts)
-        released(parcel[0], 1)
+        released(bundle[0], 1)
         return contents.parts[index].header, columns
 
-    def pack(self, parcel: Parcel, index: int, packer: Packer) -> int:
-        """Copy a group from its frames into `packer`; see `Inlet.pack`."""
-        contents, form, buffers = self._read(parcel)
+    def pack(self, bundle: Bundle, index: int, packer: Packer) -> int:
+        """Copy a group from its frames into `packer`; see `PayloadReader.pack`."""
+        contents, form, buffers = self._read(bundle)
         part = contents.parts[index]
         ends = (0, part.tokens)
         flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
@@ -133,18 +135,18 @@ class FrameInlet:
         packer.copy(form, contents.candidates, flat, [group], ends)
         return 1
 
-    def _read(self, parcel: Parcel) -> tuple[Contents, Form, list[memoryview]]:
-        descriptor, frames = parcel
+    def _read(self, bundle: Bundle) -> tuple[BundleHeader, ColumnLayout, list[memoryview]]:
+        descriptor, frames = bundle
         if not frames or descriptor.records != 1:
             raise StaleDescriptor(f"expected {descriptor} to be one record and come with its columns, got none")
         buffers = [frame.buffer for frame in frames[1:]]
         encoded = frames[0].bytes
-        contents = Contents.decode(checked(encoded, buffers) if self._checksum else encoded)
+        contents = BundleHeader.decode(checked(encoded, buffers) if self._checksum else encoded)
         if len(contents.parts) != 1:
             raise InvalidRecord(f"expected one record a message, got {len(contents.parts)}")
         return contents, self._schema.received(contents), buffers
 
-    def salvage(self, sequence: int) -> list[Parcel]:
+    def recover(self, sequence: int) -> list[Bundle]:
         """Nothing: what had not left the process is gone with it."""
         del sequence
         return []
@@ -155,7 +157,7 @@ def _frame(column: Array) -> memoryview | bytes:
     return np.ascontiguousarray(column).data if column.size else b""
 
 
-def _bound(place: TcpAddress, terms: Terms) -> tuple[zmq.Socket[bytes], int]:
+def _bound(place: TcpAddress, terms: ReceiverConfig) -> tuple[zmq.Socket[bytes], int]:
     """A receiver's socket, bound to one port of all addresses of the host, and the port.
 
     Raises:
@@ -166,7 +168,7 @@ def _bound(place: TcpAddress, terms: Terms) -> tuple[zmq.Socket[bytes], int]:
     socket.setsockopt(zmq.RCVHWM, most_waiting(terms))
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # should the event loop be held up: it is sooner
-    send_signs_of_life(socket, terms.silence_s)
+    send_heartbeats(socket, terms.heartbeat_timeout_s)
     place.key.protect(socket, "receiver")
     try:
         return socket, _bind(socket, place)
@@ -192,19 +194,19 @@ def _bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
     return port
 
 
-def most_waiting(terms: Terms) -> int:
+def most_waiting(terms: ReceiverConfig) -> int:
     """Messages of one sender that may wait for the event loop: its records, and what else is said."""
     return terms.capacity + MOST_CONTROL
 
 
 @asynccontextmanager
-async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterator[RemoteReceiver[R]]:
+async def serve_tcp(url: str, record_type: type[R], terms: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
     """The receiving end of a channel over TCP; see `serve`."""
     place = await anyio.to_thread.run_sync(resolved, url, terms.key)
     socket, port = _bound(place, terms)
     receiver = RemoteReceiver(
         record_type,
-        carrier="tcp",
+        transport="tcp",
         url=f"tcp://{bracketed(place.host)}:{port}",
         socket=socket,
         terms=terms,
@@ -214,12 +216,12 @@ async def serve_tcp(url: str, record_type: type[R], terms: Terms) -> AsyncIterat
         receiver,
         socket,
         welcome=lambda: receiver.welcome("", 0),
-        inlet=lambda: FrameInlet(record_type.schema, checksum=terms.checksum),
+        reader=lambda: FrameReader(record_type.schema, checksum=terms.checksum),
         port=port,
         most_unread=terms.capacity_bytes + LARGEST_MESSAGE,
-        silence_s=terms.silence_s,
+        heartbeat_timeout_s=terms.heartbeat_timeout_s,
     )
-    receiver.attend(acceptor, AsyncExitStack())
+    receiver.accept(acceptor, AsyncExitStack())
     async with receiver:
         yield receiver
 
@@ -231,24 +233,24 @@ async def connect_tcp(
     *,
     name: str,
     key: ChannelKey | None,
-    silence_s: float | None,
+    heartbeat_timeout_s: float | None,
     tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:
     """The sending end of a channel over TCP; see `connect`."""
-    with answering_within(silence_s, url, NO_ADDRESS):
+    with handshake_timeout(heartbeat_timeout_s, url, NO_ADDRESS):
         place = await anyio.to_thread.run_sync(resolved, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
     hello = greeting("tcp", record_type.schema.kind, name, tokenizer)
     async with AsyncExitStack() as stack:
-        control = await connected(url, place, hello.identity, silence_s)
+        control = await connected(url, place, hello.identity, heartbeat_timeout_s)
         stack.push_async_callback(control.aclose)
-        with answering_within(silence_s, url, HELD_UP):
-            welcome = await introduce(control, hello)
-            await let_in(control, Ready())
-        outlet = FrameOutlet(
+        with handshake_timeout(heartbeat_timeout_s, url, HELD_UP):
+            welcome = await request_session(control, hello)
+            await offer_segment(control, Ready())
+        writer = FrameWriter(
             welcome.capacity, welcome.capacity_bytes, record_type.schema.kind, checksum=welcome.checksum
         )
-        line = SenderLine(control, welcome, outlet, control.socket)
+        line = SenderConnection(control, welcome, writer, control.socket)
         stack.pop_all()
     async with RemoteSender[R](line, "tcp") as sender:
         yield sender

@@ -21,15 +21,15 @@ import anyio
 import zmq
 
 from ...schemas import ProtocolMismatch
-from ...schemas.control import Hello, Message, Ready, Refused, Welcome, decode
+from ...schemas.control import Accept, Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
-from .admission import Admission, Refusals
-from .carrier import HANDSHAKE_S, Frames, Inlet
+from .admission import Admission, RejectionCounter
+from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
 from .peer import Peer
 from .registry import Registry
-from .silence import GRACE_S, SILENCE_LOOKS
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
+from .transport import HANDSHAKE_S, Frames, PayloadReader
 
 __all__ = ["TcpAcceptor"]
 
@@ -60,7 +60,7 @@ class _Connection:
         """The other side's address, where the kernel still knew it."""
         self.identity = b""
         """Of its ZeroMQ socket, once it has introduced itself."""
-        self.hello: Hello | None = None
+        self.hello: Connect | None = None
         """What it said when it was granted a place."""
         self.peer: Peer | None = None
         """The sender that was let in by it."""
@@ -75,10 +75,10 @@ class _Connection:
         self.deadline: asyncio.TimerHandle | None = None
         self._acceptor = acceptor
 
-    async def say(self, message: Message) -> None:
-        self._acceptor.say(self.identity, message)
+    async def send(self, message: Message) -> None:
+        self._acceptor.send(self.identity, message)
 
-    def hang_up(self) -> None:
+    def shutdown_read(self) -> None:
         self._acceptor.cut_soon(self)
 
 
@@ -90,22 +90,22 @@ class TcpAcceptor:
         registry: Registry,
         socket: zmq.Socket[bytes],
         *,
-        welcome: Callable[[], Welcome],
-        inlet: Callable[[], Inlet],
+        welcome: Callable[[], Accept],
+        reader: Callable[[], PayloadReader],
         port: int,
         most_unread: int,
-        silence_s: float | None,
+        heartbeat_timeout_s: float | None,
     ) -> None:
         self._registry = registry
         self._admission: Admission[Peer] = registry.admission
-        self._refusals: Refusals = registry.refusals
+        self._refusals: RejectionCounter = registry.refusals
         self._socket = socket
         self._welcome = welcome
-        self._inlet = inlet
+        self._reader = reader
         self._port = port
         self._most_unread = most_unread
         """Bytes that one message may take."""
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}
         """By descriptor, the oldest first."""
@@ -113,7 +113,7 @@ class TcpAcceptor:
         self._bounding = False
         """Whether newcomers are about to be counted."""
         self._closed = False
-        self._look_s = LOOK_S if silence_s is None else min(LOOK_S, silence_s / SILENCE_LOOKS)
+        self._look_s = LOOK_S if heartbeat_timeout_s is None else min(LOOK_S, heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
         self._monitor = SocketMonitor(socket, _WATCHED, self._heard)
         self._later(self._look_s, self._look)
 
@@ -121,9 +121,9 @@ class TcpAcceptor:
         waiting = sum(connection.peer is None for connection in self._connections.values())
         return f"<TcpAcceptor: {waiting} entering, {self._admission!r}>"
 
-    def say(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message) -> None:
         """Send to a connection that has said its identity."""
-        self._registry.say(identity, message)
+        self._registry.send(identity, message)
 
     # -- connections come and go -------------------------------------------------------------------------------------
 
@@ -199,17 +199,17 @@ class TcpAcceptor:
         try:
             self._step(connection, identity, _introduction(frames))
         except (PenstockError, OSError) as error:
-            self._refuse(connection, identity, Refused(type(error).__name__, str(error)), "introduction failed: ")
+            self._refuse(connection, identity, Reject(type(error).__name__, str(error)), "introduction failed: ")
 
     def _step(self, connection: _Connection, identity: bytes, said: Message) -> None:
-        if isinstance(said, Hello) and identity != connection.identity:
-            self._introduced(connection, identity, said)
+        if isinstance(said, Connect) and identity != connection.identity:
+            self._handshake(connection, identity, said)
         elif isinstance(said, Ready) and identity == connection.identity and connection.hello is not None:
             self._admit(connection, connection.hello)
         else:
-            raise ProtocolMismatch(f"expected a Hello, got {type(said).__name__}")
+            raise ProtocolMismatch(f"expected a Connect, got {type(said).__name__}")
 
-    def _introduced(self, connection: _Connection, identity: bytes, hello: Hello) -> None:
+    def _handshake(self, connection: _Connection, identity: bytes, hello: Connect) -> None:
         if hello.identity != identity:
             raise ProtocolMismatch("expected a sender to say its own identity, got another")
         if connection.hello is not None:  # of one that has ended: this descriptor is another's now
@@ -222,23 +222,23 @@ class TcpAcceptor:
         self._admission.check(hello)
         connection.identity, connection.hello = identity, hello
         self._admission.granted += 1
-        self.say(identity, self._welcome())
+        self.send(identity, self._welcome())
 
-    def _admit(self, connection: _Connection, hello: Hello) -> None:
+    def _admit(self, connection: _Connection, hello: Connect) -> None:
         self._admission.granted -= 1
         connection.hello = None
         tcp = TcpConnection(connection.fd)
         try:
-            connection.peer = self._admission.admit(hello, connection, self._inlet())
+            connection.peer = self._admission.admit(hello, connection, self._reader())
         except PenstockError:
             tcp.close()
             raise
         connection.tcp = tcp
-        self.say(connection.identity, Ready())
+        self.send(connection.identity, Ready())
 
-    def _refuse(self, connection: _Connection, identity: bytes, refusal: Refused, who: str) -> None:
+    def _refuse(self, connection: _Connection, identity: bytes, refusal: Reject, who: str) -> None:
         self._refusals.note(f"{who}{refusal.reason}")
-        self.say(identity, refusal)
+        self.send(identity, refusal)
         self.cut_soon(connection)
 
     def admitted(self) -> None:
@@ -257,7 +257,7 @@ class TcpAcceptor:
             if self._endless(connection, peer, tcp):
                 self._registry.expel(peer, ProtocolMismatch(f"a message of more than {self._most_unread} bytes"))
             elif self._silent(connection, tcp):
-                self._give_up(connection, peer)
+                self._timeout(connection, peer)
 
     def _endless(self, connection: _Connection, peer: Peer, tcp: TcpConnection) -> bool:
         """Whether more has come than any message takes, and none was complete: it has parts without end."""
@@ -267,15 +267,15 @@ class TcpAcceptor:
 
     def _silent(self, connection: _Connection, tcp: TcpConnection) -> bool:
         """Whether nothing came for too long: twice in a row, for this process may have been what stood still."""
-        silent = self._silence_s is not None and tcp.silent_s >= self._silence_s
+        silent = self._heartbeat_timeout_s is not None and tcp.silent_s >= self._heartbeat_timeout_s
         connection.quiet_looks = connection.quiet_looks + 1 if silent else 0
         return connection.quiet_looks > 1
 
-    def _give_up(self, connection: _Connection, peer: Peer) -> None:
-        peer.silent_for = self._silence_s
+    def _timeout(self, connection: _Connection, peer: Peer) -> None:
+        peer.silent_for = self._heartbeat_timeout_s
         refused = self._registry.gone(peer)
         if refused is not None:
-            self.say(peer.identity, refused)
+            self.send(peer.identity, refused)
         self.cut_soon(connection)
 
     # -- the end of connections --------------------------------------------------------------------------------------

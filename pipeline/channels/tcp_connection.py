@@ -89,8 +89,8 @@ class TcpConnection:
     async def finish(self, within_s: float) -> None:
         """Discard what the other side still sends until it has closed; say after `within_s` that nothing more comes.
 
-        ZeroMQ must hold it no more. Closing at once would reset the connection, and lose what was said last with it. To
-        say at once that nothing more comes would have ZeroMQ on the other side discard what was not read yet.
+        ZeroMQ must hold it no more. AsyncCloseable at once would reset the connection, and lose what was said last with
+        it. To say at once that nothing more comes would have ZeroMQ on the other side discard what was not read yet.
         """
         with suppress(OSError):
             self._socket.setblocking(False)
@@ -108,5 +108,5 @@ class TcpConnection:
                 return
 
     def close(self) -> None:
-        """Let go of it. Closing twice is fine."""
+        """Let go of it. AsyncCloseable twice is fine."""
         self._socket.close()

@@ -13,12 +13,12 @@ import zmq
 
 from ...schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
-from .carrier import EVENTS, POLLIN, POLLOUT, dealer
-from .introduction import answering_within
-from .silence import SILENCE_LOOKS, SILENT, send_signs_of_life
+from .handshake import handshake_timeout
+from .heartbeat import CHECKS_PER_TIMEOUT, SILENT, send_heartbeats
 from .socket_monitor import SocketMonitor
 from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
+from .transport import EVENTS, POLLIN, POLLOUT, dealer
 
 __all__ = ["TcpControl", "connected"]
 
@@ -45,15 +45,15 @@ _WATCHED = int(
 class TcpControl:
     """One connection to a receiver: a `Conversation`, then a `SenderControl`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], connection: TcpConnection, silence_s: float | None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], connection: TcpConnection, heartbeat_timeout_s: float | None) -> None:
         self.socket = socket
         self._connection = connection
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ended = anyio.Event()
-        self.goodbye_heard = False
+        self.close_acknowledged = False
 
-    async def say(self, message: Message, fd: int | None = None) -> None:
-        """Send `message`; see `Conversation.say`."""
+    async def send(self, message: Message, fd: int | None = None) -> None:
+        """Send `message`; see `Conversation.send`."""
         if fd is not None:
             raise TypeError("a file descriptor travels over a Unix socket only")
         try:
@@ -61,8 +61,8 @@ class TcpControl:
         except zmq.Again:
             raise anyio.BrokenResourceError from None
 
-    async def hear(self) -> Message:
-        """Return the next message; see `Conversation.hear`."""
+    async def receive(self) -> Message:
+        """Return the next message; see `Conversation.receive`."""
         while True:
             events = int(self.socket.getsockopt(EVENTS))
             if events & POLLIN:
@@ -83,14 +83,14 @@ class TcpControl:
     async def _ended_or_silent(self, receiver: str) -> PeerLost:
         """Silence is found twice in a row: this process may have been what stood still."""
         quiet_looks = 0
-        look_s = None if self._silence_s is None else self._silence_s / SILENCE_LOOKS
+        look_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT
         while not self._ended.is_set():
             with anyio.move_on_after(look_s):
                 await self._ended.wait()
-            silent = self._silence_s is not None and self._connection.silent_s >= self._silence_s
+            silent = self._heartbeat_timeout_s is not None and self._connection.silent_s >= self._heartbeat_timeout_s
             quiet_looks = quiet_looks + 1 if silent else 0
             if quiet_looks > 1:
-                return PeerLost(f"{receiver}, the receiver, {SILENT.format(self._silence_s)}")
+                return PeerLost(f"{receiver}, the receiver, {SILENT.format(self._heartbeat_timeout_s)}")
         return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
 
     def disconnected(self) -> None:
@@ -103,7 +103,7 @@ class TcpControl:
         self._connection.close()
 
 
-async def connected(url: str, place: TcpAddress, identity: bytes, silence_s: float | None) -> TcpControl:
+async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_timeout_s: float | None) -> TcpControl:
     """Connect to the first address of `place` where a receiver with its key answers.
 
     Raises:
@@ -115,14 +115,14 @@ async def connected(url: str, place: TcpAddress, identity: bytes, silence_s: flo
         socket.setsockopt(zmq.IPV6, int(":" in address))
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # `silence_s` bounds it
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # `heartbeat_timeout_s` bounds it
         if len(place.addresses) > 1:
             socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * ADDRESS_S))
-        send_signs_of_life(socket, silence_s)
+        send_heartbeats(socket, heartbeat_timeout_s)
         place.key.protect(socket, "sender")
         attempt = _Attempt(socket)
         try:
-            control = await attempt.made(url, f"tcp://{bracketed(address)}:{place.port}", silence_s)
+            control = await attempt.made(url, f"tcp://{bracketed(address)}:{place.port}", heartbeat_timeout_s)
             if control is not None:
                 return control
         except BaseException:
@@ -154,21 +154,21 @@ class _Attempt:
             await self._happened.wait()
         return self._events.pop(0)
 
-    async def made(self, url: str, endpoint: str, silence_s: float | None) -> TcpControl | None:
+    async def made(self, url: str, endpoint: str, heartbeat_timeout_s: float | None) -> TcpControl | None:
         """Return the connection when the handshake is done; None where nobody can be reached at `endpoint`."""
         self._socket.connect(endpoint)
-        with answering_within(silence_s, url, NO_CONNECTION):
+        with handshake_timeout(heartbeat_timeout_s, url, NO_CONNECTION):
             event, fd = await self._next()
         if event != zmq.EVENT_CONNECTED:
             return None
         with suppress(OSError):  # it has ended already, which the next event tells
             self._connection = TcpConnection(fd)
-        with answering_within(silence_s, url, NO_HANDSHAKE):
+        with handshake_timeout(heartbeat_timeout_s, url, NO_HANDSHAKE):
             event, _ = await self._next()
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED or self._connection is None:
             raise PeerClosed(f"the receiver at {url} ended the connection in the handshake: has it the same key?")
         self._monitor.close()
-        return TcpControl(self._socket, self._connection, silence_s)
+        return TcpControl(self._socket, self._connection, heartbeat_timeout_s)
 
     def close(self) -> None:
         """Give it up."""

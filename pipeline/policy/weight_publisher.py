@@ -30,7 +30,7 @@ from ...schemas.control import (
     NewVersion,
     Pause,
     PauseAck,
-    Refused,
+    Reject,
     Resume,
     Subscribe,
     ViewsInUse,
@@ -39,12 +39,12 @@ from ...schemas.control import (
 )
 from ...schemas.numbers import finite_number
 from ..blocking import enter_in_thread
-from ..channels.door import Door, serve_door
+from ..channels.control_connection import ControlConnection, serve_control
 from ..file_descriptors import available
 from ..telemetry import get_logger
 from ..waiting import Waiters
 from .engine_sync import Syncable, synced
-from .weight_door import opened_door
+from .weight_connection import listening_socket
 from .weight_specs import FusedTensor, Tensor, manifest_of
 from .weights import NO_VERSION, WeightWriter
 from .write_plan import WritePlan
@@ -62,7 +62,7 @@ DESCRIPTORS = 8
 INTRODUCTION_S = 10.0
 """Whoever knocks has this long to say who they are."""
 
-PARTING_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """How long a publisher that closes waits for its subscribers to be told."""
 
 PAUSE_S = 60.0
@@ -80,7 +80,7 @@ class _Listener:
     """A subscriber, as the publisher sees it: what it was told last, and what it confirmed."""
 
     name: str
-    door: Door
+    connection: ControlConnection
     told_version: int
     told_pause: int
     """Number of the pause it was told of; 0 once it was told to resume."""
@@ -166,10 +166,10 @@ class WeightPublisher:
         async with AsyncExitStack() as stack:
             self._writer = await anyio.to_thread.run_sync(WeightWriter, self._plan, self._device)
             stack.callback(self._close)
-            self._url, door = await enter_in_thread(stack, opened_door())
-            listener = await stack.enter_async_context(await SocketListener.from_socket(door))
+            self._url, connection = await enter_in_thread(stack, listening_socket())
+            listener = await stack.enter_async_context(await SocketListener.from_socket(connection))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(serve_door, listener, self._attend, self._refused)
+            tasks.start_soon(serve_control, listener, self._attend, self._refused)
             stack.push_async_callback(self._part, tasks)
             self._stack = stack.pop_all()
         return self
@@ -279,10 +279,10 @@ class WeightPublisher:
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
-    async def _attend(self, door: Door) -> None:
+    async def _attend(self, connection: ControlConnection) -> None:
         """Serve one subscriber for as long as it lives."""
         try:
-            listener = await self._introduced(door)
+            listener = await self._introduced(connection)
             if listener is not None:
                 await self._stay_with(listener)
         except ProtocolMismatch as error:
@@ -293,23 +293,23 @@ class WeightPublisher:
     def _refused(self, reason: str) -> None:
         log.warning("subscriber_rejected", url=self._url, reason=reason)
 
-    async def _introduced(self, door: Door) -> _Listener | None:
+    async def _introduced(self, connection: ControlConnection) -> _Listener | None:
         """Let a subscriber in and hand it the segment; None if it may not come in."""
         with anyio.move_on_after(INTRODUCTION_S):
-            said = await door.hear()
+            said = await connection.receive()
             if not isinstance(said, Subscribe):
                 raise ProtocolMismatch(f"expected Subscribe, got {type(said).__name__}")
             name = f"{said.name} (pid {said.pid})"
-            refusal = _refusal(said, same_user=door.same_user)
+            refusal = _refusal(said, same_user=connection.same_user)
             if refusal is not None:
-                await door.say(refusal)
+                await connection.send(refusal)
                 raise ProtocolMismatch(f"{name}: {refusal.reason}")
-            return await self._let_in(name, door)
+            return await self._let_in(name, connection)
         return None
 
-    async def _let_in(self, name: str, door: Door) -> _Listener:
+    async def _let_in(self, name: str, connection: ControlConnection) -> _Listener:
         writer = self._opened()
-        listener = _Listener(name, door, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
+        listener = _Listener(name, connection, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
         self._listeners.add(listener)
         weights = Weights(
             PROTOCOL_VERSION,
@@ -320,7 +320,7 @@ class WeightPublisher:
             writer.handle,
         )
         try:
-            await door.say(weights, writer.fd)
+            await connection.send(weights, writer.fd)
         except BaseException:
             self._forget(listener)
             raise
@@ -339,7 +339,7 @@ class WeightPublisher:
         """Note what a subscriber confirms and holds, until it leaves."""
         try:
             while True:
-                said = await listener.door.hear()
+                said = await listener.connection.receive()
                 if isinstance(said, PauseAck):
                     listener.confirmed = said.number
                 elif isinstance(said, ViewsInUse):
@@ -358,7 +358,7 @@ class WeightPublisher:
                 if news is None:
                     await listener.bell.wait()
                     continue
-                await listener.door.say(news)
+                await listener.connection.send(news)
                 if isinstance(news, EndOfWeights):
                     listener.told_final = True
                     self._changed.wake_all()
@@ -389,7 +389,7 @@ class WeightPublisher:
         """Tell everyone that this was all, then stop; memory that goes with the publisher is left by all before."""
         self._final = True
         self._ring()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(PARTING_S):
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S):
             while any(not listener.told_final for listener in self._listeners):
                 await self._changed.wait()
         if self._writer is not None and self._writer.handle is not None:
@@ -403,11 +403,11 @@ class WeightPublisher:
             self._writer = None
 
 
-def _refusal(said: Subscribe, *, same_user: bool) -> Refused | None:
+def _refusal(said: Subscribe, *, same_user: bool) -> Reject | None:
     """Why a subscriber may not come in; None if it may."""
     if not same_user:
-        return Refused("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
+        return Reject("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
     if said.version != PROTOCOL_VERSION:
         versions = f"expected protocol version {PROTOCOL_VERSION}, got {said.version}"
-        return Refused("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
+        return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
     return None

@@ -30,21 +30,21 @@ from ...schemas.control import (
     Message,
     Pause,
     PauseAck,
-    Refused,
+    Reject,
     Resume,
     Subscribe,
     ViewsInUse,
     Weights,
     check_name,
 )
-from ..channels.door import Door
-from ..channels.silence import DEFAULT_SILENCE_S
+from ..channels.control_connection import ControlConnection
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.socket_directory import sweep_after
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from ..file_descriptors import available
 from ..waiting import Waiters
+from .weight_connection import connect_publisher, directory_of
 from .weight_copies import CopiedModel, PrivateCopy, attached
-from .weight_door import directory_of, knock
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION, WeightReader
 
@@ -108,20 +108,20 @@ class WeightSubscriber:
         self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             try:
-                with anyio.fail_after(DEFAULT_SILENCE_S):
-                    door = await stack.enter_async_context(await knock(self.url))
-                    await door.say(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
-                    self._reader = await self._introduce(door)
+                with anyio.fail_after(DEFAULT_HEARTBEAT_TIMEOUT_S):
+                    connection = await stack.enter_async_context(await connect_publisher(self.url))
+                    await connection.send(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
+                    self._reader = await self._introduce(connection)
             except TimeoutError:
                 raise NobodyListens(
-                    f"expected the publisher at {self.url} to answer, got silence for {DEFAULT_SILENCE_S:g} s: is its "
-                    f"process stopped, or its event loop held up?"
+                    f"expected the publisher at {self.url} to answer, got silence for "
+                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop held up?"
                 ) from None
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._listen, door)
-            tasks.start_soon(self._tell, door)
+            tasks.start_soon(self._listen, connection)
+            tasks.start_soon(self._tell, connection)
             stack.callback(tasks.cancel_scope.cancel)
             self._stack = stack.pop_all()
         return self
@@ -132,11 +132,11 @@ class WeightSubscriber:
         """Leave. The model keeps its weights."""
         await self._stack.aclose()
 
-    async def _introduce(self, door: Door) -> WeightReader:
-        said = await door.hear()
-        if isinstance(said, Refused):
+    async def _introduce(self, connection: ControlConnection) -> WeightReader:
+        said = await connection.receive()
+        if isinstance(said, Reject):
             raise ProtocolMismatch(f"the publisher at {self.url} refused: {said.reason}")
-        fd = door.take_fd()
+        fd = connection.take_fd()
         if not isinstance(said, Weights) or fd is None:
             raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(said).__name__}")
         with ExitStack() as stack:
@@ -280,11 +280,11 @@ class WeightSubscriber:
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
-    async def _listen(self, door: Door) -> None:
+    async def _listen(self, connection: ControlConnection) -> None:
         """Note what the publisher says, until it closes or dies."""
         try:
             while not self._final:
-                self._note(await door.hear())
+                self._note(await connection.receive())
             if not self._opened().memory.stays:
                 self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
         except anyio.EndOfStream:
@@ -304,18 +304,18 @@ class WeightSubscriber:
         self._answer.wake_all()
         self._news.wake_all()
 
-    async def _tell(self, door: Door) -> None:
+    async def _tell(self, connection: ControlConnection) -> None:
         """Tell the publisher which buffer it must not write to, and for each pause, when sampling has stopped."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is gone: `_listen` notices
             while True:
                 if (held := self._holding()) != self._told_held:
                     self._told_held = held
-                    await door.say(ViewsInUse(held))
+                    await connection.send(ViewsInUse(held))
                 elif self._active or self._pause in {0, self._confirmed}:
                     await self._answer.wait()
                 else:
                     self._confirmed = self._pause
-                    await door.say(PauseAck(self._confirmed))
+                    await connection.send(PauseAck(self._confirmed))
 
     def _holding(self) -> int:
         """The publication that must stay as it is.

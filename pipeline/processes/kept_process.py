@@ -1,4 +1,4 @@
-"""The parent's side of `keeper.py`: it starts a command through a keeper, and reads how the command ended."""
+"""The parent's side of `subreaper.py`: it starts a command through a subreaper, and reads how the command ended."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from . import keeper
+from . import subreaper
 
 __all__ = ["KeptProcess", "describe_end", "start_kept"]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptProcess:
-    """A keeper that was started, and the pipes to it. The caller reaps the keeper, and closes both descriptors."""
+    """A subreaper that was started, and the pipes to it. The caller reaps it, and closes both descriptors."""
 
-    keeper: subprocess.Popen[bytes]
+    subreaper: subprocess.Popen[bytes]
     orders: int
-    """Descriptor: the keeper ends the command when something is written to it, or when it is closed."""
+    """Descriptor: the subreaper ends the command when something is written to it, or when it is closed."""
     words: int
-    """Descriptor of the keeper's lines, see `keeper.py`; there is nothing more to read when the keeper has ended."""
+    """Descriptor of the subreaper's lines, see `subreaper.py`; there is nothing more to read when the subreaper has
+    ended."""
 
 
 def start_kept(
@@ -35,7 +36,7 @@ def start_kept(
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> KeptProcess:
-    """Start a keeper, which starts `command`. Blocks.
+    """Start a subreaper, which starts `command`. Blocks.
 
     Args:
         command: program and arguments; no shell.
@@ -45,13 +46,13 @@ def start_kept(
         environment: of the command; None for that of this process.
 
     Raises:
-        OSError: the keeper cannot be started; no descriptor stays open.
+        OSError: the subreaper cannot be started; no descriptor stays open.
     """
     (hears, orders), (words, says) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
     options = [str(os.getpid()), str(stop_timeout_s), str(hears), str(says)]
     try:
         popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
-            [sys.executable, "-I", "-S", keeper.__file__, *options, *command],
+            [sys.executable, "-I", "-S", subreaper.__file__, *options, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -70,7 +71,7 @@ def start_kept(
 
 
 def describe_end(word: str, value: int) -> str:
-    """Return how a command ended, of the words of a keeper's line `refused <errno>` or `ended <wait status>`."""
+    """Return how a command ended, of the words of a subreaper's line `refused <errno>` or `ended <wait status>`."""
     if word == "refused":
         return f"could not be started: {os.strerror(value)}"
     if os.WIFSIGNALED(value):

@@ -1,8 +1,8 @@
 """`OutsideServer`: a server that is not penstock's (for inference, for an environment), started and stopped with a run.
 
 It is ready when a probe says so, it is watched while it is used, and when the body ends, or the process that started it
-is killed, its whole tree of processes ends: SIGTERM, a deadline, SIGKILL (`keeper.py` sees to that). Nothing that was
-not started here is ever signalled: not whoever holds the port, nor who bears the name. What it prints is kept.
+is killed, its whole tree of processes ends: SIGTERM, a deadline, SIGKILL (`subreaper.py` sees to that). Nothing that
+was not started here is ever signalled: not whoever holds the port, nor who bears the name. What it prints is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Between two probes; each pause is twice as long as the one before."""
 
 KEEPER_S = 5.0
-"""How much longer than the server its keeper may take to end."""
+"""How much longer than the server its subreaper may take to end."""
 
 TAIL_BYTES = 4096
 """What an error shows of the end of the server's log."""
@@ -120,13 +120,13 @@ class RunningServer:
         return f"<RunningServer {self.name}: {self.how or f'pid {self.pid}'}>"
 
     async def hear(self) -> None:
-        """Take in what the keeper tells, until it is no more. Not to be cancelled: `stop` sees to its end."""
+        """Take in what the subreaper tells, until it is no more. Not to be cancelled: `stop` sees to its end."""
         try:
             with anyio.CancelScope(shield=True):
                 async for word in self._told():
                     self._heed(*word.split())
         finally:
-            self._note_end("lost its keeper")
+            self._note_end("lost its subreaper")
             self._heard.set()
 
     async def _told(self) -> AsyncIterator[str]:
@@ -149,7 +149,7 @@ class RunningServer:
         self.ended.set()
 
     async def stop(self, within_s: float) -> None:
-        """Have all of it end, and its keeper. Not to be cancelled."""
+        """Have all of it end, and its subreaper. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
             with suppress(BrokenPipeError):
                 os.write(self._kept.orders, b"stop")
@@ -159,7 +159,7 @@ class RunningServer:
                 log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + KEEPER_S)
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 await anyio.wait_readable(self._pidfd)
-            self._kept.keeper.poll()
+            self._kept.subreaper.poll()
             await self._heard.wait()
             for descriptor in (self._pidfd, self._kept.orders, self._kept.words):
                 os.close(descriptor)
@@ -200,11 +200,11 @@ class OutsideServer:
     """Added to the environment of this process."""
     ready_within_s: float = 600.0
     """How long it may take to become ready: a large model is loaded in minutes."""
-    stop_within_s: float = 10.0
+    stop_timeout_s: float = 10.0
     """From SIGTERM to SIGKILL."""
 
     def __post_init__(self) -> None:
-        normalize_numbers(self, "ready_within_s", "stop_within_s", zero=True)
+        normalize_numbers(self, "ready_within_s", "stop_timeout_s", zero=True)
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[RunningServer]:
@@ -221,7 +221,7 @@ class OutsideServer:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             server = await anyio.to_thread.run_sync(self._start)
             stack.callback(tasks.cancel_scope.cancel)
-            stack.push_async_callback(server.stop, self.stop_within_s)
+            stack.push_async_callback(server.stop, self.stop_timeout_s)
             tasks.start_soon(server.hear)
             async with _while_it_runs(server, tasks):
                 await self._until_ready(server)
@@ -240,26 +240,26 @@ class OutsideServer:
         with _opened_log(path) as printed:
             log_start = printed.tell()
             environment = os.environ | dict(self.environment)
-            kept = start_kept(self.command, self.stop_within_s, output=printed, environment=environment)
+            kept = start_kept(self.command, self.stop_timeout_s, output=printed, environment=environment)
         try:
-            pidfd = os.pidfd_open(kept.keeper.pid)
+            pidfd = os.pidfd_open(kept.subreaper.pid)
         except OSError:
             os.close(kept.orders)
-            kept.keeper.wait()
+            kept.subreaper.wait()
             os.close(kept.words)
             raise
         return RunningServer(label, path, kept, log_start=log_start, pidfd=pidfd)
 
     async def _until_nobody_answers(self) -> None:
         """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""
-        deadline = anyio.current_time() + self.stop_within_s
+        deadline = anyio.current_time() + self.stop_timeout_s
         async for met in self._probed():
             if met is not None:
                 return
             if anyio.current_time() >= deadline:
                 break
         raise ServerFailed(
-            f"expected the probe to fail before {self._called} is started, it succeeded for {self.stop_within_s:g} s: "
+            f"expected the probe to fail before {self._called} is started, it succeeded for {self.stop_timeout_s:g} s: "
             f"another server answers in its place; end that one, or choose another port"
         )
 

@@ -35,7 +35,7 @@ class Processes:
     """Workers, each of them one process."""
     restarts: int = 1
     """How often each worker that died is replaced before the run fails."""
-    stop_within_s: float = STOP_WITHIN_S
+    stop_timeout_s: float = STOP_WITHIN_S
     """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
@@ -43,7 +43,7 @@ class Processes:
     def __post_init__(self) -> None:
         normalize_counts(self, "count")
         normalize_counts(self, "restarts", least=0)
-        normalize_numbers(self, "stop_within_s", zero=True)
+        normalize_numbers(self, "stop_timeout_s", zero=True)
         normalize_numbers(self, "start_timeout_s")
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ def processes(
     count: int,
     *,
     restarts: int = 1,
-    stop_within_s: float = STOP_WITHIN_S,
+    stop_timeout_s: float = STOP_WITHIN_S,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Processes:
     """In `count` processes. The stage is pickled to each, so it has to be a recipe: open files and models in its `run`.
@@ -77,10 +77,10 @@ def processes(
     `start_timeout_s` is killed, and counts as one that died.
 
     >>> processes(4, restarts=2)
-    Processes(count=4, restarts=2, stop_within_s=3.0, start_timeout_s=60.0)
+    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)
 
     Raises:
         InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
             finite or negative, or no time to start.
     """
-    return Processes(count, restarts, stop_within_s, start_timeout_s)
+    return Processes(count, restarts, stop_timeout_s, start_timeout_s)

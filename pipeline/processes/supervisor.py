@@ -2,7 +2,7 @@
 
 A child is watched by a pidfd, which says the moment it ends and can never mean another process; only what was started
 here is ever signalled. To stop: SIGTERM, a deadline, SIGKILL. A child that dies is replaced as often as its placement
-allows; one whose stage raised ends the run. Knows processes, not what they hold: that is noted by `Books`.
+allows; one whose stage raised ends the run. Knows processes, not what they hold: that is noted by `WorkerListener`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ..causes import first_cause
 from ..channels.socket_directory import sweep
 from ..errors import WorkerFailed
+from ..exception_groups import first_exception
 from ..outcome import SWALLOWED
 from ..statistics import WorkerState, WorkerStatistics
 from ..telemetry import get_logger
-from .job import interpreter_command, write_job
 from .placement import Processes
 from .worker import refuse_while_importing_main
-from .worker_messages import Connected, Failed, Finished, Orders, Serving, Starting, Word, words
+from .worker_messages import Connected, Failed, Finished, Serving, Starting, WorkerConfig, WorkerEvent, decode_events
+from .worker_payload import interpreter_command, write_payload
 
 __all__ = ["Supervisor"]
 
@@ -43,7 +43,7 @@ Feed: TypeAlias = Callable[[str, str], Awaitable[None]]
 """What a middle stage's worker is fed with while it lives: (name of the worker, URL that it serves)."""
 
 
-class Attendant(Protocol):
+class WorkerListener(Protocol):
     """Who keeps the books of the workers."""
 
     def open(self, worker: str) -> int:
@@ -58,7 +58,7 @@ class Attendant(Protocol):
 class _Child:
     """One process that was started here, until it has been reaped."""
 
-    def __init__(self, orders: Orders, popen: subprocess.Popen[bytes], word: int) -> None:
+    def __init__(self, orders: WorkerConfig, popen: subprocess.Popen[bytes], word: int) -> None:
         self.orders = orders
         self.pid = popen.pid
         self.state: WorkerState = "starting"
@@ -77,7 +77,7 @@ class _Child:
         self.serving = anyio.Event()
         """Set when records may be sent to `url`."""
         self.url = ""
-        self.given_up = ""
+        self.killed_because = ""
         """Why it was killed although it had not been told to stop; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
@@ -96,12 +96,12 @@ class _Child:
             await anyio.wait_readable(self._pidfd)
             self._popen.poll()
 
-    async def hear(self) -> None:
+    async def receive(self) -> None:
         """Take in what it says until it ends."""
         while self._read():
             await anyio.wait_readable(self._word)
 
-    def hear_rest(self) -> None:
+    def receive_rest(self) -> None:
         """Take in what it said last."""
         while self._read():
             pass
@@ -113,11 +113,11 @@ class _Child:
         except BlockingIOError:
             return self.running
         self._buffer += read
-        for word in words(self._buffer):
-            self._heed(word)
+        for word in decode_events(self._buffer):
+            self._handle(word)
         return bool(read)
 
-    def _heed(self, word: Word) -> None:
+    def _handle(self, word: WorkerEvent) -> None:
         match word:
             case Starting(phase):
                 self.phase = phase
@@ -143,10 +143,10 @@ class _Child:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def give_up(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         """It is of no more use."""
         if self.running:
-            self.given_up = why
+            self.killed_because = why
             self.signal(signal.SIGKILL)
 
     async def stop(self, within_s: float) -> None:
@@ -161,7 +161,7 @@ class _Child:
                 await self.exited()
 
     @property
-    def left_in_a_hurry(self) -> bool:
+    def may_leave_sockets(self) -> bool:
         """Whether the sockets that it served may still lie about."""
         return bool(self.orders.inbox_kind) and not self.finished and self.failure is None
 
@@ -174,8 +174,8 @@ class _Child:
             return f"{SWALLOWED}{who}"
         if self.failure is not None:
             return f"{who} {self.failure.error}"
-        if self.given_up and status == -signal.SIGKILL:  # else it was dying already, and only slow at it
-            return f"{who} {self.given_up}; it was killed"
+        if self.killed_because and status == -signal.SIGKILL:  # else it was dying already, and only slow at it
+            return f"{who} {self.killed_because}; it was killed"
         if status is not None and status < 0:
             return f"{who} was killed by {_signal_name(-status)}"
         return f"{who} exited with status {status} before its stage had returned"
@@ -193,7 +193,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class _Starter:
+class _Spawner:
     """Starts the processes of one stage. The stage is pickled once, into an anonymous file that every child inherits.
 
     It has a thread of its own: a child is killed when the thread that started it ends, so it must be one that stays.
@@ -205,7 +205,7 @@ class _Starter:
         self._job = -1
 
     async def __aenter__(self) -> Self:
-        self._job = await self._in_thread(write_job, self._stage)
+        self._job = await self._in_thread(write_payload, self._stage)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -223,10 +223,10 @@ class _Starter:
             await asyncio.wait([future])
         return future.result()
 
-    def _popen(self, orders: dict[str, Any]) -> tuple[Orders, subprocess.Popen[bytes], int]:
+    def _popen(self, orders: dict[str, Any]) -> tuple[WorkerConfig, subprocess.Popen[bytes], int]:
         hears, says = os.pipe2(os.O_CLOEXEC)
         try:
-            filled = Orders(parent=os.getpid(), job=self._job, word=says, **orders)
+            filled = WorkerConfig(parent=os.getpid(), job=self._job, word=says, **orders)
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
                 interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(filled).decode()),
                 stdin=subprocess.DEVNULL,
@@ -244,11 +244,11 @@ class _Starter:
 class Supervisor:
     """The workers of one stage."""
 
-    def __init__(self, name: str, stage: object, on: Processes, attendant: Attendant) -> None:
+    def __init__(self, name: str, stage: object, on: Processes, listener: WorkerListener) -> None:
         self._name = name
         self._stage = stage
         self._on = on
-        self._attendant = attendant
+        self._listener = listener
         self._children: dict[int, _Child] = {}
         """The last process of each worker, by index."""
 
@@ -270,17 +270,17 @@ class Supervisor:
         restarted = f", restart {incarnation}" if incarnation else ""
         return f"{self._name} {index + 1}/{self._on.count}{restarted}"
 
-    def give_up(self, worker: str, why: str) -> None:
+    def kill(self, worker: str, why: str) -> None:
         """`worker` is there, and of no more use: it is killed, and replaced as often as that is allowed."""
         for child in self._children.values():
             if child.orders.name == worker:
-                child.give_up(why)
+                child.kill(why)
 
     async def run(self, channels: dict[str, Any], feed: Feed | None = None) -> None:
         """Run the workers until the stage has returned in all of them.
 
         Args:
-            channels: the part of the workers' `Orders` that says what they are connected to.
+            channels: the part of the workers' `WorkerConfig` that says what they are connected to.
             feed: sends records to a worker that serves an inbox of its own.
 
         Raises:
@@ -288,18 +288,18 @@ class Supervisor:
         """
         refuse_while_importing_main()
         try:
-            async with _Starter(self._stage) as starter, anyio.create_task_group() as tasks:
+            async with _Spawner(self._stage) as starter, anyio.create_task_group() as tasks:
                 for index in range(self._on.count):
                     orders = channels | {"index": index, "count": self._on.count}
-                    tasks.start_soon(self._keep, starter, orders, feed)
+                    tasks.start_soon(self._run_with_restarts, starter, orders, feed)
         except BaseExceptionGroup as group:
-            raise first_cause(group, WorkerFailed) from None
+            raise first_exception(group, WorkerFailed) from None
 
-    async def _keep(self, starter: _Starter, orders: dict[str, Any], feed: Feed | None) -> None:
+    async def _run_with_restarts(self, starter: _Spawner, orders: dict[str, Any], feed: Feed | None) -> None:
         """Have one worker run until its stage returns."""
         incarnation = 0
         while True:
-            child = await self._attend(starter, orders | {"incarnation": incarnation}, feed)
+            child = await self._run_once(starter, orders | {"incarnation": incarnation}, feed)
             if child.finished:
                 return
             if child.failure is not None:
@@ -309,23 +309,23 @@ class Supervisor:
                 raise WorkerFailed(f"{child.how}; it was to be started anew {self._on.restarts} times at most")
             incarnation += 1
 
-    async def _attend(self, starter: _Starter, orders: dict[str, Any], feed: Feed | None) -> _Child:
+    async def _run_once(self, starter: _Spawner, orders: dict[str, Any], feed: Feed | None) -> _Child:
         """Start one process and stay with it until it is no more."""
         child = await self._start(starter, orders)
         try:
             await self._watch(child, feed)
-            self._attendant.ended(child.orders.name, child.how, connected=child.connected)
+            self._listener.ended(child.orders.name, child.how, connected=child.connected)
         finally:
             child.close()
         return child
 
-    async def _start(self, starter: _Starter, orders: dict[str, Any]) -> _Child:
+    async def _start(self, starter: _Spawner, orders: dict[str, Any]) -> _Child:
         name = self._name_of(orders["index"], orders["incarnation"])
-        page = self._attendant.open(name)
+        page = self._listener.open(name)
         try:
             child = await starter.start(orders | {"name": name, "stage": self._name, "account": page})
         except BaseException:
-            self._attendant.ended(name, f"{name} could not be started", connected=False)
+            self._listener.ended(name, f"{name} could not be started", connected=False)
             raise
         finally:
             os.close(page)
@@ -335,8 +335,8 @@ class Supervisor:
 
     async def _watch(self, child: _Child, feed: Feed | None) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(child.hear)
-            tasks.start_soon(self._hurry, child)
+            tasks.start_soon(child.receive)
+            tasks.start_soon(self._enforce_exit_deadline, child)
             tasks.start_soon(self._limit_start, child)
             if feed is not None:
                 tasks.start_soon(self._feed, child, feed)
@@ -352,13 +352,13 @@ class Supervisor:
         with anyio.move_on_after(limit_s) as deadline:
             await child.started.wait()
         if deadline.cancelled_caught:
-            child.give_up(f"did not start within start_timeout_s={limit_s:g}, it was {child.phase}")
+            child.kill(f"did not start within start_timeout_s={limit_s:g}, it was {child.phase}")
 
-    async def _hurry(self, child: _Child) -> None:
+    async def _enforce_exit_deadline(self, child: _Child) -> None:
         """A process whose stage is done has to end in time."""
         await child.done.wait()
-        await anyio.sleep(self._on.stop_within_s)
-        log.warning("worker_lingers", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_within_s)
+        await anyio.sleep(self._on.stop_timeout_s)
+        log.warning("worker_lingers", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
         child.signal(signal.SIGKILL)
 
     async def _feed(self, child: _Child, feed: Feed) -> None:
@@ -369,9 +369,9 @@ class Supervisor:
         """Whatever happened: the process ends, and is remembered as what it was."""
         if child.running:
             child.state = "stopping"
-            await child.stop(self._on.stop_within_s)
-        child.hear_rest()
-        if child.left_in_a_hurry:
+            await child.stop(self._on.stop_timeout_s)
+        child.receive_rest()
+        if child.may_leave_sockets:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(sweep)
         if child.state == "stopping" or child.finished:

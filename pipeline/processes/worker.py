@@ -27,17 +27,29 @@ import anyio
 import msgspec
 
 from ...schemas import GroupId, TrajectoryGroup, TrajectoryId
-from ..causes import consists_of, sole_cause
-from ..channels.carriers import connect, serve
 from ..channels.remote_sender import RemoteSender
+from ..channels.transports import connect, serve
 from ..context import Context, Worker, entered
+from ..edge import CountingSendChannel, EdgeCounter
 from ..errors import StageFailed
-from ..joint import Outbox, Passage
+from ..exception_groups import consists_of, single_exception
 from ..ledger import EndState, Ledger
-from ..telemetry import Metrics, telling_waits
-from .account import Account
-from .job import open_job
-from .worker_messages import RECORDS, Connected, Ending, Failed, Finished, News, Orders, Serving, Starting, Word, framed
+from ..telemetry import Metrics, report_waits
+from .shared_counters import SharedCounters
+from .worker_messages import (
+    RECORDS,
+    Connected,
+    Ending,
+    Failed,
+    Finished,
+    Serving,
+    Starting,
+    WorkerConfig,
+    WorkerEvent,
+    WorkerReport,
+    framed,
+)
+from .worker_payload import open_payload
 
 __all__ = ["die_with", "main", "refuse_while_importing_main"]
 
@@ -87,8 +99,8 @@ def refuse_while_importing_main() -> None:
 
 
 def main(encoded: str) -> None:
-    """Run a stage as `encoded`, the `Orders`, say."""
-    orders = msgspec.json.decode(encoded, type=Orders)
+    """Run a stage as `encoded`, the `WorkerConfig`, say."""
+    orders = msgspec.json.decode(encoded, type=WorkerConfig)
     die_with(orders.parent)
     signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
     for fd in (orders.job, orders.account, orders.word):
@@ -96,7 +108,7 @@ def main(encoded: str) -> None:
     try:
         stopped = anyio.run(_run, _load(orders), orders)
     except BaseException as error:
-        cause = sole_cause(error)
+        cause = single_exception(error)
         _tell(orders, Failed(_told(cause), _traceback(cause)))
         if not isinstance(cause, Exception):
             raise
@@ -121,10 +133,10 @@ def _end_by_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _load(orders: Orders) -> Any:
+def _load(orders: WorkerConfig) -> Any:
     """Return the stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
     global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
-    file = open_job(orders.job)
+    file = open_payload(orders.job)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:
@@ -159,7 +171,7 @@ def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
     return start
 
 
-def _tell(orders: Orders, word: Word) -> None:
+def _tell(orders: WorkerConfig, word: WorkerEvent) -> None:
     with suppress(BrokenPipeError):
         os.write(orders.word, framed(word))
 
@@ -167,10 +179,10 @@ def _tell(orders: Orders, word: Word) -> None:
 # -- running the stage ---------------------------------------------------------------------------------------------
 
 
-async def _run(stage: Any, orders: Orders) -> bool:
+async def _run(stage: Any, orders: WorkerConfig) -> bool:
     """Run `stage` until it returns or SIGTERM comes; returns whether it was SIGTERM."""
     with mmap.mmap(orders.account, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
-        account = Account(page, orders.name)
+        account = SharedCounters(page, orders.name)
         ledger = _ReportingLedger() if orders.inbox_kind else Ledger(account)
         context = Context(ledger, Metrics(), Worker(orders.index, orders.count, orders.incarnation))
         try:
@@ -194,14 +206,16 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
-async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
+async def _run_connected(stage: Any, orders: WorkerConfig, context: Context) -> None:
     _tell(orders, Starting(f"connecting to {orders.outbox_url}"))
-    async with connect(orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, silence_s=None) as sender:
+    async with connect(
+        orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, heartbeat_timeout_s=None
+    ) as sender:
         _tell(orders, Connected())
         sender.on_ended(context.ledger.settle)
-        news = _Newsagent(sender, context)
+        news = _ReportSender(sender, context)
         admits_to = None if orders.inbox_kind else context.ledger
-        outbox = Outbox(sender.clone(), Passage(admits_to, on_sent=news.pass_on_if_due))
+        outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=news.pass_on_if_due))
         try:
             with context.ledger.calling_on_failure(news.pass_on_if_due):
                 await _run_stage(stage, orders, context, outbox)
@@ -214,22 +228,22 @@ async def _run_connected(stage: Any, orders: Orders, context: Context) -> None:
             await outbox.close_all()
 
 
-async def _run_stage(stage: Any, orders: Orders, context: Context, outbox: Outbox[Any]) -> None:
+async def _run_stage(stage: Any, orders: WorkerConfig, context: Context, outbox: CountingSendChannel[Any]) -> None:
     if orders.inbox_kind:
         async with _served(orders) as inbox:
-            with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
+            with report_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
                 await stage.run(inbox, outbox)
     else:
-        with telling_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
+        with report_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
             await stage.run(outbox)
 
 
-def _waited(outbox: Outbox[Any], inbox: Any = None) -> tuple[float, float]:
+def _waited(outbox: CountingSendChannel[Any], inbox: Any = None) -> tuple[float, float]:
     return inbox.statistics().waited_s if inbox else 0.0, outbox.waits[1]
 
 
 @asynccontextmanager
-async def _served(orders: Orders) -> AsyncIterator[Any]:
+async def _served(orders: WorkerConfig) -> AsyncIterator[Any]:
     async with serve(
         "shm://",
         RECORDS[orders.inbox_kind],
@@ -237,13 +251,13 @@ async def _served(orders: Orders) -> AsyncIterator[Any]:
         capacity_bytes=orders.inbox_capacity_bytes,
         max_senders=1,
         name=orders.name,
-        silence_s=None,
+        heartbeat_timeout_s=None,
     ) as inbox:
         _tell(orders, Serving(inbox.url))
         yield inbox
 
 
-class _Newsagent:
+class _ReportSender:
     """Passes on what the stage observed and what it dropped."""
 
     def __init__(self, sender: RemoteSender[Any], context: Context) -> None:
@@ -272,4 +286,4 @@ class _Newsagent:
         observations = metrics.take() if metrics else None
         if observations is not None or endings or reasons != self._reasons:
             self._reasons = reasons
-            self._sender.tell(msgspec.msgpack.encode(News(observations, endings, reasons)))
+            self._sender.tell(msgspec.msgpack.encode(WorkerReport(observations, endings, reasons)))

@@ -1,7 +1,7 @@
 """What a worker and its parent tell each other, apart from the records: orders, words, and news.
 
-Orders travel on the command line, words on an inherited pipe, news with the records on their channel. Only the stage
-itself is pickled, from the parent to the child that it starts; what a child says is strictly decoded.
+WorkerConfig travel on the command line, words on an inherited pipe, news with the records on their channel. Only the
+stage itself is pickled, from the parent to the child that it starts; what a child says is strictly decoded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = [
     "Ending",
     "Failed",
     "Finished",
-    "News",
-    "Orders",
     "Serving",
     "Starting",
-    "Word",
+    "WorkerConfig",
+    "WorkerEvent",
+    "WorkerReport",
+    "decode_events",
     "framed",
-    "words",
 ]
 
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
@@ -35,7 +35,7 @@ RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
 """What travels between processes, by the name that is told to a worker."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is told on its command line."""
 
     name: str
@@ -90,7 +90,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-Word = Starting | Connected | Serving | Finished | Failed
+WorkerEvent = Starting | Connected | Serving | Finished | Failed
 """What a worker tells its parent on the pipe, each as a 4-byte length and msgpack."""
 
 
@@ -103,7 +103,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """What a worker passes on with its records."""
 
     observations: Observations | None
@@ -115,16 +115,16 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
 _LENGTH_BYTES = 4
 
-_decode = msgspec.msgpack.Decoder(Word).decode
+_decode = msgspec.msgpack.Decoder(WorkerEvent).decode
 
 
-def framed(word: Word) -> bytes:
+def framed(word: WorkerEvent) -> bytes:
     """`word` as it travels on the pipe."""
     encoded = msgspec.msgpack.encode(word)
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
-def words(buffer: bytearray) -> Iterator[Word]:
+def decode_events(buffer: bytearray) -> Iterator[WorkerEvent]:
     """Take every word that is complete out of `buffer`.
 
     Raises:

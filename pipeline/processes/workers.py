@@ -13,24 +13,24 @@ from typing import Any
 
 import anyio
 
-from ..channels.carriers import connect, serve
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.remote_receiver import RemoteReceiver
-from ..channels.silence import DEFAULT_SILENCE_S
+from ..channels.transports import connect, serve
 from ..context import Context
+from ..edge import EdgeCounter
 from ..errors import NobodyListens
 from ..file_descriptors import held
-from ..joint import Passage
-from ..link import Link, carried
+from ..stage_node import StageNode, wire_type
 from ..statistics import WorkerStatistics
-from ..telemetry import WaitsHeard
+from ..telemetry import WaitAggregator
 from .placement import Processes
 from .supervisor import Supervisor
-from .worker_books import RelayBooks, SourceBooks
+from .worker_accounting import RelayAccounting, SourceAccounting
 
 __all__ = ["Workers"]
 
-SILENCE_S = DEFAULT_SILENCE_S
+SILENCE_S = DEFAULT_HEARTBEAT_TIMEOUT_S
 """How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
 for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
 
@@ -46,19 +46,28 @@ class Workers:
     """The workers of one stage."""
 
     def __init__(
-        self, link: Link, on: Processes, context: Context, passage: Passage, *, before: Link | None, after: Link
+        self,
+        link: StageNode,
+        on: Processes,
+        context: Context,
+        passage: EdgeCounter,
+        *,
+        before: StageNode | None,
+        after: StageNode,
     ) -> None:
         self._link = link
         self._on = on
         self._after = after
         """The stage that receives what they send."""
-        self._heard = WaitsHeard(context.metrics, link.name)
+        self._heard = WaitAggregator(context.metrics, link.name)
         """Where their metrics arrive."""
-        self._feeder = None if before is None else _Feeder(before, RelayBooks(context.ledger, self._heard, passage))
+        self._feeder = (
+            None if before is None else _Feeder(before, RelayAccounting(context.ledger, self._heard, passage))
+        )
         """Hands records to them; None for a source."""
-        self._books = self._feeder.books if self._feeder else SourceBooks(context.ledger, self._heard, passage)
+        self._books = self._feeder.books if self._feeder else SourceAccounting(context.ledger, self._heard, passage)
         self._supervisor = Supervisor(link.name, link.stage, on, self._books)
-        self._books.on_silent = self._supervisor.give_up
+        self._books.on_silent = self._supervisor.kill
         self._outlet: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
         self._held: ExitStack
@@ -73,13 +82,13 @@ class Workers:
         """
         async with serve(
             "shm://",
-            carried(self._link.stage),
+            wire_type(self._link.stage),
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
             max_senders=self._on.count * (2 if self._on.restarts else 1),
             listener=self._books,
             name=self._after.name,
-            silence_s=SILENCE_S,
+            heartbeat_timeout_s=SILENCE_S,
         ) as self._outlet:
             self._outlet.keep_open()  # workers die and are started anew, so how many will come and go is not known
             purpose = f"the workers of {self._link.name} ({self._on.count})"
@@ -108,7 +117,7 @@ class Workers:
         """What the workers are told about their channels."""
         return {
             "outbox_url": outbox_url,
-            "outbox_kind": carried(self._link.stage).schema.kind,
+            "outbox_kind": wire_type(self._link.stage).schema.kind,
             "inbox_kind": self._feeder.record_type.schema.kind if self._feeder else "",
             "inbox_capacity": self._link.capacity or REMOTE_CAPACITY,
             "inbox_capacity_bytes": self._link.capacity_bytes or REMOTE_CAPACITY_BYTES,
@@ -133,9 +142,9 @@ class Workers:
 class _Feeder:
     """Hands records to the workers of a middle stage."""
 
-    def __init__(self, before: Link, books: RelayBooks) -> None:
+    def __init__(self, before: StageNode, books: RelayAccounting) -> None:
         self.books = books
-        self.record_type = carried(before.stage)
+        self.record_type = wire_type(before.stage)
         self.inbox: ReceiveChannel[Any]
         """Where the records come from; all workers share it."""
         self._unhanded: deque[Any] = deque()
@@ -144,7 +153,7 @@ class _Feeder:
     async def feed(self, worker: str, url: str) -> None:
         """Hand records to `worker`, which serves `url`, until there are no more, or it is gone."""
         with suppress(*_WORKER_GONE):
-            async with connect(url, self.record_type, name=f"feed of {worker}", silence_s=None) as outbox:
+            async with connect(url, self.record_type, name=f"feed of {worker}", heartbeat_timeout_s=None) as outbox:
                 while (record := await self._next()) is not None:
                     await self._hand(worker, record, outbox)
                     del record  # what is handed on must not hold its slots until the next one comes

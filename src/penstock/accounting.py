@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from .pipeline.committed_prompts import CommittedPrompts
 from .pipeline.ledger import Balance, EndState, Ledger
-from .pipeline.statistics import JointStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
+from .pipeline.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
 from .pipeline.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
 
 __all__ = [
     "Balance",
     "CommittedPrompts",
+    "EdgeStatistics",
     "EndState",
-    "JointStatistics",
     "JsonlMetrics",
     "Ledger",
     "MetricSink",

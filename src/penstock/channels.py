@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from .pipeline.channels.carriers import connect, serve
 from .pipeline.channels.channel import ChannelStatistics
 from .pipeline.channels.keys import ChannelKey
-from .pipeline.channels.lasting_sender import LastingSender, outlast
 from .pipeline.channels.memory import MemoryReceiver, MemorySender, memory_channel
 from .pipeline.channels.remote_receiver import RemoteReceiver
 from .pipeline.channels.remote_sender import RemoteSender
+from .pipeline.channels.replaying_sender import ReplayingSender, connect_with_replay
+from .pipeline.channels.transports import connect, serve
 
 __all__ = [
     "ChannelKey",
     "ChannelStatistics",
-    "LastingSender",
     "MemoryReceiver",
     "MemorySender",
     "RemoteReceiver",
     "RemoteSender",
+    "ReplayingSender",
     "connect",
+    "connect_with_replay",
     "memory_channel",
-    "outlast",
     "serve",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.noise import rounding
-from ..handful import Handful
+from ..group_stack import GroupStack
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
 from .presets import Preset
 from .returns import Steps, discounted_sums, generalized_advantages, last_places
@@ -76,7 +76,7 @@ class Estimator:
     """Whether advantages of tokens are whitened over the handful."""
     preset: Preset
 
-    def estimate(self, handful: Handful, seen: RunningStatistics) -> Estimate:
+    def estimate(self, handful: GroupStack, seen: RunningStatistics) -> Estimate:
         """Advantages, neither clipped nor spread; mode `global` compares with everything `seen` before, and this.
 
         Raises:
@@ -100,7 +100,7 @@ class Estimator:
 
     # -- one a sequence ----------------------------------------------------------------------------------------------
 
-    def _compared(self, handful: Handful, live: Flags) -> Compared:
+    def _compared(self, handful: GroupStack, live: Flags) -> Compared:
         counted = np.ones_like(live) if self.preset.masked_count else live
         nothing = np.zeros(len(live))
         noise = nothing if self.level == "token" else handful.noise()
@@ -111,7 +111,7 @@ class Estimator:
             values, noise = handful.sums(by_token), noise + rounding(handful.sums(np.abs(by_token)))
         return Compared(values, noise if self.preset.tells_noise else nothing, counted)
 
-    def _by_sequence(self, handful: Handful, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
+    def _by_sequence(self, handful: GroupStack, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
         match self.mode:
             case "none":
                 return np.where(rewards.counted, rewards.values, 0.0)
@@ -146,7 +146,7 @@ class Estimator:
 
     # -- one a token -------------------------------------------------------------------------------------------------
 
-    def _by_token(self, handful: Handful, noise: Floats) -> Floats:
+    def _by_token(self, handful: GroupStack, noise: Floats) -> Floats:
         """[N] the advantage of each token; `noise` [B] is that of the rewards of its sequence."""
         preset, mask = self.preset, handful.loss_mask
         observations = preset.gae if self.mode == "gae" else preset.returns
@@ -174,7 +174,7 @@ class Estimator:
 
     # -- which rewards count -----------------------------------------------------------------------------------------
 
-    def _token_rewards(self, handful: Handful) -> Floats:
+    def _token_rewards(self, handful: GroupStack) -> Floats:
         """[N] what each token was rewarded with; the reward of a sequence falls on its last token that counts."""
         mask = handful.loss_mask
         count = np.ones_like(mask) if self.preset.masked_count else mask

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import anyio
 
-from ...pipeline.causes import first_cause
 from ...pipeline.errors import EngineTimedOut, PenstockError
+from ...pipeline.exception_groups import first_exception
 from ...pipeline.policy.engine_sync import Published
 from ...pipeline.telemetry import get_logger
 from .policies import Engine
@@ -91,7 +91,7 @@ class EnginePublisher:
             for engine in self.engines:
                 tasks.start_soon(asked, engine)
         if failures:
-            raise first_cause(ExceptionGroup("engines", failures), PenstockError) from None
+            raise first_exception(ExceptionGroup("engines", failures), PenstockError) from None
 
 
 async def _resumed(engine: Engine) -> None:

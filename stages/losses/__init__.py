@@ -5,10 +5,10 @@ from .distillation import TOKENS_USED, Distillation, Divergence, Rest, SampledDi
 from .entropy import Entropy
 from .importance import Beyond, ImportanceWeight, Level, Weighted
 from .kl import KL
-from .metrics import EffectiveSamples, Highest, Lowest, Mean, Metric, Used, check_used, merge, weights_metrics
+from .metrics import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed, check_used, merge, weights_metrics
 from .policy import CISPO, GSPO, AdvantageWeighted, PolicyTerm, PPOClip
 from .scored import OldPolicy, Scored, entropy_of
-from .terms import Aggregated, Aggregation, Counted, Loss, LossValue, PerToken, Sum, Summand, Term
+from .terms import Aggregated, Aggregation, Counted, Loss, LossTerm, LossValue, PerToken, Sum, Term
 
 __all__ = [
     "CISPO",
@@ -24,14 +24,15 @@ __all__ = [
     "Divergence",
     "EffectiveSamples",
     "Entropy",
-    "Highest",
     "ImportanceWeight",
     "Level",
     "Loss",
+    "LossTerm",
     "LossValue",
-    "Lowest",
+    "Max",
     "Mean",
     "Metric",
+    "Min",
     "OldPolicy",
     "PPOClip",
     "PerToken",
@@ -40,9 +41,8 @@ __all__ = [
     "SampledDistillation",
     "Scored",
     "Sum",
-    "Summand",
     "Term",
-    "Used",
+    "TokensUsed",
     "Weighted",
     "check_used",
     "diagnostics",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...schemas import InvalidRecord
-from .metrics import Metric, Used
+from .metrics import Metric, TokensUsed
 from .policy import AdvantageWeighted, PolicyTerm
 from .scored import Scored, clamped
 from .terms import PerToken, Term
@@ -230,4 +230,4 @@ def _used(count: float, like: Tensor) -> dict[str, Metric]:
         "with distillation in the loss, that would pass for training. Look at whether the teacher answers "
         "(teacher/failed), at its top_k, and at whether its candidates stand at the tokens that they tell of"
     )
-    return {TOKENS_USED: Used(like.new_tensor(count), otherwise)}
+    return {TOKENS_USED: TokensUsed(like.new_tensor(count), otherwise)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...schemas import InvalidRecord
 from .scored import Scored
 
-__all__ = ["EffectiveSamples", "Highest", "Lowest", "Mean", "Metric", "Used", "check_used", "merge", "weights_metrics"]
+__all__ = ["EffectiveSamples", "Max", "Mean", "Metric", "Min", "TokensUsed", "check_used", "merge", "weights_metrics"]
 
 
 class Metric(Protocol):
@@ -55,17 +55,17 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Highest:
+class Max:
     """The largest of the global batch."""
 
     found: Tensor
     """[] detached."""
 
-    def merged(self, other: Highest, /) -> Highest:
+    def merged(self, other: Max, /) -> Max:
         """See `Metric`."""
-        return Highest(torch.maximum(self.found, other.found))
+        return Max(torch.maximum(self.found, other.found))
 
-    def over(self, updates: int, /) -> Highest:  # noqa: ARG002 (an extreme is one over any number of updates)
+    def over(self, updates: int, /) -> Max:  # noqa: ARG002 (an extreme is one over any number of updates)
         """See `Metric`."""
         return self
 
@@ -75,17 +75,17 @@ class Highest:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowest:
+class Min:
     """The smallest of the global batch."""
 
     found: Tensor
     """[] detached."""
 
-    def merged(self, other: Lowest, /) -> Lowest:
+    def merged(self, other: Min, /) -> Min:
         """See `Metric`."""
-        return Lowest(torch.minimum(self.found, other.found))
+        return Min(torch.minimum(self.found, other.found))
 
-    def over(self, updates: int, /) -> Lowest:  # noqa: ARG002 (as above)
+    def over(self, updates: int, /) -> Min:  # noqa: ARG002 (as above)
         """See `Metric`."""
         return self
 
@@ -119,7 +119,7 @@ class EffectiveSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class TokensUsed:
     """How many tokens of the global batch a term could do something with. None is an error: see `check_used`."""
 
     count: Tensor
@@ -127,13 +127,13 @@ class Used:
     otherwise: str
     """What may be wrong where it is none."""
 
-    def merged(self, other: Used, /) -> Used:
+    def merged(self, other: TokensUsed, /) -> TokensUsed:
         """See `Metric`."""
-        return Used(self.count + other.count, self.otherwise)
+        return TokensUsed(self.count + other.count, self.otherwise)
 
-    def over(self, updates: int, /) -> Used:
+    def over(self, updates: int, /) -> TokensUsed:
         """See `Metric`."""
-        return Used(self.count / updates, self.otherwise)
+        return TokensUsed(self.count / updates, self.otherwise)
 
     def value(self) -> float:
         """See `Metric`."""
@@ -147,7 +147,7 @@ def check_used(metrics: Mapping[str, Metric]) -> None:
         InvalidRecord: one did, which would otherwise look as if it had been trained.
     """
     for name, metric in metrics.items():
-        if isinstance(metric, Used) and not metric.value():
+        if isinstance(metric, TokensUsed) and not metric.value():
             raise InvalidRecord(f"{name}: expected some of the tokens that train, got none: {metric.otherwise}")
 
 
@@ -167,5 +167,5 @@ def weights_metrics(name: str, weights: Tensor, scored: Scored) -> dict[str, Met
     }
     if len(kept):  # of nothing there is no largest
         lowest, highest = kept.aminmax()
-        said |= {f"{name}/max": Highest(highest), f"{name}/min": Lowest(lowest)}
+        said |= {f"{name}/max": Max(highest), f"{name}/min": Min(lowest)}
     return said

@@ -18,7 +18,7 @@ from ...schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
 
-__all__ = ["Aggregated", "Aggregation", "Counted", "Loss", "LossValue", "PerToken", "Sum", "Summand", "Term"]
+__all__ = ["Aggregated", "Aggregation", "Counted", "Loss", "LossTerm", "LossValue", "PerToken", "Sum", "Term"]
 
 Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How what the tokens cost becomes one number, by the names verl and ROLL use: the mean over all tokens; the mean over
@@ -57,7 +57,7 @@ class Loss(Protocol):
         ...
 
 
-class Summand(ABC):
+class LossTerm(ABC):
     """What can be added and scaled: a term, or a sum of them. As a loss, it is the mean over all tokens."""
 
     __slots__ = ()
@@ -76,17 +76,17 @@ class Summand(ABC):
         """See `Loss`."""
         return self.aggregated("token-mean")(scored)
 
-    def __add__(self, other: Summand) -> Sum:
+    def __add__(self, other: LossTerm) -> Sum:
         return Sum(self.parts() + other.parts())
 
-    def __sub__(self, other: Summand) -> Sum:
+    def __sub__(self, other: LossTerm) -> Sum:
         return self + -1 * other
 
     def __rmul__(self, factor: float) -> Sum:
         return Sum(tuple((factor * each, term) for each, term in self.parts()))
 
 
-class Term(Summand):
+class Term(LossTerm):
     """One thing that is minimised, token by token. To make one of your own, say `per_token` and a `name`."""
 
     __slots__ = ()
@@ -108,12 +108,12 @@ class Term(Summand):
         """
 
     def parts(self) -> tuple[tuple[float, Term], ...]:
-        """See `Summand`."""
+        """See `LossTerm`."""
         return ((1.0, self),)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Sum(Summand):
+class Sum(LossTerm):
     """Terms, each with its factor."""
 
     terms: tuple[tuple[float, Term], ...]
@@ -123,7 +123,7 @@ class Sum(Summand):
         return signed.removeprefix(" + ").strip()
 
     def parts(self) -> tuple[tuple[float, Term], ...]:
-        """See `Summand`."""
+        """See `LossTerm`."""
         return self.terms
 
 

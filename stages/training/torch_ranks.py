@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ...pipeline.errors import PeerLost
 from ...schemas import TrainBatch
-from ..losses import EffectiveSamples, Highest, Lowest, Mean, Metric, Used, merge
+from ..losses import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed, merge
 
 __all__ = ["Ranks", "decode_share", "encode_share", "owners"]
 
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 """How often a rank says that it is there."""
 
 SILENCE_S = 3.0
@@ -38,7 +38,7 @@ SILENCE_S = 3.0
 
 FOREVER = timedelta(days=3650)
 
-METRICS: dict[str, Any] = {each.__name__: each for each in (EffectiveSamples, Highest, Lowest, Mean, Used)}
+METRICS: dict[str, Any] = {each.__name__: each for each in (EffectiveSamples, Max, Min, Mean, TokensUsed)}
 
 
 class Ranks:
@@ -54,7 +54,7 @@ class Ranks:
         """For numbers that are on the host."""
         self._limit: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
         """How long the others have to take what the leader says."""
-        self._heart = _Heart(self.index)
+        self._heart = _Heartbeat(self.index)
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.index} of {self.count}>"
@@ -131,7 +131,7 @@ class Ranks:
         self._heart.stop()
 
 
-class _Heart:
+class _Heartbeat:
     """Says again and again that this rank is there, and knows who does not."""
 
     def __init__(self, rank: int) -> None:
@@ -142,7 +142,7 @@ class _Heart:
 
     def _beat(self) -> None:
         try:
-            while not self._stopped.wait(BEAT_S):
+            while not self._stopped.wait(HEARTBEAT_S):
                 self._store.add(_beats_of(self._rank), 1)
         except RuntimeError:
             """The store has gone with the process that held it; whoever needs it will see."""
@@ -154,7 +154,7 @@ class _Heart:
         try:
             first = {rank: self._store.add(_beats_of(rank), 0) for rank in others}
             while others and time.monotonic() < deadline:
-                time.sleep(BEAT_S)
+                time.sleep(HEARTBEAT_S)
                 others -= {rank for rank in others if self._store.add(_beats_of(rank), 0) > first[rank]}
         except RuntimeError:
             return [0]

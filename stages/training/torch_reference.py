@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ...pipeline.at_hand import at_hand, send_each
 from ...pipeline.channels.channel import ReceiveChannel, SendChannel
+from ...pipeline.chunks import receive_chunks, send_all
 from ...schemas import TrajectoryGroup
 from ...schemas.columns import freeze
 from ...schemas.numbers import normalize_counts, normalize_numbers
@@ -54,13 +54,13 @@ class TorchReference:
         """
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(mode=False)
-        async for groups in at_hand(inbox):
+        async for groups in receive_chunks(inbox):
             bare = [group for group in groups if group.ref_logprobs is None]
             check_temperature(bare, self.temperature, "TorchReference")
             scored = iter(await anyio.to_thread.run_sync(self._scored, model, bare) if bare else ())
             filled = [next(scored) if group.ref_logprobs is None else group for group in groups]
             del groups, bare
-            await send_each(outbox, filled)
+            await send_all(outbox, filled)
 
     @torch.inference_mode()
     def _scored(self, model: CausalModel, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:

@@ -150,8 +150,8 @@ class Turns(Environment):
         prompt = f"<user>{item['number']}{END}<assistant>"
         first = await self.server.completion(prompt=prompt, n=self.config.group_size)
         talks = [[choice.text] for choice in first.choices]
-        going_on = [talk for talk in talks if "x" in talk[0]]
-        await asyncio.gather(*(self._second(prompt, talk) for talk in going_on))
+        _resuming = [talk for talk in talks if "x" in talk[0]]
+        await asyncio.gather(*(self._second(prompt, talk) for talk in _resuming))
         return {
             "tokens": [[1]] * len(talks),
             "masks": [[1]] * len(talks),

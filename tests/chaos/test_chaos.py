@@ -27,7 +27,7 @@ COMMAND = [sys.executable, "-m", "chaos", "--minutes", "0"]
 
 IDS = every_id(lanes=2, count=3)
 
-WELL = Found(ended_by="end of stream", balanced=True, in_flight=0, lost={})
+WELL = Found(stop_reason="end of stream", balanced=True, in_flight=0, lost={})
 
 DIED = {"Check 1/1 (pid 7) was killed by SIGKILL": 2}
 
@@ -84,7 +84,7 @@ def test_what_is_as_it_has_to_be_is_not_complained_of() -> None:
         (sorted(IDS), None, "no report"),
         (sorted(IDS), msgspec.structs.replace(WELL, in_flight=1), "do not balance"),
         (sorted(IDS), msgspec.structs.replace(WELL, lost=DIED), "lost as"),
-        (sorted(IDS), msgspec.structs.replace(WELL, ended_by="Trainer returned"), "ended by"),
+        (sorted(IDS), msgspec.structs.replace(WELL, stop_reason="Trainer returned"), "ended by"),
     ],
 )
 def test_what_is_lost_doubled_or_unbalanced_would_be_seen(

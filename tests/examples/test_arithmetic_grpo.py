@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(moment: str, tmp_path: Path) ->
         rest = interrupted(demo)
 
     assert "in flight when training ended" in rest
-    assert kept(tmp_path)["ended_by"] == "interrupted"
+    assert kept(tmp_path)["stop_reason"] == "interrupted"
 
 
 @pytest.mark.long
@@ -171,7 +171,7 @@ def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) 
         rest = interrupted(demo)
 
     assert "in flight when training ended" in rest
-    assert kept(tmp_path)["ended_by"] == "all steps done"
+    assert kept(tmp_path)["stop_reason"] == "all steps done"
 
 
 @pytest.mark.long

@@ -32,12 +32,12 @@ from tests.faults.cells import Cell
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
 from penstock.accounting import Ledger
 from penstock.errors import RunStopped
-from penstock.pipeline.channels.door import Door
-from penstock.pipeline.channels.remote_sender import SenderLine
+from penstock.pipeline.channels.control_connection import ControlConnection
+from penstock.pipeline.channels.remote_sender import SenderConnection
 from penstock.pipeline.channels.segment import SegmentWriter
-from penstock.pipeline.channels.shm import SlotInlet
+from penstock.pipeline.channels.shm import SlotReader
 from penstock.pipeline.processes.supervisor import _Child
-from penstock.schemas.control import Closed, Goodbye
+from penstock.schemas.control import Close, Closed
 from penstock.testing import group
 
 __all__ = [
@@ -168,8 +168,8 @@ class Striker:
             case Cell(role="supervisor", moment="shutdown"):
                 _patch(_Child, "signal", self._signal)
             case Cell(moment="shutdown"):
-                _patch(SenderLine, "tell", self._tell)
-                _patch(Door, "say", self._say)
+                _patch(SenderConnection, "tell", self._tell)
+                _patch(ControlConnection, "say", self._say)
 
     def _write(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         segment, span, contents, records, layout = arguments
@@ -194,7 +194,7 @@ class Striker:
 
     def _tell(self, tell: Callable[..., None], line: Any, message: Any) -> None:
         tell(line, message)
-        if self.armed and isinstance(message, Goodbye):
+        if self.armed and isinstance(message, Close):
             self.strike()
 
     async def _say(self, say: Callable[..., Awaitable[None]], door: Any, message: Any, *more: Any) -> None:
@@ -212,12 +212,12 @@ def commit(ledger: Ledger, record: TrajectoryGroup) -> None:
 def note_salvage(log: Log) -> None:
     """Have it logged how many records are found whose descriptors never came."""
 
-    def around(salvage: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
-        found = salvage(*arguments)
+    def around(recover: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+        found = recover(*arguments)
         log("salvaged", len(found))
         return found
 
-    _patch(SlotInlet, "salvage", around)
+    _patch(SlotReader, "salvage", around)
 
 
 def _patch(owner: type, name: str, around: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from penstock.pipeline.channels.silence import DEFAULT_SILENCE_S
+from penstock.pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 __all__ = [
     "AT",
@@ -74,9 +74,9 @@ class Cell(msgspec.Struct, frozen=True):
         return self.fault in {"stall", "zombie"}
 
     @property
-    def silence_s(self) -> float:
+    def heartbeat_timeout_s(self) -> float:
         """What its peers bear."""
-        return SILENCE_S if self.fault == "zombie" else DEFAULT_SILENCE_S
+        return SILENCE_S if self.fault == "zombie" else DEFAULT_HEARTBEAT_TIMEOUT_S
 
     @property
     def dies(self) -> bool:

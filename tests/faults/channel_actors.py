@@ -54,7 +54,7 @@ async def consume(play: Play) -> None:
         capacity=COUNT,
         capacity_bytes=SEGMENT_BYTES,
         name="the consumer",
-        silence_s=play.cell.silence_s,
+        heartbeat_timeout_s=play.cell.heartbeat_timeout_s,
     ) as inbox:
         play.tell_url(inbox.url)
         try:
@@ -118,7 +118,9 @@ async def _receive_and_be_struck(play: Play, inbox: ReceiveChannel[TrajectoryGro
 async def produce(play: Play) -> None:
     """Send all records, unless the victim is gone, or is given up."""
     url = await play.hear_url()
-    async with connect(url, TrajectoryGroup, name="the producer", silence_s=play.cell.silence_s) as outbox:
+    async with connect(
+        url, TrajectoryGroup, name="the producer", heartbeat_timeout_s=play.cell.heartbeat_timeout_s
+    ) as outbox:
         try:
             await _send_all(play, outbox)
         except (PeerClosed, PeerLost) as error:

@@ -16,9 +16,9 @@ from tests.faults.cells import Cell
 from penstock.channels import RemoteReceiver
 from penstock.pipeline.channels import shm
 from penstock.pipeline.channels.segment import SegmentWriter
-from penstock.pipeline.channels.shm import SlotInlet
+from penstock.pipeline.channels.shm import SlotReader
 from penstock.pipeline.processes import supervisor
-from penstock.pipeline.processes.worker_books import RelayBooks
+from penstock.pipeline.processes.worker_accounting import RelayAccounting
 
 __all__ = ["MUTANTS", "mutate"]
 
@@ -28,11 +28,11 @@ def _replace(owner: Any, name: str, made: Callable[[Callable[..., Any]], Callabl
 
 
 def _nothing_is_salvaged() -> None:
-    _replace(SlotInlet, "salvage", lambda _: lambda *_: [])
+    _replace(SlotReader, "salvage", lambda _: lambda *_: [])
 
 
 def _all_is_salvaged_again() -> None:
-    _replace(SlotInlet, "salvage", lambda salvage: lambda inlet, _: salvage(inlet, 0))
+    _replace(SlotReader, "salvage", lambda recover: lambda reader, _: recover(reader, 0))
 
 
 def _a_bit_flips_on_the_way() -> None:
@@ -60,7 +60,7 @@ def _a_death_is_taken_for_a_goodbye() -> None:
 
 
 def _nobody_asks_what_a_dead_worker_held() -> None:
-    _replace(RelayBooks, "_settle", lambda _: lambda *_: None)
+    _replace(RelayAccounting, "_settle", lambda _: lambda *_: None)
 
 
 def _sockets_of_the_dead_stay() -> None:

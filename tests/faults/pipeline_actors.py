@@ -130,7 +130,7 @@ async def run_pipeline(play: Play) -> None:
     if play.cell.role == "supervisor":
         play.striker.lie_in_wait()
     middle = Middle(play.cell, f"/proc/{os.getpid()}/fd/{play.log.fd}")
-    on = processes(1, stop_within_s=BOUND_S) if play.cell.stops else processes(1)
+    on = processes(1, stop_timeout_s=BOUND_S) if play.cell.stops else processes(1)
     pipeline = (
         source(Number(play))
         .then(middle, on=on, capacity=2, capacity_bytes=SEGMENT_BYTES)
@@ -144,4 +144,4 @@ async def run_pipeline(play: Play) -> None:
         report = pipeline.report
         assert report is not None
         restarts = report.statistics.stages[1].workers[0].restarts
-        play.log("report", report.balance, report.ended_by, restarts)
+        play.log("report", report.balance, report.stop_reason, restarts)

@@ -160,10 +160,10 @@ def _judge_producer_survives(cell: Cell, story: Story) -> None:
 
 def _judge_report(story: Story) -> dict[str, Any]:
     balance: dict[str, Any]
-    ((balance, ended_by, restarts),) = story.all("report")
+    ((balance, stop_reason, restarts),) = story.all("report")
     assert balance["in_flight"] == 0
     assert balance["admitted"] == sum(balance["ended"].values()) == TRAJECTORIES * len(story.all("sent"))
-    return balance | {"ended_by": ended_by, "restarts": restarts}
+    return balance | {"stop_reason": stop_reason, "restarts": restarts}
 
 
 MIDDLE_DIED = {
@@ -211,7 +211,7 @@ def _judge_middle(cell: Cell, story: Story) -> None:
     assert story.told == ("" if cell.stops else struck)
     if cell.fault in {"exception", "zombie"}:
         return
-    assert report["ended_by"] == "end of stream"
+    assert report["stop_reason"] == "end of stream"
     assert report["restarts"] == (0 if cell.fault == "stall" else 1)
     assert len(story.all("sent")) == COUNT
     if cell.fault == "stall" or cell.moment == "shutdown":
@@ -234,12 +234,12 @@ def _judge_supervisor(cell: Cell, story: Story) -> None:
     assert report["ended"]["trained"] == TRAJECTORIES * (len(story.committed) + in_the_act)
     assert report["restarts"] == 0
     if cell.fault == "SIGTERM":
-        assert report["ended_by"] == "stopped by SIGTERM"
+        assert report["stop_reason"] == "stopped by SIGTERM"
     elif cell.fault == "exception":
         assert "raised tests.faults.actors.Doomed: struck" in story.told
     elif cell.moment != "shutdown":
         assert len(story.committed) == COUNT
-        assert report["ended_by"] == "end of stream"
+        assert report["stop_reason"] == "end of stream"
 
 
 ROLES: dict[str, Callable[[Cell, Story], None]] = {

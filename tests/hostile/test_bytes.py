@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.errors import InvalidRecord, ProtocolMismatch, StaleDescriptor
 from penstock.pipeline.channels.segment import HEADER_BYTES, SegmentReader, SegmentWriter
-from penstock.pipeline.channels.shm import SlotInlet, SlotOutlet
+from penstock.pipeline.channels.shm import SlotReader, SlotWriter
 from penstock.records import Packer
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
-from penstock.schemas.layout import Contents, encode_contents
+from penstock.schemas.layout import BundleHeader, encode_contents
 from penstock.testing import batch, group
 
 SLOTS, SLOT_BYTES = 64, 1024
@@ -35,8 +35,8 @@ class Published(NamedTuple):
     """Three groups and a batch that a sender published, and what the receiver reads them with."""
 
     writer: SegmentWriter
-    groups: SlotInlet
-    batches: SlotInlet
+    groups: SlotReader
+    batches: SlotReader
     first: Descriptor
     second: Descriptor
 
@@ -55,21 +55,21 @@ class Published(NamedTuple):
 def published() -> Iterator[Published]:
     writer = SegmentWriter(SLOTS, SLOT_BYTES)
     reader = SegmentReader(writer.fd, SLOTS, SLOT_BYTES)
-    bundle = _publish(SlotOutlet(writer, 64, "group"), *[group(instance_id=str(n), meta={"n": n}) for n in range(3)])
-    single = _publish(SlotOutlet(writer, 64, "batch"), batch(), skip=bundle.slots)
+    bundle = _publish(SlotWriter(writer, 64, "group"), *[group(instance_id=str(n), meta={"n": n}) for n in range(3)])
+    single = _publish(SlotWriter(writer, 64, "batch"), batch(), skip=bundle.slots)
     yield Published(
-        writer, SlotInlet(reader, TrajectoryGroup.schema), SlotInlet(reader, TrainBatch.schema), bundle, single
+        writer, SlotReader(reader, TrajectoryGroup.schema), SlotReader(reader, TrainBatch.schema), bundle, single
     )
     writer.close()
 
 
-def _publish(outlet: SlotOutlet, *records: TrajectoryGroup | TrainBatch, skip: int = 0) -> Descriptor:
+def _publish(outlet: SlotWriter, *records: TrajectoryGroup | TrainBatch, skip: int = 0) -> Descriptor:
     if skip:
         outlet._table.allocate(skip)
     for number, record in enumerate(records, 1):
         columns = record.columns()
         form, lengths = record.schema.measure(columns)
-        assert outlet.place(form, lengths, record.header(), record.schema.plain(columns), number)
+        assert outlet.place(form, lengths, record.header(), record.schema.contiguous(columns), number)
     outlet._complete()
     (descriptor,) = outlet._ready
     return descriptor
@@ -113,7 +113,8 @@ def test_a_message_of_any_bytes_is_a_message_or_a_mismatch(said: bytes) -> None:
 
 
 @given(
-    st.sampled_from(["Publish", "Release", "Ended", "Goodbye", "Hello", "Offer", "Nobody"]), st.lists(JSON, max_size=7)
+    st.sampled_from(["Publish", "CreditGrant", "Outcomes", "Close", "Connect", "SegmentOffer", "Nobody"]),
+    st.lists(JSON, max_size=7),
 )
 def test_a_message_of_any_fields_is_a_message_or_a_mismatch(tag: str, fields: list[Any]) -> None:
     with suppress(ProtocolMismatch):
@@ -189,7 +190,7 @@ LENGTHS = st.sampled_from([0, 1, 2, 6, 2**31, 2**62, 2**63 - 1])
 def test_lengths_that_overflow_are_an_error_never_a_read(
     published: Published, parts: list[tuple[int, int, bytes]], candidates: int
 ) -> None:
-    true = Contents.decode(published.groups._segment.contents(published.bundle))
+    true = BundleHeader.decode(published.groups._segment.contents(published.bundle))
     said = encode_contents((true.kind, true.form, candidates, parts))
     with _said(published, said):
         if [(tokens, sequences) for tokens, sequences, _ in parts] != [part[:2] for part in true.parts]:
@@ -200,7 +201,7 @@ def test_lengths_that_overflow_are_an_error_never_a_read(
 
 def test_contents_that_fill_another_span_than_theirs_are_refused(published: Published) -> None:
     """Also where offsets, columns and header agree with them: behind the span lies what is another's."""
-    true = Contents.decode(published.groups._segment.contents(published.bundle))
+    true = BundleHeader.decode(published.groups._segment.contents(published.bundle))
     longer = true.parts[0].tokens + 1000
     said = encode_contents((*true[:3], (true.parts[0]._replace(tokens=longer), *true.parts[1:])))
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES

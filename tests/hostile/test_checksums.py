@@ -12,7 +12,7 @@ from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import RecordCorrupted
 from penstock.pipeline.channels import tcp
 from penstock.pipeline.channels.checksum import with_checksum
-from penstock.pipeline.channels.shm import SlotOutlet
+from penstock.pipeline.channels.shm import SlotWriter
 from penstock.records import Packer
 from penstock.testing import group
 
@@ -46,8 +46,8 @@ async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(
     ):
         assert isinstance(outbox, RemoteSender)
         outbox.send_nowait(group())
-        slots = outbox._line.outlet
-        assert isinstance(slots, SlotOutlet)
+        slots = outbox._line.writer
+        assert isinstance(slots, SlotWriter)
         slots._complete()
         [descriptor] = slots._ready
         begin = slots._segment._payload + descriptor.slot * slots._segment.slot_bytes

@@ -16,14 +16,14 @@ from tests.failsafe import FAILSAFE_S
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, connect, serve
 from penstock.errors import PeerClosed
-from penstock.pipeline.channels import admission, reception, remote_receiver
+from penstock.pipeline.channels import admission, remote_receiver, shm_acceptor
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]
 
 
 def door_of(url: str) -> str:
-    return str(Path(url.removeprefix("shm://")) / "door")
+    return str(Path(url.removeprefix("shm://")) / "control")
 
 
 def open_descriptors() -> int:
@@ -101,7 +101,7 @@ async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
 async def test_more_introductions_than_may_be_under_way_are_refused_and_the_place_of_one_that_ends_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "MOST_INTRODUCTIONS", 3)
+    monkeypatch.setattr(shm_acceptor, "MAX_HANDSHAKES", 3)
     async with serve("shm://", TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]

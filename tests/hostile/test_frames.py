@@ -16,12 +16,12 @@ from tests.failsafe import FAILSAFE_S
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
-from penstock.pipeline.channels.tcp import FrameInlet
+from penstock.pipeline.channels.tcp import FrameReader
 from penstock.records import Packer
 from penstock.schemas import control
 from penstock.schemas.descriptor import Descriptor
 from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import Contents, Part, encode_contents
+from penstock.schemas.layout import BundleEntry, BundleHeader, encode_contents
 from penstock.testing import group
 
 OPTIONAL: dict[str, Any] = {
@@ -40,7 +40,7 @@ def frames_of(record: TrajectoryGroup, **changed: Any) -> list[bytes]:
     columns = record.columns()
     form, lengths = GROUP_SCHEMA.measure(columns)
     told = {name: changed.pop(name) for name in ("parts", "candidates", "form", "kind") if name in changed}
-    contents = Contents.alone("group", form, lengths, record.header())._replace(**told)
+    contents = BundleHeader.alone("group", form, lengths, record.header())._replace(**told)
     return [encode_contents(contents), *[np.ascontiguousarray(c).tobytes() for c in (columns | changed).values()]]
 
 
@@ -49,12 +49,12 @@ def read(frames: list[bytes], records: int = 1) -> None:
     descriptor = Descriptor(records, records, 1, 0, 0, 4096)
     parcel = (descriptor, [zmq.Frame(frame) for frame in frames])
     with suppress(InvalidRecord, StaleDescriptor):
-        seen = TrajectoryGroup.assemble(*FrameInlet(GROUP_SCHEMA).fetch(parcel, 0, lambda *_: None))
+        seen = TrajectoryGroup.assemble(*FrameReader(GROUP_SCHEMA).fetch(parcel, 0, lambda *_: None))
         assert int(seen.lengths().sum()) == len(seen.tokens) == len(seen.loss_mask)
         assert len(seen.owned().completion_lengths()) == len(seen) == len(seen.rewards)
     packer = Packer(10_000)
     with suppress(InvalidRecord, StaleDescriptor):
-        if FrameInlet(GROUP_SCHEMA).pack(parcel, 0, packer):
+        if FrameReader(GROUP_SCHEMA).pack(parcel, 0, packer):
             packed = packer.pack()
             assert len(packed.ids) == len(packed) == len(packed.rewards)
 
@@ -78,7 +78,7 @@ def test_frames_in_any_number_and_order_are_an_error_or_a_record(
     read([*others, *true], records)
 
 
-TRUE = Contents.decode(frames_of(record())[0])
+TRUE = BundleHeader.decode(frames_of(record())[0])
 [PART] = TRUE.parts
 TAUGHT = msgspec.msgpack.encode([*msgspec.msgpack.decode(TRUE.form)[:-3], ("teacher_ids", "<i4", "NK")])
 
@@ -111,7 +111,7 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
         "candidates: expected at most 1048576 a token",
     ),
     "no sequences": (
-        frames_of(record(), parts=(Part(0, 0, record().header()),), **NO_SEQUENCES),
+        frames_of(record(), parts=(BundleEntry(0, 0, record().header()),), **NO_SEQUENCES),
         "rewards: expected at least one sequence, got 0",
     ),
     "another kind": (frames_of(record(), kind="batch"), "expected a group, got a batch"),

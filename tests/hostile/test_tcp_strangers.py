@@ -112,16 +112,16 @@ def no_more_than(most: int, port: int) -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def hello(**changes: Any) -> control.Hello:
+def hello(**changes: Any) -> control.Connect:
     fields: dict[str, Any] = {
         "version": control.PROTOCOL_VERSION,
-        "carrier": "tcp",
+        "transport": "tcp",
         "kind": "group",
         "identity": b"p" + bytes(15),
         "name": "stranger",
         "pid": 1,
     }
-    return control.Hello(**(fields | changes))
+    return control.Connect(**(fields | changes))
 
 
 async def answer(one: zmq.Socket[bytes]) -> control.Message:
@@ -249,7 +249,7 @@ async def test_who_was_granted_a_place_and_does_not_take_it_loses_it_in_time(mon
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1, key=KEY) as inbox:
         with key_holder(inbox.url) as one:
             one.send(control.encode(hello()))
-            assert isinstance(await answer(one), control.Welcome)
+            assert isinstance(await answer(one), control.Accept)
             with pytest.raises(TooManySenders):
                 async with connect(inbox.url, TrajectoryGroup, key=KEY):
                     pass
@@ -278,7 +278,7 @@ async def test_who_has_the_key_and_introduces_itself_wrongly_is_refused_and_cut(
         with key_holder(inbox.url) as one:
             one.send_multipart(said)
             refused = await answer(one)
-            assert isinstance(refused, control.Refused)
+            assert isinstance(refused, control.Reject)
             assert refused.error == "ProtocolMismatch"
             await until_ended(one)
         await still_works(inbox, KEY)
@@ -315,7 +315,7 @@ async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(mo
     async with serve(LOOPBACK, TrajectoryGroup, capacity_bytes=2**20, key=KEY) as inbox:
         with no_more_than(2**23, port_of(inbox)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
             flooder.send(control.encode(hello()))
-            assert isinstance(await answer(flooder), control.Welcome)
+            assert isinstance(await answer(flooder), control.Accept)
             flooder.send(control.encode(control.Ready()))
             assert isinstance(await answer(flooder), control.Ready)
             flooder.send_multipart([bytes(2**16)] * 2**8)  # 16 MiB, of which half comes

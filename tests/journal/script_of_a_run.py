@@ -155,7 +155,7 @@ def main(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
         .sink(SinkTrainer(Trainer(checkpoints, fate), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
     )
     report = anyio.run(pipeline.run)
-    assert report.ended_by == "end of stream", report
+    assert report.stop_reason == "end of stream", report
     assert report.balance.balanced, report
 
 

@@ -294,7 +294,7 @@ async def test_a_trainer_that_writes_checkpoints_keeps_the_journal_small(tmp_pat
 
     assert 400 * ENTRY_BYTES > 4 * 2**16
     assert report.balance.ended["trained"] == 800
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
 
 
 # -- at its edges ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
 from penstock.errors import InvalidRecord
-from penstock.pipeline.journal_entry import Damage, encode_entry, read_entries
+from penstock.pipeline.journal_entry import CorruptRange, encode_entry, read_entries
 from penstock.testing import group
 
 RECORDS = [
@@ -36,10 +36,10 @@ def told(record: TrajectoryGroup) -> object:
     return record.header(), {name: (c.dtype, c.shape, c.tobytes()) for name, c in record.columns().items()}
 
 
-def read(data: bytes) -> tuple[list[TrajectoryGroup], list[Damage]]:
+def read(data: bytes) -> tuple[list[TrajectoryGroup], list[CorruptRange]]:
     found = list(read_entries(data))
-    return [each for each in found if not isinstance(each, Damage)], [
-        each for each in found if isinstance(each, Damage)
+    return [each for each in found if not isinstance(each, CorruptRange)], [
+        each for each in found if isinstance(each, CorruptRange)
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_group_without_sequences_is_neither_written_nor_read(monkeypatch: pyte
     with monkeypatch.context() as lenient:
         lenient.setattr("penstock.schemas.layout.check_sequences", lambda _: None)
         entry = encode_entry(nothing)
-    assert read(entry) == ([], [Damage(0, len(entry))])
+    assert read(entry) == ([], [CorruptRange(0, len(entry))])
 
 
 @given(length=st.integers(0, len(DATA) - 1))
@@ -98,7 +98,7 @@ def test_a_file_that_ends_early_gives_every_record_before_its_end(length: int) -
 
     count = sum(end <= length for end in ENDS)
     assert whole(records, RECORDS[:count])
-    assert damage == ([] if length in {0, *ENDS} else [Damage([0, *ENDS][count], length)])
+    assert damage == ([] if length in {0, *ENDS} else [CorruptRange([0, *ENDS][count], length)])
 
 
 @settings(max_examples=300)
@@ -111,7 +111,7 @@ def test_a_byte_that_flips_costs_its_own_record_and_no_other(at: int, flipped: i
 
     hit = sum(end <= at for end in ENDS)
     assert whole(records, RECORDS[:hit] + RECORDS[hit + 1 :])
-    assert damage == [Damage([0, *ENDS][hit], ENDS[hit])]
+    assert damage == [CorruptRange([0, *ENDS][hit], ENDS[hit])]
 
 
 @given(

@@ -208,7 +208,7 @@ try:
     anyio.run(pipeline.run)
 except Exception as error:
     print(type(error.__cause__).__name__, error.__cause__)
-print(pipeline.report.ended_by, pipeline.report.balance.balanced)
+print(pipeline.report.stop_reason, pipeline.report.balance.balanced)
 """
 
 
@@ -221,11 +221,11 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_what_was_passed_on_is_kept_w
 
     ran = subprocess.run([sys.executable, "-c", FULL, tmp_path, str(room)], capture_output=True, text=True, check=True)
 
-    *passed, error, ended_by = ran.stdout.splitlines()
+    *passed, error, stop_reason = ran.stdout.splitlines()
     assert error.startswith("JournalFull expected room for")
     assert f"in {tmp_path}, got none (File too large): make room there, or lower capacity_bytes" in error
-    assert ended_by.startswith("Journal raised penstock.pipeline.errors.JournalFull")
-    assert ended_by.endswith("True")
+    assert stop_reason.startswith("Journal raised penstock.pipeline.errors.JournalFull")
+    assert stop_reason.endswith("True")
     with journal(tmp_path) as files:
         readings = list(map(files.read, files.volumes))
     kept = [n for reading in readings for n in names(reading.records)]

@@ -103,8 +103,8 @@ async def attempt(work: Callable[[int], Awaitable[None]], left: int) -> None:
 
 
 def try_with(what: str, left: int) -> None:
-    action, _, carrier = what.partition(" ")
-    url = {"": "", "shm": "shm://", "tcp": "tcp://127.0.0.1:0"}[carrier]
+    action, _, transport = what.partition(" ")
+    url = {"": "", "shm": "shm://", "tcp": "tcp://127.0.0.1:0"}[transport]
     if action == "connect":
         with receiver_elsewhere(url) as served:
             anyio.run(attempt, partial(sending, served), left)

@@ -130,9 +130,9 @@ flow = source(SampleForever(), on=processes(sources)).then(Judge(), on=processes
 pipeline = flow.sink(Commit(enough=20))
 try:
     anyio.run(pipeline.run)
-    print(pipeline.report.ended_by)
+    print(pipeline.report.stop_reason)
 except OSError as error:
-    print(type(error).__name__, error, pipeline.report.ended_by, sep="; ")
+    print(type(error).__name__, error, pipeline.report.stop_reason, sep="; ")
 print(sum(worker.pid is not None for stage in pipeline.statistics().stages for worker in stage.workers))
 """
 

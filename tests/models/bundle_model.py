@@ -3,7 +3,7 @@
 One producer with a segment of three slots places records, which share a span where they can; a bundle is written and
 published when it is complete, at the latest with the flush; each record is read and let go by itself, in any order, and
 the slots are free when the last of a bundle is. The producer may be killed between any two steps: what it had published
-is salvaged. What a `Bundler` does around the table is what `SlotOutlet`, `SlotInlet` and `RemoteReceiver` do. Several
+is salvaged. What a `Bundler` does around the table is what `SlotWriter`, `SlotReader` and `RemoteReceiver` do. Several
 producers, restarts and the books are the subject of `channel_model`, whose rules these are.
 """
 
@@ -88,8 +88,8 @@ class Bundler:
                 yield ("flush",)
             if self.back:
                 yield ("hear",)
-            for carried in range(len(self.wire) + 1):
-                yield "crash", carried
+            for wire_type in range(len(self.wire) + 1):
+                yield "crash", wire_type
         elif not self.noticed:
             yield ("notice",)
         if self.wire:
@@ -151,10 +151,10 @@ class Bundler:
             del self.headers[slot], self.spans[slot, generation]
             self.closed.add((slot, generation))
 
-    def crash(self, carried: int) -> None:
+    def crash(self, wire_type: int) -> None:
         """SIGKILL: the socket carries a part of what was given to it, or all."""
         self.alive = False
-        self.wire = self.wire[:carried]
+        self.wire = self.wire[:wire_type]
         self.ready, self.back = [], []
 
     # -- the receiver ------------------------------------------------------------------------------------------------
@@ -193,10 +193,10 @@ class Bundler:
         self.noticed = True
         while self.wire:
             self.drain()
-        for bundle in self.salvage(self.sequence):
+        for bundle in self.recover(self.sequence):
             self.arrive(bundle)
 
-    def salvage(self, sequence: int) -> list[Header]:
+    def recover(self, sequence: int) -> list[Header]:
         """What was published beyond record `sequence`."""
         return sorted(header for header in self.headers.values() if header.sequence > sequence)
 

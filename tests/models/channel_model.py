@@ -3,8 +3,8 @@
 Two producers with a segment of three slots each send to one receiver. A producer writes, publishes and flushes; its
 descriptors travel in order; the receiver leases, trains, and lets go in any order; releases travel back. Any producer
 may be killed between any two steps, with what its socket had not carried yet, and is started anew with a segment of its
-own; the receiver may be killed as well. What a `Line` does around the table is what `SlotOutlet`, `SenderLine` and
-`RemoteReceiver` do, without their sockets; the books are those that `SourceBooks` keeps, without its pages.
+own; the receiver may be killed as well. What a `Line` does around the table is what `SlotWriter`, `SenderConnection`
+and `RemoteReceiver` do, without their sockets; the books are those that `SourceAccounting` keeps, without its pages.
 
 A rule is checked in every state; RULES lists them all.
 """
@@ -21,10 +21,10 @@ from penstock import GroupId, TrainBatch, TrajectoryGroup
 from penstock.accounting import Ledger
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
 from penstock.pipeline.channels.slots import SlotTable, Span
-from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.testing import group
 
-__all__ = ["RULES", "Books", "Channel", "Line"]
+__all__ = ["RULES", "Channel", "Line", "WorkerListener"]
 
 SLOTS = 3
 
@@ -69,7 +69,8 @@ def expected(function_of: str, error: Exception) -> Broken:
 class Line:
     """One connection: a producer's process, its segment, and what the receiver knows of them.
 
-    The step methods change it, and return what the books are to be told: an operation of `Books` without its worker.
+    The step methods change it, and return what the books are to be told: an operation of `WorkerListener` without its
+    worker.
     """
 
     def __init__(self, sizes: tuple[int, ...], table: type[SlotTable] = SlotTable, *, copies: bool = False) -> None:
@@ -153,8 +154,8 @@ class Line:
     def faults(self) -> Iterator[Step]:
         """How the producer's process may be killed: a socket carries a part of what was given to it, or all."""
         if self.alive:
-            for carried in range(len(self.wire) + 1) if self.heard else [0]:
-                yield "crash", carried
+            for wire_type in range(len(self.wire) + 1) if self.heard else [0]:
+                yield "crash", wire_type
 
     # -- the producer ------------------------------------------------------------------------------------------------
 
@@ -203,10 +204,10 @@ class Line:
         self.settled = True
         return ("lose",)
 
-    def crash(self, carried: int) -> Step:
+    def crash(self, wire_type: int) -> Step:
         """SIGKILL."""
         self.alive = False
-        self.wire = self.wire[:carried]
+        self.wire = self.wire[:wire_type]
         self.outgoing, self.back = [], []
         return ("worker_dies",)
 
@@ -250,11 +251,11 @@ class Line:
         self.noticed = True
         while self.wire:
             self.drain()
-        for descriptor in self.salvage(self.sequence):
+        for descriptor in self.recover(self.sequence):
             self.sequence = descriptor.sequence
             self.arrivals.append(descriptor)
 
-    def salvage(self, sequence: int) -> list[Descriptor]:
+    def recover(self, sequence: int) -> list[Descriptor]:
         """What was published beyond record `sequence`."""
         return sorted(
             Descriptor(header.sequence, slot, header.slots, header.generation)
@@ -341,7 +342,7 @@ def _batch(worker: Worker, sequence: int) -> TrainBatch:
     return TrainBatch.pack([_record(worker, sequence)])
 
 
-class Books:
+class WorkerListener:
     """The ledgers of all processes, and beside them, plainly, what happened."""
 
     def __init__(self, ledger: type[Ledger] = Ledger) -> None:
@@ -349,7 +350,7 @@ class Books:
         self.trainer: Ledger | None = ledger()
         self.workers: dict[Worker, Ledger] = {}
         """Of the workers that live."""
-        self._pages: dict[Worker, Account] = {}
+        self._pages: dict[Worker, SharedCounters] = {}
         self.fates: dict[tuple[Worker, int], EndState | None] = {}
         """How each trajectory ended that was admitted; None while it is in flight."""
         self.taken: set[tuple[Worker, int]] = set()
@@ -357,9 +358,9 @@ class Books:
 
     def open(self, worker: Worker) -> None:
         """A worker is started."""
-        page = bytearray(ACCOUNT_BYTES)
-        self.workers[worker] = self._ledger(Account(page))
-        self._pages[worker] = Account(page, str(worker))
+        page = bytearray(COUNTERS_BYTES)
+        self.workers[worker] = self._ledger(SharedCounters(page))
+        self._pages[worker] = SharedCounters(page, str(worker))
         if self.trainer is not None:
             self.trainer.open_account(self._pages[worker])
 
@@ -464,7 +465,7 @@ class Channel:
         line: type[Line] = Line,
     ) -> None:
         self._lines: Moments[Line] = Moments()
-        self._books: Moments[Books] = Moments()
+        self._books: Moments[WorkerListener] = Moments()
         make = partial(line, table=table, copies=copies)
         self._firsts = [self._lines.first(partial(make, each)) for each in (sizes, sizes_after_restart) if each]
         """The moment at which a line begins, by how often its producer was started anew."""
@@ -474,7 +475,7 @@ class Channel:
         """The steps of each line's moment, and whether they are faults."""
         self._checked: set[int] = set()
         """Moments of the books that were looked at."""
-        books = self._books.first(partial(Books, ledger))
+        books = self._books.first(partial(WorkerListener, ledger))
         for place in range(producers):
             books = self._books.after(books, ("open", (place, 0)))[0]
         self.start = State(((self._firsts[0],),) * producers, books, receiver=True)

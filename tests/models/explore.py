@@ -128,7 +128,7 @@ class Moments(Generic[T]):
         return number
 
 
-STORIES = {"_stories", "story"}
+STORIES = {"_histories", "story"}
 """What objects remember only to tell it: it changes nothing, and would make every way to a state a state of its own."""
 
 

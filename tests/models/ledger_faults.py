@@ -14,7 +14,7 @@ from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.accounting import CommittedPrompts, Ledger
 from penstock.errors import LedgerImbalance
 from penstock.pipeline.ledger import Origin
-from penstock.pipeline.processes.account import Account, EndState
+from penstock.pipeline.processes.shared_counters import EndState, SharedCounters
 
 __all__ = [
     "AdmitsAgain",
@@ -49,7 +49,7 @@ class EndsCountTwice(Ledger):
 class TakesOverWithoutSaying(Ledger):
     """What was taken over from a worker counts as in flight in both places."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
         refused = super().take_over(record, origin, account)
         if account is not None:
             account.taken_over -= len(record)
@@ -59,7 +59,7 @@ class TakesOverWithoutSaying(Ledger):
 class TakesCopies(Ledger):
     """What is in flight already is taken over once more."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
         super().take_over(record, origin, account)
         return 0
 
@@ -75,7 +75,7 @@ class SendsCopies(Ledger):
 class CopiesAreTheWorkers(Ledger):
     """A copy is refused, and left in the account of the worker that it came from."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
         refused = super().take_over(record, origin, account)
         if account is not None:
             account.taken_over -= refused.bit_count()
@@ -85,7 +85,7 @@ class CopiesAreTheWorkers(Ledger):
 class NobodyHearsOfCopies(Ledger):
     """A worker is not told that a copy was refused."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: Account | None = None) -> int:
+    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
         entered = False
 
         def told_later(*ended: Any) -> None:
@@ -118,14 +118,14 @@ class AdmitsAgain(Ledger):
 class WorkersAreNotHeard(Ledger):
     """What a worker counts stays with it."""
 
-    def open_account(self, account: Account) -> None:
-        super().open_account(Account(bytearray(account._words.nbytes), account.name))
+    def open_account(self, account: SharedCounters) -> None:
+        super().open_account(SharedCounters(bytearray(account._words.nbytes), account.name))
 
 
 class TheDeadAreForgotten(Ledger):
     """What a dead worker held is in nobody's books."""
 
-    def close_account(self, account: Account, reason: str) -> int:
+    def close_account(self, account: SharedCounters, reason: str) -> int:
         self._accounts = [each for each in self._accounts if each is not account]
         return 0
 
@@ -133,7 +133,7 @@ class TheDeadAreForgotten(Ledger):
 class ClosesTwice(Ledger):
     """A worker that died twice lost twice."""
 
-    def close_account(self, account: Account, reason: str) -> int:
+    def close_account(self, account: SharedCounters, reason: str) -> int:
         closed = super().close_account(account, reason)
         if not closed and account not in self._accounts:
             self._count("lost", reason, 1)

@@ -1,4 +1,4 @@
-"""`Ledger` and `Account` against a list of deliveries: where each is, and how it ended.
+"""`Ledger` and `SharedCounters` against a list of deliveries: where each is, and how it ended.
 
 Workers sample, fail, send and are killed; the trainer's process receives, ends, commits and tells. A worker hears of
 ends late, and its page outlives it. The same trajectory may be sampled by several, and sent twice.
@@ -20,8 +20,8 @@ from tests.models.machine import PICKS, any_of, is_broken
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock.accounting import Balance, Ledger
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
-from penstock.pipeline.repetitions import bits, mask_of
+from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
+from penstock.pipeline.repetition_sets import iter_bits, mask_of
 from penstock.testing import group
 
 __all__ = ["LEDGER_RULES", "LedgerMachine"]
@@ -50,7 +50,7 @@ class Worker:
 
     name: str
     ledger: Ledger
-    account: Account
+    account: SharedCounters
     """The trainer's view of its page."""
     alive: bool = True
     wire: deque[list[Fate]] = field(default_factory=deque)
@@ -91,8 +91,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self._start()
 
     def _start(self) -> None:
-        page, name = bytearray(ACCOUNT_BYTES), f"worker {self.started}"
-        worker = Worker(name, type(self).ledger(Account(page)), Account(page, name))
+        page, name = bytearray(COUNTERS_BYTES), f"worker {self.started}"
+        worker = Worker(name, type(self).ledger(SharedCounters(page)), SharedCounters(page, name))
         self.trainer.open_account(worker.account)
         self.workers.append(worker)
         self.started += 1
@@ -220,7 +220,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _arrived(self, fates: list[Fate], refused: int) -> None:
         why = {fate.one.repetition_id: reason for fate in fates if (reason := self._why_a_copy(fate.one))}
-        hold(COPIES, sorted(why) == list(bits(refused)), f"{why}, {refused:b} refused")
+        hold(COPIES, sorted(why) == list(iter_bits(refused)), f"{why}, {refused:b} refused")
         for fate in fates:
             if fate.one.repetition_id in why:
                 self._end(fate, "rejected", why[fate.one.repetition_id])
@@ -365,7 +365,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
-    return [TrajectoryId(*name, repetition) for repetition in bits(mask)]
+    return [TrajectoryId(*name, repetition) for repetition in iter_bits(mask)]
 
 
 def _record(fates: list[Fate]) -> TrajectoryGroup:

@@ -51,13 +51,13 @@ class CountsBundlesOnce(Bundler):
 
 
 class SalvagesEverything(Bundler):
-    def salvage(self, sequence: int) -> list[Header]:
-        return super().salvage(0 * sequence)
+    def recover(self, sequence: int) -> list[Header]:
+        return super().recover(0 * sequence)
 
 
 class SalvagesNothing(Bundler):
-    def salvage(self, sequence: int) -> list[Header]:
-        return super().salvage(sequence)[:0]
+    def recover(self, sequence: int) -> list[Header]:
+        return super().recover(sequence)[:0]
 
 
 class ReleasesWholeBundles(Bundler):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.models.assembly_machine import AssemblyMachine
-from tests.models.books_machine import RelayMachine, SourceMachine
+from tests.models.accounting_machine import RelayMachine, SourceMachine
+from tests.models.group_buffer_machine import AssemblyMachine
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
 from tests.models.memory_machine import MemoryMachine

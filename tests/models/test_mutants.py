@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.models import (
-    assembly_machine,
-    assembly_model,
-    books_machine,
+    accounting_machine,
     channel_model,
+    group_buffer_machine,
+    group_buffer_model,
     ledger_machine,
     memory_machine,
     slot_machine,
     waiting_machine,
 )
-from tests.models.assembly_faults import (
+from tests.models.accounting_machine import RelayMachine, SourceMachine
+from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
+from tests.models.explore import Broken, Step
+from tests.models.group_buffer_faults import (
     BeginsAnew,
     ClosesBeforeItLeaves,
     EveryPieceIsGivenTime,
@@ -46,10 +49,7 @@ from tests.models.assembly_faults import (
     TheNewestMakesWay,
     WaitsForMore,
 )
-from tests.models.assembly_machine import AssemblyMachine
-from tests.models.books_machine import RelayMachine, SourceMachine
-from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
-from tests.models.explore import Broken, Step
+from tests.models.group_buffer_machine import AssemblyMachine
 from tests.models.ledger_faults import (
     AdmitsAgain,
     AllowancesAreNotFreed,
@@ -79,10 +79,10 @@ from tests.models.waiting_machine import WaitingMachine
 
 from penstock.channels import MemoryReceiver, MemorySender
 from penstock.errors import IllegalTransition
-from penstock.pipeline.assembly import Assembly
 from penstock.pipeline.channels.memory import _Queue
 from penstock.pipeline.channels.slots import SlotTable, Span
-from penstock.pipeline.processes.worker_books import RelayBooks, SourceBooks
+from penstock.pipeline.group_buffer import GroupBuffer
+from penstock.pipeline.processes.worker_accounting import RelayAccounting, SourceAccounting
 from penstock.pipeline.waiting import Waiters
 
 # -- faults of the slot table ------------------------------------------------------------------------------------------
@@ -252,15 +252,15 @@ class PublishesBeforeItWrites(Line):
 class SalvagesEverything(Line):
     """What had arrived is salvaged again."""
 
-    def salvage(self, sequence: int) -> list[Descriptor]:
-        return super().salvage(0)
+    def recover(self, sequence: int) -> list[Descriptor]:
+        return super().recover(0)
 
 
 class SalvagesNothing(Line):
     """What a dead process had published and its socket had not carried is forgotten."""
 
-    def salvage(self, sequence: int) -> list[Descriptor]:
-        return super().salvage(sequence)[:0]
+    def recover(self, sequence: int) -> list[Descriptor]:
+        return super().recover(sequence)[:0]
 
 
 class ReleasesTooEarly(Line):
@@ -378,7 +378,7 @@ class WakesOneTooMany(Waiters):
 # -- faults of the books -----------------------------------------------------------------------------------------------
 
 
-class DoesNotWaitForWhatWasPublished(SourceBooks):
+class DoesNotWaitForWhatWasPublished(SourceAccounting):
     """What a worker held is settled as soon as it was reaped."""
 
     def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
@@ -386,7 +386,7 @@ class DoesNotWaitForWhatWasPublished(SourceBooks):
         super().ended(worker, how, connected=connected)
 
 
-class DoesNotWaitForTheReaper(RelayBooks):
+class DoesNotWaitForTheReaper(RelayAccounting):
     """What a worker held is settled as soon as all was received."""
 
     def parted(self, peer: Any) -> None:
@@ -398,22 +398,22 @@ class DoesNotWaitForTheReaper(RelayBooks):
             super().ended(worker, how, connected=connected)
 
 
-class BelievesAnyEnding(RelayBooks):
+class BelievesAnyEnding(RelayAccounting):
     """A worker may end what another was handed."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
         for name in list(self._workers):
-            super().observed(books_machine.peer(name), payload)
+            super().observed(accounting_machine.peer(name), payload)
 
 
-class ForgetsReasons(SourceBooks):
+class ForgetsReasons(SourceAccounting):
     """What a worker tells is not noted."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
         """Nothing."""
 
 
-class CountsTwice(SourceBooks):
+class CountsTwice(SourceAccounting):
     """A record that is received passes twice."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -421,7 +421,7 @@ class CountsTwice(SourceBooks):
         return super().received(peer, record)
 
 
-class PassesCopiesOn(SourceBooks):
+class PassesCopiesOn(SourceAccounting):
     """What the ledger refuses goes on."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -429,7 +429,7 @@ class PassesCopiesOn(SourceBooks):
         return record
 
 
-class DropsTheRestOfACopy(SourceBooks):
+class DropsTheRestOfACopy(SourceAccounting):
     """Of what is a copy in part nothing goes on."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -504,10 +504,10 @@ def search(**faults: Any) -> Catcher:
     return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
 
 
-def gather(assembly: type[Assembly]) -> Catcher:
+def gather(assembly: type[GroupBuffer]) -> Catcher:
     """The search of the assembly of two groups, of which one may wait and is remembered."""
     limits = {"prompts": 2, "most": 2, "ticks": 2, "max_groups": 1, "max_closed": 2}
-    return Catcher("search", lambda: assembly_model.states(**limits, assembly=assembly))
+    return Catcher("search", lambda: group_buffer_model.states(**limits, assembly=assembly))
 
 
 def machine(kind: Machine, **faults: Any) -> Catcher:
@@ -553,15 +553,15 @@ MUTANTS = [
     Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
     Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
     Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
-    # The search, tests/models/test_assembly_model.py:
-    Mutant(MergesCopies, gather(MergesCopies), assembly_model.CONSERVED),
-    Mutant(BeginsAnew, gather(BeginsAnew), assembly_model.ONCE),
-    Mutant(WaitsForMore, gather(WaitsForMore), assembly_model.WHOLE),
-    Mutant(ExpiresASecondLate, gather(ExpiresASecondLate), assembly_model.DUE),
-    Mutant(NobodyMakesWay, gather(NobodyMakesWay), assembly_model.BOUNDED),
-    Mutant(EvictionsAreNotTold, gather(EvictionsAreNotTold), assembly_model.CONSERVED),
-    Mutant(ClosesBeforeItLeaves, gather(ClosesBeforeItLeaves), assembly_model.CLOSED),
-    Mutant(KeepsTheRest, gather(KeepsTheRest), assembly_model.REST),
+    # The search, tests/models/test_group_buffer_model.py:
+    Mutant(MergesCopies, gather(MergesCopies), group_buffer_model.CONSERVED),
+    Mutant(BeginsAnew, gather(BeginsAnew), group_buffer_model.ONCE),
+    Mutant(WaitsForMore, gather(WaitsForMore), group_buffer_model.WHOLE),
+    Mutant(ExpiresASecondLate, gather(ExpiresASecondLate), group_buffer_model.DUE),
+    Mutant(NobodyMakesWay, gather(NobodyMakesWay), group_buffer_model.BOUNDED),
+    Mutant(EvictionsAreNotTold, gather(EvictionsAreNotTold), group_buffer_model.CONSERVED),
+    Mutant(ClosesBeforeItLeaves, gather(ClosesBeforeItLeaves), group_buffer_model.CLOSED),
+    Mutant(KeepsTheRest, gather(KeepsTheRest), group_buffer_model.REST),
     # The machines, tests/models/test_machines.py:
     Mutant(AnyGenerationIsReleased, machine(SlotMachine, table=AnyGenerationIsReleased), slot_machine.STALE),
     Mutant(GenerationsStandStill, machine(SlotMachine, table=GenerationsStandStill), slot_machine.GENERATIONS),
@@ -602,37 +602,39 @@ MUTANTS = [
     Mutant(CommitsAgain, machine(LedgerMachine, ledger=CommitsAgain), ledger_machine.ONE_COMMIT),
     Mutant(ForgetsWhatWasTrained, machine(LedgerMachine, ledger=ForgetsWhatWasTrained), ledger_machine.OPEN),
     Mutant(LosesNothing, machine(LedgerMachine, ledger=LosesNothing), ledger_machine.TRUE),
-    Mutant(MergesCopies, machine(AssemblyMachine, assembly=MergesCopies), assembly_machine.ONCE),
-    Mutant(TakesCopiesForLate, machine(AssemblyMachine, assembly=TakesCopiesForLate), assembly_machine.COPIES),
-    Mutant(BeginsAnew, machine(AssemblyMachine, assembly=BeginsAnew), assembly_machine.LATE),
+    Mutant(MergesCopies, machine(AssemblyMachine, assembly=MergesCopies), group_buffer_machine.ONCE),
+    Mutant(TakesCopiesForLate, machine(AssemblyMachine, assembly=TakesCopiesForLate), group_buffer_machine.COPIES),
+    Mutant(BeginsAnew, machine(AssemblyMachine, assembly=BeginsAnew), group_buffer_machine.LATE),
     Mutant(
         RemembersForEver,
         machine(AssemblyMachine, assembly=RemembersForEver),
-        assembly_machine.BOUNDED,
-        or_rule=assembly_machine.LATE,
+        group_buffer_machine.BOUNDED,
+        or_rule=group_buffer_machine.LATE,
     ),
     Mutant(
-        TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), assembly_machine.LATE
+        TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), group_buffer_machine.LATE
     ),
-    Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), assembly_machine.WHOLE),
+    Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), group_buffer_machine.WHOLE),
     Mutant(
         WaitsForMore,
         machine(AssemblyMachine, assembly=WaitsForMore),
-        assembly_machine.BEYOND,
-        or_rule=assembly_machine.WHOLE,
+        group_buffer_machine.BEYOND,
+        or_rule=group_buffer_machine.WHOLE,
     ),
-    Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), assembly_machine.DUE),
-    Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), assembly_machine.DUE),
-    Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), assembly_machine.BOUNDED),
-    Mutant(NobodyMakesWay, machine(AssemblyMachine, assembly=NobodyMakesWay), assembly_machine.ROOM),
-    Mutant(TheNewestMakesWay, machine(AssemblyMachine, assembly=TheNewestMakesWay), assembly_machine.ROOM),
-    Mutant(EvictionsAreNotTold, machine(AssemblyMachine, assembly=EvictionsAreNotTold), assembly_machine.ONCE),
-    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), assembly_machine.ONCE),
-    Mutant(SwallowsTheLate, machine(AssemblyMachine, assembly=SwallowsTheLate), assembly_machine.ONCE),
-    Mutant(SwallowsInPassing, machine(AssemblyMachine, assembly=SwallowsInPassing), assembly_machine.ONCE),
-    Mutant(TheLastComeLeaveFirst, machine(AssemblyMachine, assembly=TheLastComeLeaveFirst), assembly_machine.IN_ORDER),
-    Mutant(KeepsTheSlot, machine(AssemblyMachine, assembly=KeepsTheSlot), assembly_machine.COPIED),
-    Mutant(KeepsTheRest, machine(AssemblyMachine, assembly=KeepsTheRest), assembly_machine.LEFT_OVER),
+    Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), group_buffer_machine.DUE),
+    Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), group_buffer_machine.DUE),
+    Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), group_buffer_machine.BOUNDED),
+    Mutant(NobodyMakesWay, machine(AssemblyMachine, assembly=NobodyMakesWay), group_buffer_machine.ROOM),
+    Mutant(TheNewestMakesWay, machine(AssemblyMachine, assembly=TheNewestMakesWay), group_buffer_machine.ROOM),
+    Mutant(EvictionsAreNotTold, machine(AssemblyMachine, assembly=EvictionsAreNotTold), group_buffer_machine.ONCE),
+    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), group_buffer_machine.ONCE),
+    Mutant(SwallowsTheLate, machine(AssemblyMachine, assembly=SwallowsTheLate), group_buffer_machine.ONCE),
+    Mutant(SwallowsInPassing, machine(AssemblyMachine, assembly=SwallowsInPassing), group_buffer_machine.ONCE),
+    Mutant(
+        TheLastComeLeaveFirst, machine(AssemblyMachine, assembly=TheLastComeLeaveFirst), group_buffer_machine.IN_ORDER
+    ),
+    Mutant(KeepsTheSlot, machine(AssemblyMachine, assembly=KeepsTheSlot), group_buffer_machine.COPIED),
+    Mutant(KeepsTheRest, machine(AssemblyMachine, assembly=KeepsTheRest), group_buffer_machine.LEFT_OVER),
     Mutant(
         WakeUpsDieWithTheCancelled,
         machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
@@ -680,21 +682,21 @@ MUTANTS = [
     Mutant(
         DoesNotWaitForWhatWasPublished,
         machine(SourceMachine, books_type=DoesNotWaitForWhatWasPublished),
-        books_machine.SETTLED,
-        books_machine.TOLD,
+        accounting_machine.SETTLED,
+        accounting_machine.TOLD,
     ),
-    Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), books_machine.TOLD),
-    Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), books_machine.COUNTED),
-    Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), books_machine.COPIES),
-    Mutant(DropsTheRestOfACopy, machine(SourceMachine, books_type=DropsTheRestOfACopy), books_machine.COPIES),
-    Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), books_machine.BALANCED),
+    Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), accounting_machine.TOLD),
+    Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), accounting_machine.COUNTED),
+    Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), accounting_machine.COPIES),
+    Mutant(DropsTheRestOfACopy, machine(SourceMachine, books_type=DropsTheRestOfACopy), accounting_machine.COPIES),
+    Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), accounting_machine.BALANCED),
     Mutant(
         DoesNotWaitForTheReaper,
         machine(RelayMachine, books_type=DoesNotWaitForTheReaper),
-        books_machine.SETTLED,
-        or_rule=books_machine.TOLD,
+        accounting_machine.SETTLED,
+        or_rule=accounting_machine.TOLD,
     ),
-    Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), books_machine.SETTLED),
+    Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), accounting_machine.SETTLED),
 ]
 
 
@@ -713,9 +715,9 @@ def test_every_rule_can_fail() -> None:
         *ledger_machine.LEDGER_RULES,
         *waiting_machine.WAITING_RULES,
         *memory_machine.MEMORY_RULES,
-        *books_machine.BOOKS_RULES,
-        *assembly_machine.ASSEMBLY_RULES,
-        *assembly_model.RULES,
+        *accounting_machine.BOOKS_RULES,
+        *group_buffer_machine.ASSEMBLY_RULES,
+        *group_buffer_model.RULES,
     }
 
     assert rules == {mutant.rule for mutant in MUTANTS}

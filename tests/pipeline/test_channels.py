@@ -16,8 +16,8 @@ from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
 from penstock.channels import ChannelKey, RemoteReceiver, RemoteSender, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
 from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.channels.remote_sender import SenderLine
-from penstock.schemas.control import Goodbye, Message, Release
+from penstock.pipeline.channels.remote_sender import SenderConnection
+from penstock.schemas.control import Close, CreditGrant, Message
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 
@@ -80,7 +80,7 @@ def remote(url: str, key: ChannelKey | None = None) -> MakeChannel:
     return make
 
 
-CARRIERS: dict[str, MakeChannel] = {
+TRANSPORTS: dict[str, MakeChannel] = {
     "memory": memory,
     "shm": remote("shm://"),
     "tcp": remote("tcp://127.0.0.1:0"),
@@ -89,23 +89,23 @@ CARRIERS: dict[str, MakeChannel] = {
 
 
 @pytest.mark.parametrize("rule", CHANNEL_RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("carrier", CARRIERS)
-async def test_every_carrier_keeps_every_rule(carrier: str, rule: Callable[[MakeChannel], Awaitable[None]]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_transport_keeps_every_rule(transport: str, rule: Callable[[MakeChannel], Awaitable[None]]) -> None:
     with anyio.fail_after(FAILSAFE_S):
-        await rule(CARRIERS[carrier])
+        await rule(TRANSPORTS[transport])
 
 
-REMOTE = {name: make for name, make in CARRIERS.items() if name != "memory"}
+REMOTE = {name: make for name, make in TRANSPORTS.items() if name != "memory"}
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_a_dtype_may_go_by_another_name(carrier: str) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_a_dtype_may_go_by_another_name(transport: str) -> None:
     """On 64-bit Linux `longlong` equals int64, and is another type to whatever copies it."""
     usual = group(completion_lengths=[700, 700])
     versions = np.arange(len(usual.tokens)).astype(np.longlong)
     odd = msgspec.structs.replace(usual, policy_versions=versions)
 
-    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+    async with REMOTE[transport]() as ends, ends.join() as outbox:
         for each in usual, odd, usual, odd:
             outbox.send_nowait(each)
         received = [await ends.inbox.receive() for _ in range(4)]
@@ -128,11 +128,11 @@ async def test_a_large_record_over_tcp_starts_no_thread_under_the_event_loop() -
         assert received.tokens.tobytes() == large.tokens.tobytes()
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_credit_goes_back_by_halves_or_when_none_is_left(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_credit_goes_back_by_halves_or_when_none_is_left(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has credit left is not woken for more of it; who has none gets what there is."""
     said = releases(monkeypatch)
-    async with REMOTE[carrier](capacity=4) as ends, ends.join() as outbox:
+    async with REMOTE[transport](capacity=4) as ends, ends.join() as outbox:
         for unasked in [], [2], [2], [2, 2]:
             await outbox.send(group())
             await ends.inbox.receive()
@@ -147,12 +147,12 @@ async def test_credit_goes_back_by_halves_or_when_none_is_left(carrier: str, mon
         assert said == [2, 2, 1]
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_bytes_go_back_when_they_are_wanted(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_bytes_go_back_when_they_are_wanted(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver knows of how many records its senders are short, not of how many bytes: they say so."""
     said = releases(monkeypatch)
     large = group(completion_lengths=[1000])
-    async with REMOTE[carrier](capacity=8, capacity_bytes=2 * large.nbytes + 8192) as ends, ends.join() as outbox:
+    async with REMOTE[transport](capacity=8, capacity_bytes=2 * large.nbytes + 8192) as ends, ends.join() as outbox:
         await outbox.send(large)
         await outbox.send(large)
         await ends.inbox.receive()
@@ -164,9 +164,9 @@ async def test_bytes_go_back_when_they_are_wanted(carrier: str, monkeypatch: pyt
         assert said == [1]
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_who_looks_is_told_what_is_in_flight(carrier: str) -> None:
-    async with REMOTE[carrier](capacity=8) as ends, ends.join() as outbox:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_who_looks_is_told_what_is_in_flight(transport: str) -> None:
+    async with REMOTE[transport](capacity=8) as ends, ends.join() as outbox:
         await outbox.send(group())
         await ends.inbox.receive()
 
@@ -175,44 +175,44 @@ async def test_who_looks_is_told_what_is_in_flight(carrier: str) -> None:
                 await anyio.lowlevel.checkpoint()
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_who_looks_after_saying_goodbye_says_no_more(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_who_looks_after_saying_goodbye_says_no_more(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be a message from a stranger."""
     said = list[Message]()
-    tell = SenderLine.tell
+    tell = SenderConnection.tell
 
-    def telling(self: SenderLine, message: Message) -> None:
+    def telling(self: SenderConnection, message: Message) -> None:
         said.append(message)
         tell(self, message)
 
-    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+    async with REMOTE[transport]() as ends, ends.join() as outbox:
         assert isinstance(outbox, RemoteSender)
         await outbox.send(group())
-        monkeypatch.setattr(SenderLine, "tell", telling)
-        outbox.say_goodbye()
+        monkeypatch.setattr(SenderConnection, "tell", telling)
+        outbox.send_close()
         assert outbox.statistics().items == 1
         await anyio.lowlevel.checkpoint()
         await anyio.lowlevel.checkpoint()
 
-    assert [type(message) for message in said] == [Goodbye]
+    assert [type(message) for message in said] == [Close]
 
 
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records whose credit goes back with each message, from now on."""
     said = list[int]()
-    say = RemoteReceiver._say
+    say = RemoteReceiver._send
 
     def listening(self: RemoteReceiver[TrajectoryGroup], peer: Peer, message: Message) -> None:
-        if isinstance(message, Release):
+        if isinstance(message, CreditGrant):
             said.append(sum(records for _, _, records in message.spans))
         say(self, peer, message)
 
-    monkeypatch.setattr(RemoteReceiver, "_say", listening)
+    monkeypatch.setattr(RemoteReceiver, "_send", listening)
     return said
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_columns_need_not_lie_as_they_travel(carrier: str) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_columns_need_not_lie_as_they_travel(transport: str) -> None:
     """A stage may build its columns as it likes: strided, of an alias of the dtype, or with one axis more."""
     plain = group(completion_lengths=[3, 4])
     every_other = np.repeat(plain.tokens, 2)[::2]
@@ -222,7 +222,7 @@ async def test_columns_need_not_lie_as_they_travel(carrier: str) -> None:
         odd, teacher_ids=teacher.astype(np.int32)[:, ::-1], teacher_logprobs=-teacher.astype(np.float32)
     )
 
-    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+    async with REMOTE[transport]() as ends, ends.join() as outbox:
         outbox.send_nowait(odd)
         received = await ends.inbox.receive()
 
@@ -231,8 +231,8 @@ async def test_columns_need_not_lie_as_they_travel(carrier: str) -> None:
         }
 
 
-@pytest.mark.parametrize("carrier", REMOTE)
-async def test_columns_may_begin_at_any_address(carrier: str) -> None:
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_columns_may_begin_at_any_address(transport: str) -> None:
     """As those do that are views into bytes of somebody else; the record before was aligned."""
     usual = group(completion_lengths=[700, 700])
     raw = np.zeros(usual.tokens.nbytes + 1, np.uint8)
@@ -240,7 +240,7 @@ async def test_columns_may_begin_at_any_address(carrier: str) -> None:
     shifted[:] = usual.tokens[::-1]
     odd = msgspec.structs.replace(usual, tokens=shifted)
 
-    async with REMOTE[carrier]() as ends, ends.join() as outbox:
+    async with REMOTE[transport]() as ends, ends.join() as outbox:
         for each in usual, odd, usual:
             outbox.send_nowait(each)
         received = [await ends.inbox.receive() for _ in range(3)]
@@ -293,15 +293,15 @@ async def test_a_record_that_is_changed_before_it_was_copied_ends_the_connection
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("carrier", REMOTE)
+@pytest.mark.parametrize("transport", REMOTE)
 async def test_a_record_that_breaks_its_schema_is_refused_where_it_is_sent(
-    carrier: str, changed: dict[str, Any], message: str
+    transport: str, changed: dict[str, Any], message: str
 ) -> None:
     """Its sender learns of it and goes on; the receiver never sees it, and no credit is lost."""
     good = group(completion_lengths=[3, 4])
     bad = msgspec.structs.replace(good, **changed)
 
-    async with REMOTE[carrier](capacity=1) as ends, ends.join() as outbox:
+    async with REMOTE[transport](capacity=1) as ends, ends.join() as outbox:
         for _ in range(3):
             with pytest.raises(InvalidRecord, match=message):
                 await outbox.send(bad)

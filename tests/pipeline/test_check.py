@@ -319,7 +319,7 @@ async def test_a_capacity_may_be_an_integer_of_numpy() -> None:
     pipeline = SCRIPT.then(Pack(), capacity=np.int8(100), on=processes(2)).sink(Train(), capacity_bytes=np.int64(2**20))
 
     assert "100 records" in pipeline.describe()
-    assert (await source(Count(3)).sink(Collect(), capacity=np.int64(1)).run()).ended_by == "end of stream"  # type: ignore[arg-type]
+    assert (await source(Count(3)).sink(Collect(), capacity=np.int64(1)).run()).stop_reason == "end of stream"  # type: ignore[arg-type]
 
 
 def test_a_bound_that_a_stage_gives_as_an_integer_of_numpy_is_one() -> None:

@@ -19,11 +19,11 @@ from penstock.policies import HttpPolicy, NoOpPolicy, tokenizer_identity
 class Words:
     """A tokenizer, as far as its identity goes."""
 
-    words: tuple[str, ...] = ("yes", "no")
+    decode_events: tuple[str, ...] = ("yes", "no")
     eos_id: int = 1
 
     def get_vocab(self) -> dict[str, int]:
-        return {word: index for index, word in enumerate(self.words)}
+        return {word: index for index, word in enumerate(self.decode_events)}
 
 
 OTHER = Words(("no", "yes"))

@@ -64,12 +64,15 @@ async def test_records_travel_while_the_time_of_day_jumps(url: str, monkeypatch:
     sent, got = [group(instance_id=str(number)) for number in range(20)], list[str]()
 
     async def send(to: str) -> None:
-        async with connect(to, TrajectoryGroup, silence_s=5) as outbox:
+        async with connect(to, TrajectoryGroup, heartbeat_timeout_s=5) as outbox:
             for record in sent:
                 await outbox.send(record)
 
     with anyio.fail_after(FAILSAFE_S):
-        async with serve(url, TrajectoryGroup, capacity=2, silence_s=5) as inbox, anyio.create_task_group() as tasks:
+        async with (
+            serve(url, TrajectoryGroup, capacity=2, heartbeat_timeout_s=5) as inbox,
+            anyio.create_task_group() as tasks,
+        ):
             tasks.start_soon(send, inbox.url)
             got += [record.instance_id async for record in inbox]
 

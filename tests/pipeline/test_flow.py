@@ -48,7 +48,7 @@ async def test_what_the_source_sends_reaches_the_sink_through_every_stage() -> N
     report = await source(Count(4)).then(Double()).then(Double()).sink(sink).run()
 
     assert sink.received == [0, 4, 8, 12]
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
 
 
 async def test_a_pipeline_can_run_again() -> None:
@@ -78,7 +78,7 @@ async def test_a_sink_that_has_had_enough_ends_the_run_however_long_the_source_w
     report = await source(Forever()).then(Double()).sink(sink).run()
 
     assert len(sink.received) == 3
-    assert report.ended_by == "Collect returned"
+    assert report.stop_reason == "Collect returned"
     assert [stage.state for stage in report.statistics.stages] == ["cancelled", "cancelled", "returned"]
 
 
@@ -120,7 +120,7 @@ async def test_an_exception_ends_the_pipeline_and_is_raised_with_the_name_of_its
 
     assert isinstance(failed.value.__cause__, ValueError)
     assert pipeline.report is not None
-    assert pipeline.report.ended_by == "Fail raised ValueError: no such token"
+    assert pipeline.report.stop_reason == "Fail raised ValueError: no such token"
     assert [stage.state for stage in pipeline.report.statistics.stages] == ["cancelled", "failed", "cancelled"]
 
 
@@ -197,7 +197,7 @@ async def test_cancellation_lets_every_stage_clean_up() -> None:
 
     assert cleaned == ["middle"]
     assert pipeline.report is not None
-    assert pipeline.report.ended_by == "cancelled"
+    assert pipeline.report.stop_reason == "cancelled"
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ async def test_a_sink_that_drops_all_that_it_received_is_no_error() -> None:
 async def test_a_source_that_waits_for_the_sink_when_its_stream_has_ended_ends_the_stream() -> None:
     report = await source(WaitAtEnd()).then(Pack()).sink(Train()).run()
 
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
     assert report.balance.ended["trained"] == 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from penstock import GroupId, TrainBatch, TrajectoryGroup
 from penstock.accounting import Ledger
 from penstock.errors import InvalidRecord, LedgerImbalance
-from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account, EndState
+from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.testing import group
 
 A, B = GroupId("test", "a"), GroupId("test", "b")
@@ -257,9 +257,9 @@ class TestTwoProcesses:
     """A worker's ledger with its account, and the trainer's, joined as a channel joins them."""
 
     def setup_method(self) -> None:
-        self.page = bytearray(ACCOUNT_BYTES)
-        self.worker = Ledger(Account(self.page))
-        self.account = Account(self.page, "worker 0")
+        self.page = bytearray(COUNTERS_BYTES)
+        self.worker = Ledger(SharedCounters(self.page))
+        self.account = SharedCounters(self.page, "worker 0")
         self.trainer = Ledger()
         self.trainer.open_account(self.account)
 
@@ -301,7 +301,7 @@ class TestTwoProcesses:
         assert not self.worker.balance().reasons["stale"]  # told in the trainer's books, once
 
     def test_workers_that_share_a_prompt_each_hear_of_what_they_sampled(self) -> None:
-        other = Ledger(Account(bytearray(ACCOUNT_BYTES)))
+        other = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
         first, second = group(instance_id="a", repetition_ids=[0, 1]), group(instance_id="a", repetition_ids=[2, 3])
         for ledger, sampled in ((self.worker, first), (other, second)):
             ledger.admit(A, sampled.repetition_ids.tolist())
@@ -367,7 +367,7 @@ class TestTwoProcesses:
         assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
 
     def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:
-        successor = Ledger(Account(bytearray(ACCOUNT_BYTES)))
+        successor = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
         successor.settle(A, 0b11, "trained", 7)
         assert successor.in_flight == 0
         assert successor.step == 7

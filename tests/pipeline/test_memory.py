@@ -1,4 +1,4 @@
-"""What the memory carrier does beyond the rules that all channels keep."""
+"""What the memory transport does beyond the rules that all channels keep."""
 
 import gc
 from typing import NamedTuple

@@ -12,9 +12,9 @@ def test_a_placement_reads_like_a_sentence() -> None:
     assert str(processes(4, restarts=3)) == "4 processes, 3 restarts each"
 
 
-@pytest.mark.parametrize(("count", "options"), [(0, {}), (1, {"restarts": -1}), (1, {"stop_within_s": -0.1})])
+@pytest.mark.parametrize(("count", "options"), [(0, {}), (1, {"restarts": -1}), (1, {"stop_timeout_s": -0.1})])
 def test_impossible_numbers_are_refused(count: int, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"Processes\.(count|restarts|stop_within_s): expected a"):
+    with pytest.raises(ValueError, match=r"Processes\.(count|restarts|stop_timeout_s): expected a"):
         processes(count, **options)  # type: ignore[arg-type]
 
 

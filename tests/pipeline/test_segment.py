@@ -12,16 +12,16 @@ from penstock.errors import OutOfSharedMemory, StaleDescriptor
 from penstock.pipeline.channels.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.schemas.descriptor import Descriptor
-from penstock.schemas.layout import Form, Layout, Lengths, aligned
+from penstock.schemas.layout import AxisSizes, ColumnLayout, Layout, aligned
 
 SLOTS = 64
 
-FORM = Form([("column", np.dtype(np.int32), "N")])
-NOTHING = Form([])
+FORM = ColumnLayout([("column", np.dtype(np.int32), "N")])
+NOTHING = ColumnLayout([])
 
 
-def layout_of(form: Form, items: int) -> Layout:
-    return form.layout(Lengths(items, 0, 0))
+def layout_of(form: ColumnLayout, items: int) -> Layout:
+    return form.layout(AxisSizes(items, 0, 0))
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_a_lease_ends_with_the_last_view_of_any_kind(writer: SegmentWriter, read
 
 
 def test_records_of_a_bundle_lie_column_by_column(writer: SegmentWriter, reader: SegmentReader) -> None:
-    form = Form([("one", np.dtype(np.int32), "N"), ("other", np.dtype(np.int64), "F")])
+    form = ColumnLayout([("one", np.dtype(np.int32), "N"), ("other", np.dtype(np.int64), "F")])
     records = [
         (np.array([1, 2], np.int32), np.array([0, 2], np.int64)),
         (np.array([], np.int32), np.array([0], np.int64)),
         (np.array([3], np.int32), np.array([0, 1], np.int64)),
     ]
-    layout = form.layout(Lengths(3, 2, 0, records=3))
+    layout = form.layout(AxisSizes(3, 2, 0, records=3))
     table = SlotTable(SLOTS)
     span = table.allocate(1)
     assert span is not None

@@ -15,7 +15,7 @@ from tests.pipeline.flow_stages import Collect, Count, Forever
 
 from penstock import Context, ReceiveChannel, SendChannel, source
 from penstock.errors import RunStopped, StageFailed
-from penstock.pipeline.causes import all_of
+from penstock.pipeline.exception_groups import all_of
 from penstock.pipeline.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -124,7 +124,7 @@ async def test_a_stop_ends_the_sink_s_stream_whatever_waits_there() -> None:
     await run.run()
 
     assert len(sink.received) == 3
-    assert run.ended_by == "stopped by SIGTERM"
+    assert run.stop_reason == "stopped by SIGTERM"
     assert [stage.state for stage in run.statistics().stages] == ["cancelled", "returned"]
 
 
@@ -145,7 +145,7 @@ async def test_a_stage_before_the_sink_that_fails_of_a_stop_is_a_warning() -> No
     with capture_logs() as logs:
         await run.run()
 
-    assert run.ended_by == "stopped by SIGTERM"
+    assert run.stop_reason == "stopped by SIGTERM"
     assert [(each["event"], each["log_level"]) for each in logs] == [("stage_failed_while_stopping", "warning")]
 
 
@@ -172,7 +172,7 @@ async def test_a_run_that_is_stopped_before_it_began_opens_nothing() -> None:
     run.stop("SIGINT")
     await run.run()
 
-    assert run.ended_by == "stopped by SIGINT"
+    assert run.stop_reason == "stopped by SIGINT"
     assert collect.received == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.pipeline.flow_stages import Count
 
 from penstock.pipeline.processes import supervisor, worker
-from penstock.pipeline.processes.job import open_job, write_job
+from penstock.pipeline.processes.worker_payload import open_payload, write_payload
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LivesElsewhere:
 
 
 def preparation_for(stage: object) -> dict[str, object]:
-    with open_job(write_job(stage)) as file:
+    with open_payload(write_payload(stage)) as file:
         prepared: dict[str, object] = pickle.load(file)  # noqa: S301 (written above)
         assert pickle.load(file) is not None  # noqa: S301 (written above)
     return prepared

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from penstock.accounting import JsonlMetrics, Metrics, get_logger
-from penstock.pipeline.telemetry import WaitsHeard, telling_waits
+from penstock.pipeline.telemetry import WaitAggregator, report_waits
 
 
 def test_means_are_sums_over_sums_not_means_of_means() -> None:
@@ -51,7 +51,7 @@ def test_what_a_worker_observed_is_added_to_what_the_trainer_did() -> None:
     trainer.mean("reward", [0.0])
     trainer.maximum("length/max", 7)
 
-    trainer.absorb(worker.take())
+    trainer.merge(worker.take())
 
     assert not worker
     emitted = trainer.emit(1)
@@ -92,15 +92,15 @@ def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
 
 def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_metrics() -> None:
     run = Metrics()
-    heard = WaitsHeard(run, "Sample")
+    heard = WaitAggregator(run, "Sample")
 
     for credit_s in (2.0, 0.5):
         worker = Metrics()
         worker.total("wait_s/Sample/records", 0.25)
         worker.total("wait_s/Sample/credit", credit_s)
         worker.total("wait_s/Judge/credit", 100)
-        heard.absorb(worker.take())
-    heard.absorb(Metrics().take())
+        heard.merge(worker.take())
+    heard.merge(Metrics().take())
 
     assert heard.waited == (0.5, 2.5)
     emitted = run.emit(1)
@@ -110,7 +110,7 @@ def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_m
 def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
     metrics, waited = Metrics(), [1.0, 0.0]
 
-    with telling_waits(metrics, "Batcher", lambda: (waited[0], waited[1])):
+    with report_waits(metrics, "Batcher", lambda: (waited[0], waited[1])):
         waited[0] = 1.5
         first = metrics.emit(1)
         waited[:] = 1.75, 0.5

@@ -27,7 +27,7 @@ def planned(tensors: dict[str, Tensor], **how: object) -> WritePlan:
     return WritePlan(TensorManifest(specs_of(tensors)), **how)  # type: ignore[arg-type]
 
 
-def carried(published: dict[str, Tensor], model: dict[str, Tensor], **how: object) -> None:
+def wire_type(published: dict[str, Tensor], model: dict[str, Tensor], **how: object) -> None:
     """Publish, and read into `model`; `fused` is what the reader says, the rest the publisher."""
     split = how.pop("split", ())
     plan = planned(published, **how)
@@ -47,7 +47,7 @@ def carried(published: dict[str, Tensor], model: dict[str, Tensor], **how: objec
 def test_parts_are_published_as_the_whole_that_a_model_has() -> None:
     model: dict[str, Tensor] = {"layers.0.qkv.weight": np.zeros((8, 4), np.float32)}
 
-    carried(rows(4, 2, 2), model, fused=[QKV])
+    wire_type(rows(4, 2, 2), model, fused=[QKV])
 
     assert np.asarray(model["layers.0.qkv.weight"]).ravel().tolist() == list(range(32))
 
@@ -56,7 +56,7 @@ def test_a_whole_that_is_published_is_split_into_the_parts_that_a_model_has() ->
     model = rows(4, 2, 2, first=1000)
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
 
-    carried({"layers.0.qkv.weight": whole}, model, split=[QKV])
+    wire_type({"layers.0.qkv.weight": whole}, model, split=[QKV])
 
     assert [np.asarray(part).ravel()[0] for part in model.values()] == [0, 16, 24]
     assert np.concatenate([np.asarray(part) for part in model.values()]).tolist() == whole.tolist()
@@ -65,7 +65,7 @@ def test_a_whole_that_is_published_is_split_into_the_parts_that_a_model_has() ->
 def test_what_is_the_same_on_both_sides_needs_no_splitting() -> None:
     model = rows(4, 2, 2, first=1000)
 
-    carried(rows(4, 2, 2), model, split=[QKV])
+    wire_type(rows(4, 2, 2), model, split=[QKV])
 
     assert np.asarray(model["layers.0.v.weight"]).ravel()[0] == 24
 
@@ -130,7 +130,7 @@ def test_what_is_tied_where_it_comes_from_may_be_two_in_the_model() -> None:
     token = np.full((2, 2), 7, np.float32)
     model: dict[str, Tensor] = {"embed": np.zeros((2, 2), np.float32), "head": np.zeros((2, 2), np.float32)}
 
-    carried({"embed": token, "head": token}, model)
+    wire_type({"embed": token, "head": token}, model)
 
     assert np.asarray(model["head"]).tolist() == token.tolist()
 
@@ -139,7 +139,7 @@ def test_what_is_tied_where_it_comes_from_may_be_two_in_the_model() -> None:
 def test_a_cast_that_is_spelled_out_is_torchs_own(given: Tensor) -> None:
     model: dict[str, Tensor] = {"x": torch.zeros(12, dtype=torch.bfloat16), "step": torch.zeros(1, dtype=torch.int64)}
 
-    carried({"x": given, "step": np.array([5])}, model, cast={"float32": "bfloat16"})
+    wire_type({"x": given, "step": np.array([5])}, model, cast={"float32": "bfloat16"})
 
     assert torch.equal(torch.as_tensor(model["x"]), torch.as_tensor(given).to(torch.bfloat16))
     assert int(model["step"][0]) == 5
@@ -149,7 +149,7 @@ def test_nothing_is_cast_that_was_not_spelled_out() -> None:
     model: dict[str, Tensor] = {"x": torch.zeros(3, dtype=torch.bfloat16)}
 
     with pytest.raises(WeightsMismatch, match=r"x: expected bfloat16 \[3\], found float32 \[3\]"):
-        carried({"x": torch.zeros(3)}, model)
+        wire_type({"x": torch.zeros(3)}, model)
 
     assert torch.equal(torch.as_tensor(model["x"]), torch.zeros(3, dtype=torch.bfloat16))
 

@@ -87,14 +87,14 @@ def test_every_dtype_arrives_bit_for_bit(name: str) -> None:
 
 
 def test_nan_payloads_and_negative_zero_arrive_bit_for_bit() -> None:
-    bits = np.array([0x7FC00001, 0x80000000, 0xFF800000], np.uint32)
-    source, target = {"x": bits.view(np.float32)}, {"x": np.zeros(3, np.float32)}
+    iter_bits = np.array([0x7FC00001, 0x80000000, 0xFF800000], np.uint32)
+    source, target = {"x": iter_bits.view(np.float32)}, {"x": np.zeros(3, np.float32)}
 
     with opened(dict(source)) as (writer, reader):
         writer.write(source, 1)
         read(reader, dict(target))
 
-    assert target["x"].view(np.uint32).tolist() == bits.tolist()
+    assert target["x"].view(np.uint32).tolist() == iter_bits.tolist()
 
 
 @pytest.mark.parametrize(

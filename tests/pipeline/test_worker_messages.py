@@ -3,18 +3,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.pipeline.processes.worker_messages import Failed, Finished, Serving, Word, framed, words
+from penstock.pipeline.processes.worker_messages import Failed, Finished, Serving, WorkerEvent, decode_events, framed
 
 
 def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:
-    said: list[Word] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
+    said: list[WorkerEvent] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
     stream = b"".join(framed(word) for word in said)
     buffer = bytearray()
     heard: list[object] = []
 
     for position in range(len(stream)):
         buffer += stream[position : position + 1]
-        heard += words(buffer)
+        heard += decode_events(buffer)
 
     assert heard == said
     assert not buffer
@@ -22,4 +22,4 @@ def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:
 
 def test_what_is_no_word_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        list(words(bytearray(b"\x01\x00\x00\x00\xc1")))
+        list(decode_events(bytearray(b"\x01\x00\x00\x00\xc1")))

@@ -130,7 +130,7 @@ async def run(folder: Path | None) -> None:
     finally:
         report = made.report
         if report is not None:
-            say(f"ended by: {report.ended_by}, balanced: {report.balance.balanced}")
+            say(f"ended by: {report.stop_reason}, balanced: {report.balance.balanced}")
 
 
 async def in_task_group(folder: Path | None) -> None:

@@ -52,4 +52,4 @@ if __name__ == "__main__" or "unguarded" in sys.argv:
     try:
         anyio.run(pipeline.run)
     finally:
-        say("ended", pipeline.report.ended_by if pipeline.report else "")
+        say("ended", pipeline.report.stop_reason if pipeline.report else "")

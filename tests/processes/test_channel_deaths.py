@@ -168,7 +168,7 @@ async def test_sockets_are_private_and_gone_with_their_receiver() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         directory = Path(inbox.url.removeprefix("shm://"))
         modes = await anyio.to_thread.run_sync(_modes, directory)
-    assert modes == {".": 0o700, "door": 0o600, "data": 0o600, "lock": 0o600}
+    assert modes == {".": 0o700, "control": 0o600, "data": 0o600, "lock": 0o600}
     assert not await anyio.Path(directory).exists()
 
 

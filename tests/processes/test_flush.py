@@ -24,7 +24,7 @@ from penstock import (
     drop,
     source,
 )
-from penstock.channels import outlast
+from penstock.channels import connect_with_replay
 from penstock.testing import group
 from penstock.training import write_checkpoint
 
@@ -53,7 +53,7 @@ class Trainer:
 
 async def send(address: Path, *records: TrajectoryGroup, sent: anyio.Event | None = None) -> None:
     """Send `records`, set `sent`, and leave when they are saved."""
-    async with outlast(address) as outbox:
+    async with connect_with_replay(address) as outbox:
         for record in records:
             await outbox.send(record)
         if sent is not None:
@@ -77,7 +77,7 @@ async def test_the_last_part_of_a_batch_is_trained_when_all_that_are_connected_a
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipeline.run)
-        async with outlast(address) as first:
+        async with connect_with_replay(address) as first:
             for record in groups("first", 3):
                 await first.send(record)
             tasks.start_soon(partial(send, address, *groups("second", 3), sent=sent))

@@ -1,4 +1,4 @@
-"""Processes that a keeper starts: what is left where they cannot be started, and how their end is told."""
+"""Processes that a subreaper starts: what is left where they cannot be started, and how their end is told."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
 def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], told: str) -> None:
     kept = start_kept(command, 1.0)
 
-    assert kept.keeper.wait() == 0
+    assert kept.subreaper.wait() == 0
     with os.fdopen(kept.words) as lines:
         word, value = [*lines][-1].split()
     os.close(kept.orders)

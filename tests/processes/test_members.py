@@ -19,7 +19,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.loop_clock import LoopClock
 
 from penstock import Batcher, GroupId, Pipeline, SinkTrainer, SourceChannel, TrainBatch, TrajectoryGroup, source
-from penstock.channels import LastingSender, RemoteReceiver, connect, outlast, serve
+from penstock.channels import RemoteReceiver, ReplayingSender, connect, connect_with_replay, serve
 from penstock.errors import (
     MemberAbsent,
     MemberNameInUse,
@@ -177,7 +177,7 @@ async def test_a_member_that_comes_after_the_end_is_refused_for_nothing_it_sends
 @pytest.mark.parametrize("url", KINDS)
 async def test_a_sender_without_a_name_or_with_one_too_many_is_refused(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=1) as inbox:
-        with pytest.raises(MemberNameRequired, match="give connect or outlast name="):
+        with pytest.raises(MemberNameRequired, match="give connect or connect_with_replay name="):
             async with connect(inbox.url, TrajectoryGroup):
                 pass
         async with connect(inbox.url, TrajectoryGroup, name="a"):
@@ -190,17 +190,17 @@ async def test_a_sender_without_a_name_or_with_one_too_many_is_refused(url: str)
 async def test_a_lasting_sender_that_a_receiver_does_not_count_fails_at_once() -> None:
     async with serve("shm://", TrajectoryGroup, senders=1) as inbox:
         with pytest.raises(MemberNameRequired):
-            async with outlast(inbox.url) as outbox:
+            async with connect_with_replay(inbox.url) as outbox:
                 await outbox.send(group())
 
 
 LASTING_MEMBER = """
 import sys, anyio, pathlib
-from penstock.channels import outlast
+from penstock.channels import connect_with_replay
 from penstock.testing import group
 
 async def main(address, name, count, end):
-    async with outlast(address, name=name) as outbox:
+    async with connect_with_replay(address, name=name) as outbox:
         for number in range(count):
             await outbox.send(group(env=name, instance_id=str(number), completion_lengths=[2, 2]))
         await anyio.sleep(0)
@@ -334,7 +334,7 @@ async def test_the_stream_goes_on_without_a_member_that_never_came_where_that_wa
 
 
 async def only_says_done(address: str | Path, name: str | None = "a", **options: Any) -> None:
-    async with outlast(address, name=name, **options):
+    async with connect_with_replay(address, name=name, **options):
         pass
 
 
@@ -362,7 +362,7 @@ class SavesAtOnce:
     def departed(self, peer: Peer) -> None: ...
 
 
-async def saved_and_cut_off(outbox: LastingSender, inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+async def saved_and_cut_off(outbox: ReplayingSender, inbox: RemoteReceiver[TrajectoryGroup]) -> None:
     """Send a record, and return when it is saved and the connection has ended, without a goodbye."""
     await outbox.send(group(completion_lengths=[2]))
     await inbox.receive()
@@ -382,7 +382,7 @@ async def test_a_lasting_member_that_ends_while_it_is_cut_off_connects_again_to_
     async def be_cut_off_and_end() -> None:
         async with serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox:
             await address.write_text(inbox.url)
-            async with outlast(Path(address), name="a") as outbox:
+            async with connect_with_replay(Path(address), name="a") as outbox:
                 await saved_and_cut_off(outbox, inbox)
                 served.set()
 
@@ -400,7 +400,7 @@ async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller
     with pytest.raises((NobodyListens, PeerLost)) as told:
         async with (
             serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox,
-            outlast(inbox.url, name="a", patience_s=0) as outbox,
+            connect_with_replay(inbox.url, name="a", patience_s=0) as outbox,
         ):
             await saved_and_cut_off(outbox, inbox)
 
@@ -412,7 +412,7 @@ async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller
 async def test_a_lasting_sender_that_no_receiver_counts_leaves_when_all_is_saved(name: str | None) -> None:
     async with (
         serve("shm://", TrajectoryGroup, listener=SavesAtOnce()) as inbox,
-        outlast(inbox.url, name=name) as outbox,
+        connect_with_replay(inbox.url, name=name) as outbox,
     ):
         await saved_and_cut_off(outbox, inbox)
 
@@ -432,13 +432,14 @@ class SlowToSave(Trainer):
 
 
 async def cut_off_after_goodbye(address: Path, records: list[TrajectoryGroup]) -> None:
-    """Send `records` as an `outlast` of the name "a" does whose connection ends before it hears that they are saved."""
+    """Send `records` as an `connect_with_replay` of the name "a" does whose connection ends before it hears that they
+    are saved."""
     while not await anyio.Path(address).exists():  # noqa: ASYNC110 (a file is no event)
         await anyio.sleep(0.01)
     async with connect(await anyio.Path(address).read_text(), TrajectoryGroup, name="a") as line:
         for record in records:
             await line.send(record)
-        line.say_goodbye()
+        line.send_close()
 
 
 @pytest.mark.parametrize("url", KINDS)
@@ -454,7 +455,7 @@ async def test_a_member_that_was_cut_off_when_the_last_checkpoint_was_written_st
         trainer.may_save.set()
         await anyio.to_thread.run_sync(trainer.saved.wait, FAILSAFE_S)
         await anyio.wait_all_tasks_blocked()
-        async with outlast(address, name="a", patience_s=0) as again:
+        async with connect_with_replay(address, name="a", patience_s=0) as again:
             for record in records:
                 await again.send(record)
 

@@ -161,7 +161,7 @@ async def test_where_nobody_listens_the_reason_is_that_the_connection_was_refuse
 
 async def test_what_accepts_and_says_nothing_is_silent_in_the_handshake() -> None:
     with mute() as port, pytest.raises(NobodyListens, match=r"got silence for 0\.2 s: .* or is it no penstock"):
-        async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup, silence_s=0.2):
+        async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup, heartbeat_timeout_s=0.2):
             pass
 
 
@@ -173,7 +173,7 @@ async def test_what_answers_otherwise_and_hangs_up_has_ended_the_connection() ->
 
 async def test_a_receiver_whose_event_loop_is_held_up_is_told_from_one_that_is_stopped() -> None:
     with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is held up"):
-        async with connect(await line(receiver), TrajectoryGroup, silence_s=1):
+        async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=1):
             pass
 
 

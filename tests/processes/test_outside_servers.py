@@ -38,14 +38,16 @@ def command(port: int, *traits: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(SCRIPT), str(port), *traits]
 
 
-def recipe(port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_within_s: float = 30) -> OutsideServer:
+def recipe(
+    port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_timeout_s: float = 30
+) -> OutsideServer:
     return OutsideServer(
         command=command(port, *traits),
         ready=http_ready(f"http://127.0.0.1:{port}/health"),
         name="server",
         logs=logs,
         ready_within_s=ready_within_s,
-        stop_within_s=stop_within_s,
+        stop_timeout_s=stop_timeout_s,
     )
 
 
@@ -162,7 +164,7 @@ async def test_a_server_is_asked_to_end_and_has_time_to(port: int, tmp_path: Pat
 
 
 async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tmp_path: Path) -> None:
-    async with recipe(port, tmp_path, "stubborn", "family", stop_within_s=0.05).open() as server:
+    async with recipe(port, tmp_path, "stubborn", "family", stop_timeout_s=0.05).open() as server:
         stack = ExitStack()
         family = stack.enter_context(watched(pids_in(server.log.read_text())))
         alive = [is_alive(each) for each in family]
@@ -176,7 +178,7 @@ async def test_whoever_answers_in_its_place_is_not_taken_for_it_and_left_alone(p
     with child(command(port)) as (stranger, _):
         await settled(port)
         with pytest.raises(ServerFailed, match="expected the probe to fail before server is started, it succeeded for"):
-            async with recipe(port, tmp_path, stop_within_s=0.05).open():
+            async with recipe(port, tmp_path, stop_timeout_s=0.05).open():
                 pytest.fail("somebody else was there")
 
         assert stranger.poll() is None
@@ -195,7 +197,7 @@ async def test_one_from_before_that_is_about_to_end_is_waited_for(port: int, tmp
 
 async def test_what_runs_the_same_program_is_none_of_our_business(port: int, tmp_path: Path) -> None:
     with child(command(port, "deaf")) as (stranger, _):
-        async with recipe(port, tmp_path, "stubborn", stop_within_s=0.05).open():
+        async with recipe(port, tmp_path, "stubborn", stop_timeout_s=0.05).open():
             pass
         assert stranger.poll() is None
 
@@ -259,7 +261,7 @@ import sys, anyio
 from penstock.servers import OutsideServer, tcp_ready
 
 async def main(port, logs):
-    server = OutsideServer(command=sys.argv[3:], ready=tcp_ready(port), name="server", logs=logs, stop_within_s=0.05)
+    server = OutsideServer(command=sys.argv[3:], ready=tcp_ready(port), name="server", logs=logs, stop_timeout_s=0.05)
     async with server.open():
         print("ready", flush=True)
         await anyio.sleep_forever()
@@ -296,19 +298,19 @@ async def test_a_failure_ends_with_the_first_error_that_was_printed_and_not_with
 async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with running(recipe(port, tmp_path)) as (server, descriptors):
-            os.kill(server._kept.keeper.pid, signal.SIGKILL)
+            os.kill(server._kept.subreaper.pid, signal.SIGKILL)
             with anyio.CancelScope(shield=True):
                 await ended(descriptors)
             await anyio.sleep_forever()
 
-    with pytest.raises(ServerFailed, match="lost its keeper"):
+    with pytest.raises(ServerFailed, match="lost its subreaper"):
         await use()
 
 
 async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with recipe(port, tmp_path).open() as server:
-            os.kill(server._kept.keeper.pid, signal.SIGTERM)
+            os.kill(server._kept.subreaper.pid, signal.SIGTERM)
             await anyio.sleep_forever()
 
     with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*goodbye$"):

@@ -21,7 +21,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, WeightsMismatch
-from penstock.pipeline.channels.door import Door
+from penstock.pipeline.channels.control_connection import ControlConnection
 from penstock.pipeline.policy import weight_publisher as module
 from penstock.pipeline.policy.weight_specs import Tensor
 from penstock.schemas.control import PROTOCOL_VERSION
@@ -417,7 +417,7 @@ async def test_an_error_in_the_body_arrives_as_it_was_raised() -> None:
 async def test_the_door_is_private_and_gone_afterwards() -> None:
     async with WeightPublisher(tensors()) as publisher:
         directory = Path(publisher.url.removeprefix("weights://"))
-        modes = [stat.S_IMODE(path.stat().st_mode) for path in (directory, directory / "door")]
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (directory, directory / "control")]
 
     assert modes == [0o700, 0o600]
     assert not exists(directory)
@@ -448,7 +448,7 @@ async def test_another_version_of_the_protocol_is_refused_by_both_numbers(monkey
 
 
 async def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Door, "same_user", False)
+    monkeypatch.setattr(ControlConnection, "same_user", False)
 
     async with WeightPublisher(tensors()) as publisher:
         with pytest.raises(ProtocolMismatch, match="expected a subscriber that runs as the publisher's user"):
@@ -459,7 +459,7 @@ async def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("noise", [b"", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_noise_at_the_door_disturbs_nobody(noise: bytes) -> None:
     async with pair() as (publisher, subscriber):
-        stranger = await anyio.connect_unix(publisher.url.removeprefix("weights://") + "/door")
+        stranger = await anyio.connect_unix(publisher.url.removeprefix("weights://") + "/control")
         if noise:
             await stranger.send(noise)
         await publisher.publish(tensors(), version=0)
@@ -469,7 +469,7 @@ async def test_noise_at_the_door_disturbs_nobody(noise: bytes) -> None:
 
 async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path: Path) -> None:
     server = socket.socket(socket.AF_UNIX)
-    server.bind(str(tmp_path / "door"))
+    server.bind(str(tmp_path / "control"))
     server.listen()
 
     with server:
@@ -483,9 +483,9 @@ async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path:
 async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.pipeline.policy.weight_subscriber.DEFAULT_SILENCE_S", 0.01)
+    monkeypatch.setattr("penstock.pipeline.policy.weight_subscriber.DEFAULT_HEARTBEAT_TIMEOUT_S", 0.01)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "door"))
+        server.bind(str(tmp_path / "control"))
         server.listen()
 
         with pytest.raises(NobodyListens, match=r"got silence for 0\.01 s: is its process stopped"):

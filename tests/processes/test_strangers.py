@@ -24,27 +24,27 @@ def frame(message: control.Message) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def hello(**changes: Any) -> control.Hello:
+def hello(**changes: Any) -> control.Connect:
     fields: dict[str, Any] = {
         "version": control.PROTOCOL_VERSION,
-        "carrier": "shm",
+        "transport": "shm",
         "kind": "group",
         "identity": b"p" + bytes(15),
         "name": "stranger",
         "pid": 1,
     }
-    return control.Hello(**(fields | changes))
+    return control.Connect(**(fields | changes))
 
 
 def say_at_the_door(url: str, said: bytes) -> bytes:
     """What the receiver answers until it closes, or falls silent."""
-    with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(10)
-        door.connect(str(Path(url.removeprefix("shm://")) / "door"))
-        door.sendall(said)
-        door.shutdown(socket.SHUT_WR)
+    with socket.socket(socket.AF_UNIX) as control_connection:
+        control_connection.settimeout(10)
+        control_connection.connect(str(Path(url.removeprefix("shm://")) / "control"))
+        control_connection.sendall(said)
+        control_connection.shutdown(socket.SHUT_WR)
         heard = b""
-        while part := door.recv(4096):
+        while part := control_connection.recv(4096):
             heard += part
         return heard
 
@@ -63,9 +63,9 @@ async def still_works(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<I", 2**32 - 1),
         struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-        frame(control.Goodbye(0)),
+        frame(control.Close(0)),
         frame(hello()),
-        frame(hello()) + frame(control.Offer(2**60, 2**60, 2**60)),
+        frame(hello()) + frame(control.SegmentOffer(2**60, 2**60, 2**60)),
     ],
     ids=range(8),
 )
@@ -81,7 +81,7 @@ async def test_another_protocol_version_is_refused_by_name() -> None:
         answer = await anyio.to_thread.run_sync(say_at_the_door, inbox.url, frame(hello(version=99)))
         await still_works(inbox)
     refused = control.decode(answer[4:])
-    assert isinstance(refused, control.Refused)
+    assert isinstance(refused, control.Reject)
     assert refused.error == "ProtocolMismatch"
     assert f"expected protocol version {control.PROTOCOL_VERSION}, got 99" in refused.reason
 
@@ -118,7 +118,7 @@ FORGED = [
     control.Publish((Descriptor(1, 1, -1, 1, 1, -64),)),
     control.Publish((Descriptor(0, 0, 0, 1, 1, 64),)),
     control.Publish((Descriptor(2**40, 2**40, 0, 1, 1, 64),)),
-    control.Goodbye(3),
+    control.Close(3),
     control.Ready(),
 ]
 
@@ -153,7 +153,7 @@ async def test_a_release_that_was_never_due_is_passed_over() -> None:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
         peer = next(iter(inbox.peers.values()))
-        inbox._say(peer, control.Release(((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1))))
+        inbox._send(peer, control.CreditGrant(((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1))))
         inbox._socket.send_multipart([peer.identity, b"\xc1"])
         for number in range(1, 200):
             await outbox.send(group(instance_id=str(number)))

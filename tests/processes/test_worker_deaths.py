@@ -185,7 +185,7 @@ async def test_a_sink_that_has_had_enough_stops_the_workers() -> None:
 
     report = await pipeline.run()
 
-    assert report.ended_by == "Commit returned"
+    assert report.stop_reason == "Commit returned"
     assert report.balance.ended["trained"] == 10
     assert set(report.balance.reasons["lost"]) == {"in flight when the run ended"}
     assert not any(is_alive(worker.pid or 0) for worker in report.statistics.stages[0].workers)
@@ -201,14 +201,14 @@ async def test_cancellation_stops_the_workers_and_says_what_was_in_flight() -> N
     assert workers
     assert not any(is_alive(pid) for pid in workers)
     assert pipeline.report is not None
-    assert pipeline.report.ended_by == "cancelled"
+    assert pipeline.report.stop_reason == "cancelled"
     assert pipeline.report.balance.in_flight == 0
     assert pipeline.report.balance.balanced
 
 
 async def test_a_worker_that_refuses_to_stop_is_killed_after_the_deadline() -> None:
     sink = Attentive()
-    pipeline = source(stages.IgnoreSigterm(), on=processes(1, stop_within_s=0.2)).sink(sink)
+    pipeline = source(stages.IgnoreSigterm(), on=processes(1, stop_timeout_s=0.2)).sink(sink)
 
     async with running(pipeline, sink.began) as workers:
         began = time.monotonic()
@@ -219,7 +219,7 @@ async def test_a_worker_that_refuses_to_stop_is_killed_after_the_deadline() -> N
 
 async def test_frozen_workers_are_killed_after_the_deadline_wherever_they_stand() -> None:
     sink = Attentive()
-    on = processes(1, stop_within_s=0.2)
+    on = processes(1, stop_timeout_s=0.2)
     pipeline = source(stages.SampleForever(), on=on).then(stages.Judge(), on=on).sink(sink)
 
     async with running(pipeline, sink.began) as workers:

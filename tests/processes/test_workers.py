@@ -25,7 +25,7 @@ async def test_what_workers_sample_is_received_once_and_the_books_balance() -> N
     report = await source(stages.Sample(100), on=processes(2)).sink(sink).run()
 
     assert sorted(sink.received) == sorted(f"{number}.0" for number in range(100))
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
     assert report.balance.admitted == report.balance.ended["trained"] == 200
     assert [worker.state for worker in report.statistics.stages[0].workers] == ["finished", "finished"]
 
@@ -33,7 +33,7 @@ async def test_what_workers_sample_is_received_once_and_the_books_balance() -> N
 async def test_what_workers_send_twice_and_what_two_of_them_send_is_trained_once() -> None:
     report = await source(stages.SampleTwice(10), on=processes(2)).then(Pack()).sink(Train()).run()
 
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
     assert report.balance.ended["trained"] == 20
     assert report.balance.ended["rejected"] == 60
     assert report.balance.admitted == 80
@@ -44,7 +44,7 @@ async def test_groups_whose_pieces_come_from_several_workers_are_trained_whole_a
 
     report = await source(stages.SampleOneEach(20), on=processes(2)).then(assembler).then(Pack()).sink(Train()).run()
 
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
     assert report.balance.ended["trained"] == 40
     assert report.balance.ended["rejected"] == 10  # what the second had sent before it died, it sent again
     assert report.balance.ended["filtered"] == report.balance.ended["lost"] == 0

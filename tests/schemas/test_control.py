@@ -10,18 +10,18 @@ from penstock.schemas import control as c
 from penstock.schemas.descriptor import Descriptor
 
 MESSAGES: list[c.Message] = [
-    c.Hello(c.PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 123),
-    c.Welcome(c.PROTOCOL_VERSION, "ipc:///x", "trainer", 8, 2**30, 1024),
-    c.Refused("TooManySenders", "reason"),
-    c.Offer(10, 1024, 10_240),
+    c.Connect(c.PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 123),
+    c.Accept(c.PROTOCOL_VERSION, "ipc:///x", "trainer", 8, 2**30, 1024),
+    c.Reject("TooManySenders", "reason"),
+    c.SegmentOffer(10, 1024, 10_240),
     c.Ready(),
     c.Publish((Descriptor(1, 1, 2, 3, 4, 5), Descriptor(9, 8, 0, 1, 2**40, 2**33))),
-    c.Observed(b"payload"),
-    c.Goodbye(7),
-    c.Release(((0, 1, 1), (5, 2**40, 8))),
-    c.Wanting(),
-    c.Ended(((GroupId("env", "17"), (0, 3), "trained", 4),)),
-    c.Farewell(),
+    c.Telemetry(b"payload"),
+    c.Close(7),
+    c.CreditGrant(((0, 1, 1), (5, 2**40, 8))),
+    c.CreditRequest(),
+    c.Outcomes(((GroupId("env", "17"), (0, 3), "trained", 4),)),
+    c.CloseAck(),
     c.Closed(),
     c.Subscribe(c.PROTOCOL_VERSION, "worker 0", 123),
     c.Weights(c.PROTOCOL_VERSION, "trainer", 2**62, 2**40, 0, c.DeviceHandle("uuid", 2**40, bytes(64))),
@@ -49,11 +49,11 @@ def test_every_message_of_the_union_is_tested() -> None:
         b"",
         b"\xc1",
         msgspec.msgpack.encode(["Nonsense", 1]),
-        msgspec.msgpack.encode(["Goodbye", "seven"]),
-        msgspec.msgpack.encode(["Goodbye"]),
-        msgspec.msgpack.encode(["Goodbye", 7, 8]),
+        msgspec.msgpack.encode(["Close", "seven"]),
+        msgspec.msgpack.encode(["Close"]),
+        msgspec.msgpack.encode(["Close", 7, 8]),
         msgspec.msgpack.encode(["Publish", [[1, 2, 3, 4]]]),
-        msgspec.msgpack.encode({"type": "Goodbye", "sequence": 7}),
+        msgspec.msgpack.encode({"type": "Close", "sequence": 7}),
     ],
     ids=range(8),
 )
@@ -73,7 +73,7 @@ def test_more_bundles_than_go_into_one_message_are_refused() -> None:
 @pytest.mark.parametrize("repetition", [-1, 65_536, 2**40])
 def test_a_repetition_that_no_ledger_counts_is_refused(repetition: int) -> None:
     with pytest.raises(ProtocolMismatch, match="expected a message"):
-        c.decode(c.encode(c.Ended(((GroupId("e", "1"), (repetition,), "trained", 1),))))
+        c.decode(c.encode(c.Outcomes(((GroupId("e", "1"), (repetition,), "trained", 1),))))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -87,8 +87,8 @@ def test_of_a_sender_only_what_a_sender_says_is_heard(message: c.Message) -> Non
 
 
 NAMED = [
-    lambda name: c.Hello(c.PROTOCOL_VERSION, "shm", "group", b"identity", name, 123),
-    lambda name: c.Welcome(c.PROTOCOL_VERSION, "ipc:///x", name, 8, 2**30, 1024),
+    lambda name: c.Connect(c.PROTOCOL_VERSION, "shm", "group", b"identity", name, 123),
+    lambda name: c.Accept(c.PROTOCOL_VERSION, "ipc:///x", name, 8, 2**30, 1024),
     lambda name: c.Subscribe(c.PROTOCOL_VERSION, name, 123),
     lambda name: c.Weights(c.PROTOCOL_VERSION, name, 2**62, 2**40, 0),
 ]

@@ -16,10 +16,10 @@ from penstock.schemas.layout import (
     KNOWN_FORMS,
     KNOWN_PLACES,
     MOST_CANDIDATES,
-    Contents,
-    Form,
-    Lengths,
-    Part,
+    AxisSizes,
+    BundleEntry,
+    BundleHeader,
+    ColumnLayout,
     Schema,
     aligned,
 )
@@ -37,8 +37,8 @@ FORM = [
 """The least that a group has."""
 
 
-def contents(form: Any = FORM, kind: str = "group") -> Contents:
-    return Contents(kind, msgspec.msgpack.encode(form), 0, (Part(5, 2, b""),))
+def contents(form: Any = FORM, kind: str = "group") -> BundleHeader:
+    return BundleHeader(kind, msgspec.msgpack.encode(form), 0, (BundleEntry(5, 2, b""),))
 
 
 def complete() -> TrajectoryGroup:
@@ -55,7 +55,7 @@ def complete() -> TrajectoryGroup:
     )
 
 
-def laid_out(record: TrajectoryGroup) -> tuple[Form, Lengths, Array]:
+def laid_out(record: TrajectoryGroup) -> tuple[ColumnLayout, AxisSizes, Array]:
     """A record's columns as they lie in a span."""
     columns = record.columns()
     form, lengths = GROUP_SCHEMA.measure(columns)
@@ -66,8 +66,8 @@ def laid_out(record: TrajectoryGroup) -> tuple[Form, Lengths, Array]:
 @pytest.mark.parametrize("record", [group(), complete(), complete().select(np.array([False, True]))], ids=repr)
 def test_columns_lie_one_behind_the_other_on_cache_lines(record: TrajectoryGroup) -> None:
     form, lengths, payload = laid_out(record)
-    part = Part(lengths.tokens, lengths.sequences, b"")
-    found = Contents("group", form.encoded, lengths.candidates, (part,))
+    part = BundleEntry(lengths.tokens, lengths.sequences, b"")
+    found = BundleHeader("group", form.encoded, lengths.candidates, (part,))
     received = GROUP_SCHEMA.received(found)
     layout = received.layout(found.lengths())
 
@@ -134,7 +134,7 @@ def test_a_peer_that_makes_up_forms_is_not_remembered_for_ever() -> None:
 
 
 def test_a_peer_that_makes_up_parts_and_lengths_is_not_remembered_for_ever() -> None:
-    def named(parts: int) -> Form:
+    def named(parts: int) -> ColumnLayout:
         return GROUP_SCHEMA.received(contents([*FORM, *[(f"reward_parts.{n}", "<f4", "S") for n in range(parts)]]))
 
     most = KNOWN_COLUMNS - len(FORM)
@@ -142,18 +142,18 @@ def test_a_peer_that_makes_up_parts_and_lengths_is_not_remembered_for_ever() -> 
     assert named(most) is form
     assert named(most + 1) is not named(most + 1)
     for tokens in range(KNOWN_PLACES // KNOWN_COLUMNS + 1):
-        form.layout(Lengths(tokens, 0, 0))
+        form.layout(AxisSizes(tokens, 0, 0))
     assert len(form._layouts) * KNOWN_COLUMNS <= KNOWN_PLACES
 
 
 def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_are_no_tokens() -> None:
     taught = msgspec.msgpack.encode([*FORM, ("teacher_ids", "<i4", "NK")])
-    part = (Part(0, 0, b""),)
+    part = (BundleEntry(0, 0, b""),)
 
-    form = GROUP_SCHEMA.received(Contents("group", taught, MOST_CANDIDATES, part))
-    assert form.layout(Lengths(0, 0, MOST_CANDIDATES)).nbytes
+    form = GROUP_SCHEMA.received(BundleHeader("group", taught, MOST_CANDIDATES, part))
+    assert form.layout(AxisSizes(0, 0, MOST_CANDIDATES)).nbytes
     with pytest.raises(InvalidRecord, match=r"candidates: expected at most 1048576 a token in .*, got 1048577"):
-        GROUP_SCHEMA.received(Contents("group", taught, MOST_CANDIDATES + 1, part))
+        GROUP_SCHEMA.received(BundleHeader("group", taught, MOST_CANDIDATES + 1, part))
     with pytest.raises(InvalidRecord, match=r"candidates: expected at most 0 a token in .*, got 1"):
         GROUP_SCHEMA.received(contents()._replace(candidates=1))
 
@@ -162,12 +162,12 @@ def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_
 def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetition: int) -> None:
     record = complete()
     form, lengths = GROUP_SCHEMA.measure(record.columns())
-    parts = (Part(lengths.tokens, lengths.sequences, b""),)
+    parts = (BundleEntry(lengths.tokens, lengths.sequences, b""),)
 
-    form.check_numbers(GROUP_SCHEMA.plain(record.columns()), parts)
+    form.check_numbers(GROUP_SCHEMA.contiguous(record.columns()), parts)
     forged = record.columns() | {"repetition_ids": np.array([repetition, 0])}
     with pytest.raises(InvalidRecord, match=f"repetition_ids: expected 0 to 65535, got .*{repetition}"):
-        form.check_numbers(GROUP_SCHEMA.plain(forged), parts)
+        form.check_numbers(GROUP_SCHEMA.contiguous(forged), parts)
 
 
 def test_a_record_without_sequences_is_refused_where_it_is_sent_and_where_it_comes_in() -> None:
@@ -178,11 +178,11 @@ def test_a_record_without_sequences_is_refused_where_it_is_sent_and_where_it_com
         with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
             refuse(nothing)
     with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
-        form.check_numbers(list(nothing.values()), (Part(0, 0, b""),))
+        form.check_numbers(list(nothing.values()), (BundleEntry(0, 0, b""),))
 
 
-@pytest.mark.parametrize("lengths", [Lengths(-1, 2, 0), Lengths(5, -1, 0), Lengths(5, 2, -3)])
-def test_an_axis_of_negative_length_is_refused(lengths: Lengths) -> None:
+@pytest.mark.parametrize("lengths", [AxisSizes(-1, 2, 0), AxisSizes(5, -1, 0), AxisSizes(5, 2, -3)])
+def test_an_axis_of_negative_length_is_refused(lengths: AxisSizes) -> None:
     with pytest.raises(InvalidRecord, match="lengths: expected 0 or more"):
         GROUP_SCHEMA.received(contents()).layout(lengths)
 
@@ -192,13 +192,13 @@ def test_a_part_of_negative_length_is_refused(part: Any) -> None:
     encoded = msgspec.msgpack.encode(("group", b"", 0, [(5, 2, b""), part]))
 
     with pytest.raises(InvalidRecord, match="contents: expected"):
-        Contents.decode(encoded)
+        BundleHeader.decode(encoded)
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x00", b"\xc1" * 40, b"\x93\xa1a\x90", b"\x94\x01\x90\xc4\x00\xc0"])
 def test_bytes_that_are_no_contents_are_refused(junk: bytes) -> None:
     with pytest.raises(InvalidRecord, match="contents: expected"):
-        Contents.decode(junk)
+        BundleHeader.decode(junk)
 
 
 def group_columns(**changed: Any) -> dict[str, Array]:
@@ -235,17 +235,17 @@ def group_columns(**changed: Any) -> dict[str, Array]:
 )
 def test_columns_that_make_no_record_are_refused_in_words(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRecord, match=message):
-        GROUP_SCHEMA.plain(group_columns(**changed))
+        GROUP_SCHEMA.contiguous(group_columns(**changed))
 
 
 def test_columns_of_a_batch_are_held_to_its_own_rules() -> None:
     columns = TrainBatch.pack([group()]).columns()
 
-    assert len(TrainBatch.schema.plain(columns)) == len(columns)
+    assert len(TrainBatch.schema.contiguous(columns)) == len(columns)
     with pytest.raises(InvalidRecord, match=r"rewards: expected shape \[S=3\], got"):
-        TrainBatch.schema.plain(columns | {"cu_seqlens": np.zeros(4, np.int64)})
+        TrainBatch.schema.contiguous(columns | {"cu_seqlens": np.zeros(4, np.int64)})
     with pytest.raises(InvalidRecord, match="offsets: expected one of the columns"):
-        TrainBatch.schema.plain(columns | {"offsets": columns["cu_seqlens"]})
+        TrainBatch.schema.contiguous(columns | {"offsets": columns["cu_seqlens"]})
 
 
 def test_plain_columns_are_contiguous_and_of_the_dtype_that_travels() -> None:
@@ -253,11 +253,11 @@ def test_plain_columns_are_contiguous_and_of_the_dtype_that_travels() -> None:
         tokens=np.arange(10, dtype=np.int32)[::2], repetition_ids=np.array([0, 1], np.longlong), loss_mask=None
     ) | {"loss_mask": np.ones(5, np.bool_)}
 
-    plain = dict(zip(odd, GROUP_SCHEMA.plain(odd), strict=True))
+    contiguous = dict(zip(odd, GROUP_SCHEMA.contiguous(odd), strict=True))
 
-    assert plain["tokens"].tolist() == [0, 2, 4, 6, 8]
-    assert all(c.flags.c_contiguous and c.ndim == 1 for c in plain.values())
-    assert plain["repetition_ids"].dtype.char == "l"
+    assert contiguous["tokens"].tolist() == [0, 2, 4, 6, 8]
+    assert all(c.flags.c_contiguous and c.ndim == 1 for c in contiguous.values())
+    assert contiguous["repetition_ids"].dtype.char == "l"
 
 
 # -- records that are sent -------------------------------------------------------------------------------------------
@@ -290,13 +290,13 @@ def usual(schema: Schema, record: TrajectoryGroup) -> None:
 @pytest.mark.parametrize("how", odd(np.zeros(1, np.int64)))
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "anew"])
 def test_an_odd_array_is_packed_for_what_it_says(name: str, how: str, alike: bool) -> None:  # noqa: FBT001 (a parameter)
-    plain = group(completion_lengths=[700, 900])
-    record = msgspec.structs.replace(plain, **{name: odd(getattr(plain, name))[how]})
-    usual(GROUP_SCHEMA, plain if alike else plain.with_advantages([1.0, 2.0]))
+    contiguous = group(completion_lengths=[700, 900])
+    record = msgspec.structs.replace(contiguous, **{name: odd(getattr(contiguous, name))[how]})
+    usual(GROUP_SCHEMA, contiguous if alike else contiguous.with_advantages([1.0, 2.0]))
 
     packed = TrainBatch.pack([record])
 
-    expected = TrainBatch.pack([plain])
+    expected = TrainBatch.pack([contiguous])
     assert {n: c.tolist() for n, c in packed.columns().items()} == {
         n: c.tolist() for n, c in expected.columns().items()
     }
@@ -316,9 +316,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", [*(name for name, _, _ in FORM), "advantages"])
 def test_a_column_that_breaks_its_rule_is_refused_whatever_came_before(name: str, wrong: str) -> None:
-    plain = group().with_advantages([1.0, 2.0])
-    usual(GROUP_SCHEMA, plain)
-    broken = msgspec.structs.replace(plain, **{name: WRONG[wrong](getattr(plain, name))})
+    contiguous = group().with_advantages([1.0, 2.0])
+    usual(GROUP_SCHEMA, contiguous)
+    broken = msgspec.structs.replace(contiguous, **{name: WRONG[wrong](getattr(contiguous, name))})
 
     if (name, wrong) == ("advantages", "none"):
         assert "advantages" not in GROUP_SCHEMA.laid_out(broken)[0].names
@@ -328,9 +328,9 @@ def test_a_column_that_breaks_its_rule_is_refused_whatever_came_before(name: str
 
 
 def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() -> None:
-    plain = group()
-    usual(GROUP_SCHEMA, plain)
-    folded = {name: column[:, None] for name, column in plain.columns().items()}
+    contiguous = group()
+    usual(GROUP_SCHEMA, contiguous)
+    folded = {name: column[:, None] for name, column in contiguous.columns().items()}
 
     for some in (
         ["tokens", "loss_mask", "behavior_logprobs"],
@@ -338,7 +338,7 @@ def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() 
         folded,
     ):
         with pytest.raises(InvalidRecord, match="expected shape"):
-            GROUP_SCHEMA.laid_out(msgspec.structs.replace(plain, **{name: folded[name] for name in some}))
+            GROUP_SCHEMA.laid_out(msgspec.structs.replace(contiguous, **{name: folded[name] for name in some}))
 
 
 @pytest.mark.parametrize(
@@ -354,11 +354,11 @@ def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() 
     ],
 )
 def test_a_part_that_is_no_column_is_refused_in_words_whatever_came_before(parts: Any, message: str) -> None:
-    plain = group(reward_parts={"score": [1.0, 2.0]})
-    usual(GROUP_SCHEMA, plain)
+    contiguous = group(reward_parts={"score": [1.0, 2.0]})
+    usual(GROUP_SCHEMA, contiguous)
 
     with pytest.raises(InvalidRecord, match=message):
-        GROUP_SCHEMA.laid_out(msgspec.structs.replace(plain, reward_parts=parts))
+        GROUP_SCHEMA.laid_out(msgspec.structs.replace(contiguous, reward_parts=parts))
 
 
 def test_parts_that_were_added_in_another_order_are_the_same_form() -> None:
@@ -394,7 +394,7 @@ def test_versions_by_token_of_as_many_tokens_as_sequences_are_taken_as_by_sequen
 
     form, lengths, _ = GROUP_SCHEMA.laid_out(by_token(1, 2, 0))
     assert not form.versions_by_token
-    assert lengths == Lengths(3, 3, 0)
+    assert lengths == AxisSizes(3, 3, 0)
 
 
 @pytest.mark.parametrize(

@@ -313,10 +313,10 @@ async def test_a_sequence_that_its_sender_silenced_is_compared_and_does_not_trai
 ) -> None:
     marked = {"overrides": [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}]}
     columns: dict[str, Any] = {"completion_lengths": [4] * 3, "rewards": [0, 1, 2], "advantages": given}
-    plain, silenced = (expecting(group(**columns, meta=meta)) for meta in ({}, marked))
+    plain, zero_advantages = (expecting(group(**columns, meta=meta)) for meta in ({}, marked))
 
     (expected,) = await drive(normalizer(mode), [plain])
-    (out,) = await drive(normalizer(mode), [silenced])
+    (out,) = await drive(normalizer(mode), [zero_advantages])
 
     assert out.advantages is not None
     assert expected.advantages is not None

@@ -5,6 +5,7 @@ import pytest
 
 from penstock import StopReason
 from penstock.errors import ProtocolMismatch
+from penstock.stages.engines import completion_stream
 from penstock.stages.engines.completion_stream import Events, StreamedCompletion
 
 STREAM = b": ping\n\ndata: one\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 3\n\ndata: [DONE]\n\ndata: begun"
@@ -20,7 +21,7 @@ def test_events_are_whole_wherever_their_bytes_were_cut(at_once: int) -> None:
 
 
 def test_an_event_without_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stages.engines.completion_stream.LONGEST_EVENT", 10)
+    monkeypatch.setattr(completion_stream, "LONGEST_EVENT", 10)
 
     with pytest.raises(ProtocolMismatch, match="expected events of at most 10 bytes, got 11 and more"):
         list(Events().feed(b"data: 12345"))

@@ -19,7 +19,7 @@ from penstock.errors import InvalidRecord
 from penstock.stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
 from penstock.stages.advantages.formulas import EPSILON, Mode, RunningStatistics
 from penstock.stages.advantages.presets import OURS
-from penstock.stages.handful import Handful
+from penstock.stages.group_stack import GroupStack
 
 fewer = settings(max_examples=40)
 
@@ -36,7 +36,9 @@ def estimated(
     whitens: bool = False,
 ) -> list[float]:
     """[B] or [N], 0 where nothing trains."""
-    estimate = Estimator(mode, level, gamma, gae_lambda, whitens, OURS).estimate(Handful(groups), RunningStatistics())
+    estimate = Estimator(mode, level, gamma, gae_lambda, whitens, OURS).estimate(
+        GroupStack(groups), RunningStatistics()
+    )
     advantages: list[float] = np.where(estimate.trains, estimate.advantages, 0.0).tolist()
     return advantages
 

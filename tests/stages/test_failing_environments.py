@@ -14,7 +14,7 @@ from penstock import SourceEnv, here, processes, source
 from penstock.accounting import Ledger
 from penstock.errors import RolloutsFailed
 from penstock.pipeline.failure_streak import FAILURE_LIMIT, FailureStreak
-from penstock.pipeline.processes.account import ACCOUNT_BYTES, Account
+from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, SharedCounters
 from penstock.policies import NoOpPolicy
 
 
@@ -34,7 +34,7 @@ async def test_an_environment_that_always_raises_ends_an_endless_run_in_all_work
     assert pipeline.report is not None
     assert pipeline.report.balance.balanced
     assert pipeline.report.balance.ended["failed"] >= FAILURE_LIMIT
-    assert pipeline.report.ended_by.startswith("expected at least one of 64 rollouts in a row to succeed")
+    assert pipeline.report.stop_reason.startswith("expected at least one of 64 rollouts in a row to succeed")
 
 
 async def test_a_traceback_is_logged_once_for_each_line_that_raises_and_then_counts() -> None:
@@ -68,10 +68,10 @@ async def test_an_environment_that_succeeds_now_and_then_ends_nothing(on: Any) -
 
 def test_a_success_by_any_worker_ends_a_row_of_failures() -> None:
     ledger, streak = Ledger(), FailureStreak()
-    pages = bytearray(ACCOUNT_BYTES), bytearray(ACCOUNT_BYTES)
+    pages = bytearray(COUNTERS_BYTES), bytearray(COUNTERS_BYTES)
     for page in pages:
-        ledger.open_account(Account(page))
-    failing, succeeding = map(Account, pages)
+        ledger.open_account(SharedCounters(page))
+    failing, succeeding = map(SharedCounters, pages)
 
     for _ in range(100):
         failing.end("failed", FAILURE_LIMIT - 1)

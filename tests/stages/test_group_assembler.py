@@ -29,8 +29,8 @@ from penstock import (
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline
-from penstock.pipeline.channels.ends import Receiving
-from penstock.pipeline.joint import Outbox, Passage
+from penstock.pipeline.channels.protocols import AsyncReceiver
+from penstock.pipeline.edge import CountingSendChannel, EdgeCounter
 from penstock.testing import VirtualClock, drive, entered, group
 
 SIZE = 3
@@ -67,7 +67,7 @@ class Assembling:
         self.stage = stage
         self.past_the_joint, self._inbox = memory_channel[TrajectoryGroup](100)
         self._outbox, self.out = memory_channel[TrajectoryGroup](room)
-        self.joint = Outbox(self.past_the_joint, Passage(self.ledger))
+        self.joint = CountingSendChannel(self.past_the_joint, EdgeCounter(self.ledger))
 
     def run(self, play: Callable[[], Awaitable[None]]) -> None:
         """Play while the stage runs."""
@@ -189,7 +189,7 @@ def test_what_waits_is_copied_so_that_its_slot_is_free() -> None:
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
 
-class Counted(Receiving[TrajectoryGroup]):
+class Counted(AsyncReceiver[TrajectoryGroup]):
     """An inbox that counts how often it is asked."""
 
     def __init__(self, inbox: Any) -> None:
@@ -489,7 +489,7 @@ async def test_what_comes_in_any_order_twice_or_never_is_trained_whole_and_once(
 
     report = await flow.then(Batcher(max_tokens=640)).sink(SinkTrainer(Counting())).run()
 
-    assert report.ended_by == "end of stream"
+    assert report.stop_reason == "end of stream"
     assert report.balance.ended == {"trained": 57, "filtered": 2, "rejected": 15, "stale": 0, "failed": 0, "lost": 0}
     assert report.balance.admitted == 59 + 15
 

@@ -655,7 +655,7 @@ async def test_a_server_of_no_known_kind_samples_and_is_asked_for_nothing_else(s
 async def test_weights_that_are_not_in_files_are_refused(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
         with pytest.raises(EngineRefused, match="expected weights in a folder that the server can read, file:///…"):
-            await opened.update_weights("shm:///tmp/door", 1)
+            await opened.update_weights("shm:///tmp/control", 1)
 
 
 async def test_of_a_folder_of_versions_the_newest_is_loaded(serve: Serve, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from penstock.errors import (
     WeightsMismatch,
 )
 from penstock.pipeline.policy.weight_specs import Tensor
-from penstock.stages.sink_trainer import Generation
+from penstock.stages.sink_trainer import WeightSink
 from penstock.torch import FolderSubscriber, WeightFolder
 from penstock.weights import FusedTensor
 
@@ -266,7 +266,7 @@ async def test_a_publisher_killed_while_it_writes_leaves_its_last_version_and_it
 
 async def test_samplers_that_read_a_folder_cannot_be_paused(tmp_path: Path) -> None:
     async with pair(tmp_path) as (publisher, _):
-        generation: Generation = publisher
+        generation: WeightSink = publisher
         with pytest.raises(RuntimeError, match=r"SinkTrainer\(sampling='overlap'\)"):
             generation.paused()
 

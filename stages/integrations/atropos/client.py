@@ -20,11 +20,11 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from ....pipeline.causes import alone
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import current
 from ....pipeline.errors import InvalidConfig
-from ....pipeline.repetitions import mask_of
+from ....pipeline.exception_groups import alone
+from ....pipeline.repetition_sets import mask_of
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ....schemas.config import Config, check_url, load_config, parse_config

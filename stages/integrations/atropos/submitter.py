@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
-from ....pipeline.causes import alone
-from ....pipeline.channels.carriers import connect
 from ....pipeline.channels.remote_sender import RemoteSender
+from ....pipeline.channels.transports import connect
 from ....pipeline.context import current
 from ....pipeline.errors import (
     NobodyListens,
@@ -30,6 +29,7 @@ from ....pipeline.errors import (
     RecordTooLarge,
     TooManySenders,
 )
+from ....pipeline.exception_groups import alone
 from ....pipeline.telemetry import get_logger
 from ....pipeline.waiting import Waiters
 from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup

@@ -18,7 +18,7 @@ import anyio
 
 from .....pipeline.channels.channel import SendChannel
 from .....pipeline.context import Context, current
-from .....pipeline.repetitions import mask_of
+from .....pipeline.repetition_sets import mask_of
 from .....pipeline.telemetry import Metrics
 from .....pipeline.waiting import Waiters
 from .....schemas import TrajectoryGroup

@@ -14,7 +14,7 @@ from .....pipeline.errors import PenstockError
 from .....pipeline.telemetry import get_logger
 from .....schemas.numbers import normalize_counts, normalize_numbers
 
-__all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "Refusals"]
+__all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RejectionCounter"]
 
 GZIP = 16 + zlib.MAX_WBITS
 """Selects the gzip format in zlib, header and checksum included."""
@@ -66,7 +66,7 @@ class Limits:
         normalize_numbers(self, "header_timeout_s", "body_timeout_s")
 
 
-class Refusals:
+class RejectionCounter:
     """Counts of what was refused, by environment and kind. The first of each kind is logged."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from ..queue.trajectory_queue import TrajectoryQueue
 from .app import application, refusal
 from .backend import Backend
 from .endpoints import Endpoints
-from .limits import Limits, Refusals
+from .limits import Limits, RejectionCounter
 from .serve import ServerConfig
 from .shm_receiver import ShmIngest, open_receiver
 
@@ -83,7 +83,7 @@ async def run_server(
         ingest: ShmIngest[G] | None = None
         if backend.takes_groups:
             ingest = ShmIngest(await stack.enter_async_context(open_receiver(capacity_bytes=config.shm_bytes)))
-        refusals = Refusals()
+        refusals = RejectionCounter()
         endpoints = Endpoints(queue, backend, config.limits, refusals, ingest=ingest)
         app = application(endpoints, config, host)
         await stack.enter_async_context(_serving(app, listener, config, refusals))
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _serving(
-    app: ASGIApp, listener: socket.socket, config: ServerConfig, refusals: Refusals
+    app: ASGIApp, listener: socket.socket, config: ServerConfig, refusals: RejectionCounter
 ) -> AsyncGenerator[None]:
     """Serve `app` at `listener` within the body."""
     protocol = partial(_BoundedProtocol, _Connections(config.limits, refusals))
@@ -212,7 +212,7 @@ def _answering_shutdown(app: ASGIApp) -> ASGIApp:
 class _Connections:
     """The open connections of a server, in total and by address."""
 
-    def __init__(self, limits: Limits, refusals: Refusals) -> None:
+    def __init__(self, limits: Limits, refusals: RejectionCounter) -> None:
         self.limits = limits
         self.refusals = refusals
         self._by_address = Counter[str]()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
-from .....pipeline.channels.carriers import serve
 from .....pipeline.channels.peer import Peer
 from .....pipeline.channels.remote_receiver import RemoteReceiver
+from .....pipeline.channels.transports import serve
 from .....pipeline.errors import PeerLost
 from .....pipeline.telemetry import get_logger
 from .....schemas import TrajectoryGroup

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from .....pipeline.errors import InvalidConfig, MissingExtra
-from .....pipeline.processes.job import open_job
+from .....pipeline.processes.worker_payload import open_payload
 from .bridge import bridge_class, install_bridge
 from .episodes import Episode, EpisodeConfig, Seat, failure_of
 from .messages import (
@@ -56,7 +56,7 @@ def main(descriptors: str) -> None:
 
 
 def _config(job: int) -> EnvConfig:
-    file = open_job(job)
+    file = open_payload(job)
     spawn.prepare(pickle.load(file))  # noqa: S301 (inherited from the parent that started this process)
     config: EnvConfig = pickle.load(file)  # noqa: S301 (as above)
     return config

@@ -1,6 +1,6 @@
 """The parent's side of an environment's process.
 
-The process is started and ended by a keeper, which ends all that the environment has started, also when the parent
+The process is started and ended by a subreaper, which ends all that the environment has started, also when the parent
 dies. One thread does the messages of every environment of this process; callers wait in threads and loops of their own.
 """
 
@@ -17,8 +17,8 @@ from functools import cache
 from typing import Literal
 
 from .....pipeline.errors import PenstockError
-from .....pipeline.processes.job import interpreter_command, write_job
 from .....pipeline.processes.kept_process import KeptProcess, describe_end, start_kept
+from .....pipeline.processes.worker_payload import interpreter_command, write_payload
 from .messages import (
     Action,
     EnvConfig,
@@ -116,7 +116,7 @@ class EnvProcess:
 
     def _spawn(self) -> tuple[socket.socket, KeptProcess]:
         """Start the process, and return a channel to it. Blocks."""
-        job = write_job(self._config)
+        job = write_payload(self._config)
         ours, theirs = socket.socketpair()
         child = interpreter_command("penstock.stages.integrations.atropos.steps.child", f"{job} {theirs.fileno()}")
         try:
@@ -129,7 +129,7 @@ class EnvProcess:
             os.close(job)
 
     async def _read(self, reader: asyncio.StreamReader, kept: KeptProcess) -> None:
-        """Hand out replies until the process and its keeper have ended, and say how it did."""
+        """Hand out replies until the process and its subreaper have ended, and say how it did."""
         async for reply in read_frames(reader, Reply):
             self._receive(reply)
         self._writer.close()
@@ -150,7 +150,7 @@ class EnvProcess:
             return
         self.error = error
         if self._kept is not None:
-            os.close(self._kept.orders)  # which has the keeper end the process
+            os.close(self._kept.orders)  # which has the subreaper end the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -190,10 +190,10 @@ class EnvProcess:
 
 
 def _end_of(kept: KeptProcess) -> str:
-    """Wait for the keeper, and return how the process ended. Blocks."""
-    kept.keeper.wait()
+    """Wait for the subreaper, and return how the process ended. Blocks."""
+    kept.subreaper.wait()
     with os.fdopen(kept.words) as lines:
         for word, value in map(str.split, lines):
             if word != "started":
                 return describe_end(word, int(value))
-    return "ended with its keeper"
+    return "ended with its subreaper"

@@ -1,0 +1,185 @@
+"""Opening a channel to another process by its URL: `serve` on the receiving side, `connect` on the sending one.
+
+async with serve("shm://", TrajectoryGroup) as inbox:            # inbox.url: give it to the senders
+async with connect(url, TrajectoryGroup) as outbox:              # in another process
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar, get_args
+
+from ...schemas import tokenizer_identity
+from ...schemas.control import check_name
+from ...schemas.numbers import finite_number, whole_number
+from ..file_descriptors import available
+from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
+from .keys import ChannelKey
+from .members import DEFAULT_ABSENCE_TIMEOUT_S, Members, OnAbsence
+from .remote_receiver import PeerListener, ReceiverConfig, RemoteReceiver
+from .remote_sender import RemoteSender
+from .shm import connect_shm, serve_shm
+from .tcp import connect_tcp, serve_tcp
+from .transport import R
+
+__all__ = ["DEFAULT_MAX_SENDERS", "connect", "serve"]
+
+DEFAULT_MAX_SENDERS = 64
+"""Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
+
+DESCRIPTORS = {"shm": 12, "tcp": 17}
+"""File descriptors that opening an end takes: its sockets, what is open for a moment, and ZeroMQ's own, once."""
+
+E = TypeVar("E")
+
+
+def serve(
+    url: str,
+    record_type: type[R],
+    *,
+    capacity: int = REMOTE_CAPACITY,
+    capacity_bytes: int = REMOTE_CAPACITY_BYTES,
+    senders: int | None = None,
+    absence_timeout_s: float = DEFAULT_ABSENCE_TIMEOUT_S,
+    on_absence: OnAbsence = "fail",
+    max_senders: int = DEFAULT_MAX_SENDERS,
+    listener: PeerListener | None = None,
+    name: str | None = None,
+    key: ChannelKey | None = None,
+    heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    tokenizer: Any = None,
+    checksum: bool = False,
+) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
+    """The receiving end of a channel, open within the `async with`.
+
+    Args:
+        url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port; beyond loopback, as in
+            `tcp://0.0.0.0:5555`, with a `key`.
+        record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
+        capacity: records that each sender may have in flight; at 1, let go of a record before you ask for the next.
+        capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
+        senders: how many members the stream has: senders with a name that stays the same when they are restarted. It
+            ends when so many have said, by closing, that they are done; one that is absent is awaited. None for senders
+            that need no name: the stream ends when one or more have come and all are gone, and `receive` raises
+            PeerLost for each that did not say that it was done.
+        absence_timeout_s: with `senders`, how long an absent member is awaited: from when it was lost; where it never
+            came, from when the channel opened, or from when the newest of the others came for the first time.
+        on_absence: what follows then: `fail` has `receive` raise MemberAbsent, `continue` goes on as if it were done.
+        max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
+            `max_senders × capacity_bytes`.
+        listener: is told of senders' losses instead of `receive` raising PeerLost.
+        name: who this is, for messages.
+        key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in. On loopback this
+            user's key is used by default; it is made on first use.
+        heartbeat_timeout_s: a sender whose process is stopped, or whose host hangs, for this time is lost; a busy one
+            is not. None waits for it as long as its process exists.
+        tokenizer: what the token ids mean here, or its `TokenizerIdentity`: senders that say another one are refused,
+            those that say none are let in.
+        checksum: senders compute one over every record, and what does not fit it is not received: `receive` raises
+            RecordCorrupted, which is a PeerLost. Costs each end about 2 s for a GB.
+
+    Raises:
+        TypeError: `tokenizer` has no identity.
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
+        ValueError: a name that is too long or not printable, an unknown scheme, a key that is missing, or one that shm
+            has no use for.
+        InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
+        OutOfFileDescriptors: this process has too few left.
+        DiskFull, NotWritable: the folder for the sockets cannot be written; the message names it.
+    """
+    absence_timeout_s = finite_number("absence_timeout_s", absence_timeout_s)
+    if senders is not None:
+        senders = whole_number("senders", senders)
+    if on_absence not in get_args(OnAbsence):
+        raise ValueError(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
+    counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
+    terms = ReceiverConfig(
+        capacity=whole_number("capacity", capacity),
+        capacity_bytes=whole_number("capacity_bytes", capacity_bytes),
+        members=counted,
+        max_senders=whole_number("max_senders", max_senders),
+        listener=listener,
+        name=check_name(name or f"process {os.getpid()}"),
+        key=key,
+        heartbeat_timeout_s=_heartbeat_timeout_s(heartbeat_timeout_s),
+        tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
+        checksum=checksum,
+    )
+    scheme = _scheme(url, key)
+    opened = serve_shm if scheme == "shm" else serve_tcp
+    return _with_descriptors(DESCRIPTORS[scheme], "the receiving end of a channel", opened(url, record_type, terms))
+
+
+def connect(
+    url: str,
+    record_type: type[R],
+    *,
+    name: str | None = None,
+    key: ChannelKey | None = None,
+    heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    tokenizer: Any = None,
+) -> AbstractAsyncContextManager[RemoteSender[R]]:
+    """The sending end of a channel, open within the `async with`.
+
+    Leaving waits until the receiver has everything, or is gone, which `outbox.failure` tells.
+
+    Args:
+        url: what `inbox.url` says.
+        record_type: what the receiver receives.
+        name: what this sender is called, in messages; where the receiver counts members, by which it is known again,
+            so the same after every restart. At most 128 printable characters.
+        key: what the receiver knows too, over tcp; on loopback this user's key by default.
+        heartbeat_timeout_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one
+            is not, except where it is to answer an introduction. None waits for it as long as its process exists.
+        tokenizer: what made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
+
+    Raises:
+        TokenizersDiffer: the receiver has another tokenizer; the message says in what, with both identities.
+        TypeError: `tokenizer` has no identity.
+        NobodyListens: no receiver answers at `url`.
+        ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
+        TooManySenders: the receiver's budget is given out.
+        PeerClosed: the receiver has another key.
+        InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
+        OutOfSharedMemory: the machine has no room for the segment.
+        OutOfFileDescriptors: this process, or the receiver, has too few left.
+        MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
+        InvalidConfig: seconds that are not finite.
+        ValueError: an unknown scheme, a key that is missing, or one that shm has no use for, or a name that is too
+            long or not printable.
+    """
+    heartbeat_timeout_s = _heartbeat_timeout_s(heartbeat_timeout_s)
+    name = check_name(name or "")
+    identity = None if tokenizer is None else tokenizer_identity(tokenizer)
+    scheme = _scheme(url, key)
+    if scheme == "shm":
+        opened = connect_shm(url, record_type, name=name, heartbeat_timeout_s=heartbeat_timeout_s, tokenizer=identity)
+    else:
+        opened = connect_tcp(
+            url, record_type, name=name, key=key, heartbeat_timeout_s=heartbeat_timeout_s, tokenizer=identity
+        )
+    return _with_descriptors(DESCRIPTORS[scheme], "the sending end of a channel", opened)
+
+
+@asynccontextmanager
+async def _with_descriptors(count: int, purpose: str, opened: AbstractAsyncContextManager[E]) -> AsyncIterator[E]:
+    """Open an end of a channel where `count` file descriptors can be had; ZeroMQ would end the process without them."""
+    available(count, purpose)
+    async with opened as end:
+        yield end
+
+
+def _heartbeat_timeout_s(heartbeat_timeout_s: float | None) -> float | None:
+    return None if heartbeat_timeout_s is None else finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
+
+
+def _scheme(url: str, key: ChannelKey | None) -> str:
+    scheme = url.partition("://")[0]
+    if scheme not in {"shm", "tcp"}:
+        raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+    if scheme == "shm" and key is not None:
+        raise ValueError("expected no key for shm://: its sockets and its memory are this user's alone")
+    return scheme

@@ -1,0 +1,79 @@
+"""Several records at a time, for stages that do many as cheaply as one: numpy asks more for a call than for a value.
+
+Only the first record is waited for; those that are there already come with it. So nothing is held back to make a
+handful, and a stage that keeps up works on one record at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Generic, Self, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from .channels.channel import ReceiveChannel, SendChannel
+
+__all__ = ["MAX_CHUNK", "receive_chunks", "send_all"]
+
+T = TypeVar("T")
+
+MAX_CHUNK = 16
+"""Records that are taken at once: what a call costs is shared by enough, and the event loop is not held up for long."""
+
+
+def receive_chunks(inbox: ReceiveChannel[T], most: int = MAX_CHUNK) -> AsyncIterator[list[T]]:
+    """Iterate over the records of `inbox`, 1 to `most` of them at a time, in order, until the stream ends.
+
+    Raises:
+        PeerLost: as `receive` does, once the records before it were given.
+    """
+    return _Chunks(inbox, most)
+
+
+class _Chunks(Generic[T]):
+    """The iterator."""
+
+    __slots__ = ("_failure", "_inbox", "_most", "_until_checkpoint")
+
+    def __init__(self, inbox: ReceiveChannel[T], most: int) -> None:
+        self._inbox = inbox
+        self._most = most
+        self._until_checkpoint = most
+        """Records that are taken before other tasks must have had their turn."""
+        self._failure: Exception | None = None
+        """What came behind the records that were given last: it is told once, so it is kept."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[T]:
+        try:
+            records = [await self._first()]
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+        try:
+            with suppress(anyio.WouldBlock):
+                while len(records) < self._most:
+                    records.append(self._inbox.receive_nowait())
+        except Exception as error:  # noqa: BLE001 (raised by the next call)
+            self._failure = error
+        self._until_checkpoint -= len(records)
+        return records
+
+    async def _first(self) -> T:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = self._most
+            await anyio.lowlevel.checkpoint()
+        return await self._inbox.receive()
+
+
+async def send_all(outbox: SendChannel[T], records: list[T]) -> None:
+    """Hand over `records` in order, and let go of each as it leaves: it may lie in a producer's slots."""
+    records.reverse()
+    while records:
+        await outbox.send(records.pop())

@@ -1,0 +1,273 @@
+"""What lies between two stages while a pipeline runs: a channel, and a count of the trajectories that pass.
+
+A stage is given a `CountingSendChannel`, which is the sending end of its channel with two things added: trajectories
+are counted, and behind a source they are admitted to the ledger, so that a source of one's own need not know that there
+is one. What a source sends a second time goes no further than here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+import anyio.lowlevel
+
+from ..schemas import GroupId, TrainBatch, TrajectoryGroup
+from .channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
+from .channels.memory import CHECKPOINT_EVERY
+from .channels.protocols import AsyncCloseable, AsyncReceiver
+from .ledger import Ledger
+from .repetition_sets import exclude
+from .statistics import EdgeStatistics
+
+__all__ = ["CountingSendChannel", "Edge", "EdgeCounter", "StoppableReceiveChannel", "trajectories_of"]
+
+T = TypeVar("T")
+
+RECORDS = (TrajectoryGroup, TrainBatch)
+"""Records of which the trajectories are counted."""
+
+
+def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
+    """The repetitions of each prompt that `record` holds; nothing where it is neither a group nor a batch."""
+    if isinstance(record, TrajectoryGroup):
+        yield record.id, record.repetition_ids.tolist()
+    elif isinstance(record, TrainBatch):
+        repetitions = record.repetition_ids.tolist()
+        first = 0
+        for packed in record.groups:
+            yield packed.id, repetitions[first : first + packed.sequences]
+            first += packed.sequences
+
+
+class EdgeCounter:
+    """What is noted of the records that pass from one stage to the next."""
+
+    __slots__ = ("_admits_to", "_leaves", "_on_sent", "trajectories")
+
+    def __init__(
+        self,
+        admits_to: Ledger | None = None,
+        on_sent: Callable[[], None] | None = None,
+        *,
+        leaves: Ledger | None = None,
+    ) -> None:
+        self.trajectories = 0
+        """How many have passed."""
+        self._admits_to = admits_to
+        """The ledger, behind a source."""
+        self._on_sent = on_sent
+        """Called after every record, in a worker: passes on what was observed meanwhile."""
+        self._leaves = leaves
+        """The ledger, at the end of a fragment: what leaves it is handed over once more, by whoever runs it."""
+
+    def admit(self, record: T) -> T | None:
+        """`record` is about to be sent: what of it may go; None where all of it are copies.
+
+        Raises:
+            InvalidRecord: a column of it is no array, or one of another dtype. So the stage that sends it is blamed.
+        """
+        if not isinstance(record, RECORDS):
+            return record
+        record.schema.check_types(record)
+        if self._admits_to is None and self._leaves is None:
+            return record
+        admitted: TrajectoryGroup | TrainBatch | None = record
+        if self._admits_to is not None and (copies := self._admits_to.hand_over(record)):
+            admitted = exclude(cast("TrajectoryGroup", record), copies)  # in a batch they are an error
+        if self._leaves is not None and admitted is not None:
+            self._leaves.take_back(admitted)
+        return cast("T | None", admitted)
+
+    def take_back(self, record: object) -> None:
+        """`record` was admitted and could not be sent."""
+        if self._admits_to is not None and isinstance(record, RECORDS):
+            self._admits_to.take_back(record)
+
+    def count(self, record: object) -> None:
+        """`record` has passed."""
+        if isinstance(record, RECORDS):
+            self.trajectories += len(record)
+        if self._on_sent is not None:
+            self._on_sent()
+
+
+@dataclass(slots=True, eq=False)
+class _OpenEnds:
+    """What an outbox and its clones share."""
+
+    open: list[CountingSendChannel[Any]] = field(default_factory=list)
+    waited_s: float = 0.0
+    """How long those waited that are closed."""
+
+
+class CountingSendChannel(AsyncCloseable, Generic[T]):
+    """The sending end that a stage is given; see `SendChannel`."""
+
+    __slots__ = ("_end", "_ends", "_passage")
+
+    def __init__(self, end: SendChannel[T], passage: EdgeCounter, ends: _OpenEnds | None = None) -> None:
+        self._end = end
+        self._passage = passage
+        self._ends = ends or _OpenEnds()
+        self._ends.open.append(self)
+
+    def __repr__(self) -> str:
+        return f"<CountingSendChannel of {self._end!r}>"
+
+    async def send(self, record: T, /) -> None:
+        """Hand over `record`; see `SendChannel.send`."""
+        admitted = self._passage.admit(record)
+        if admitted is None:
+            await anyio.lowlevel.checkpoint()  # one that sends nothing but copies lets others run too
+            return
+        try:
+            await self._end.send(admitted)
+        except BaseException:
+            self._passage.take_back(admitted)
+            raise
+        self._passage.count(admitted)
+
+    def send_nowait(self, record: T, /) -> None:
+        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        admitted = self._passage.admit(record)
+        if admitted is None:
+            return
+        try:
+            self._end.send_nowait(admitted)
+        except BaseException:
+            self._passage.take_back(admitted)
+            raise
+        self._passage.count(admitted)
+
+    def clone(self) -> CountingSendChannel[T]:
+        """Another sending end of the same channel; see `SendChannel.clone`."""
+        return CountingSendChannel(self._end.clone(), self._passage, self._ends)
+
+    async def aclose(self) -> None:
+        """Close this end. AsyncCloseable twice is fine."""
+        if self in self._ends.open:
+            self._ends.open.remove(self)
+            self._ends.waited_s += self._end.statistics().waited_s
+            await self._end.aclose()
+
+    async def close_all(self) -> None:
+        """Close this end and its clones: the stage has returned, so nobody will."""
+        with anyio.CancelScope(shield=True):
+            while self._ends.open:
+                await self._ends.open[-1].aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """What this end holds and waits for."""
+        return self._end.statistics()
+
+    @property
+    def all_closed(self) -> bool:
+        """Whether this end and its clones are closed: nothing more comes."""
+        return not self._ends.open
+
+    @property
+    def waits(self) -> tuple[bool, float]:
+        """Whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
+        taken = [end.statistics() for end in self._ends.open]
+        return any(each.waiting_for for each in taken), self._ends.waited_s + sum(each.waited_s for each in taken)
+
+
+class StoppableReceiveChannel(AsyncReceiver[T]):
+    """The receiving end that a sink is given, of which the run can end the stream; see `ReceiveChannel`."""
+
+    __slots__ = ("_end", "_ended", "_until_checkpoint", "_waiting")
+
+    def __init__(self, end: ReceiveChannel[T]) -> None:
+        self._end = end
+        self._ended = False
+        self._until_checkpoint = CHECKPOINT_EVERY
+        self._waiting: set[anyio.CancelScope] = set()
+
+    def __repr__(self) -> str:
+        return f"<StoppableReceiveChannel of {self._end!r}>"
+
+    def end(self) -> None:
+        """End the stream here, whatever else was sent."""
+        self._ended = True
+        for scope in self._waiting:
+            scope.cancel()
+
+    async def receive(self) -> T:
+        """Return the next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        self._until_checkpoint -= 1
+        if self._until_checkpoint <= 0:
+            self._until_checkpoint = CHECKPOINT_EVERY
+            await anyio.lowlevel.checkpoint()
+        try:
+            return self.receive_nowait()  # a cancel scope for each record would cost more than to receive it
+        except anyio.WouldBlock:
+            pass
+        self._until_checkpoint = CHECKPOINT_EVERY
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                return await self._end.receive()
+            finally:
+                self._waiting.discard(scope)
+        raise anyio.EndOfStream
+
+    def receive_nowait(self) -> T:
+        """Return the next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        self._refuse_after_end()
+        return self._end.receive_nowait()
+
+    def _refuse_after_end(self) -> None:
+        if self._ended:
+            raise anyio.EndOfStream
+
+    async def aclose(self) -> None:
+        """Close this end. AsyncCloseable twice is fine."""
+        await self._end.aclose()
+
+    def statistics(self) -> ChannelStatistics:
+        """Return what this end holds and waits for."""
+        return self._end.statistics()
+
+
+class Edge:
+    """One joint of a running pipeline."""
+
+    def __init__(
+        self,
+        upstream: str,
+        downstream: str,
+        inbox: ReceiveChannel[Any],
+        passage: EdgeCounter,
+        outbox: CountingSendChannel[Any] | None,
+    ) -> None:
+        self.upstream = upstream
+        self.downstream = downstream
+        self.inbox = inbox
+        self.outbox = outbox
+        """None where the sending ends are in other processes."""
+        self.passage = passage
+
+    def statistics(self) -> EdgeStatistics:
+        """What lies between the two stages now."""
+        return EdgeStatistics(
+            upstream=self.upstream,
+            downstream=self.downstream,
+            trajectories=self.passage.trajectories,
+            channel=self.inbox.statistics(),
+        )
+
+    @property
+    def starved(self) -> bool:
+        """Whether the stage downstream waits for records."""
+        return self.inbox.statistics().waiting_for == "record"
+
+    @property
+    def congested(self) -> bool:
+        """Whether the stage upstream waits for credit; for one in processes, whether all of them have used theirs."""
+        if self.outbox is not None:
+            return self.outbox.waits[0]
+        channel = self.inbox.statistics()
+        return channel.senders > 0 and channel.fill >= 1

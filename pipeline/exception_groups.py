@@ -1,0 +1,72 @@
+"""Exception groups, told as what they mostly are: one failure, and tasks that were cancelled because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["all_of", "alone", "consists_of", "first_exception", "single_exception"]
+
+
+def single_exception(error: BaseException) -> BaseException:
+    """The only exception within `error`, however deep its groups are nested; `error` itself where there are several.
+
+    >>> single_exception(ExceptionGroup("tasks", [ExceptionGroup("more tasks", [ValueError("the cause")])]))
+    ValueError('the cause')
+    """
+    cause = error
+    while isinstance(cause, BaseExceptionGroup):
+        if len(cause.exceptions) != 1:
+            return error
+        (cause,) = cause.exceptions
+    return cause
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What a single task of the body's task group fails of comes out as itself, with the cause that it has.
+
+    >>> with alone():
+    ...     raise ExceptionGroup("tasks", [ValueError("the cause")])
+    Traceback (most recent call last):
+    ValueError: the cause
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        cause = single_exception(group)
+        raise cause from cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def first_exception(error: BaseException, kind: type[BaseException]) -> BaseException:
+    """The first exception within `error` where all are of one `kind`, the others noted on it; else its sole cause.
+
+    For equal workers that fail of the same thing in the same moment.
+    """
+    causes = list(_leaves(error))
+    if not all(isinstance(cause, kind) for cause in causes):
+        return single_exception(error)
+    first, *others = causes
+    for other in others:
+        first.add_note(f"besides: {str(other).partition(chr(10))[0]}")
+    return first
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def all_of(error: BaseException, kind: type[BaseException]) -> bool:
+    """Return whether `error` is of one `kind`, or groups that hold nothing else."""
+    return all(isinstance(leaf, kind) for leaf in _leaves(error))
+
+
+def consists_of(error: BaseException, failure: BaseException | None) -> bool:
+    """Whether `error` is `failure`, or groups that hold nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(consists_of(inner, failure) for inner in error.exceptions)
+    return error is failure

@@ -1,0 +1,58 @@
+"""Where a publisher of weights and its subscribers meet: a Unix socket of mode 0600 in a private directory.
+
+The URL names the directory: `weights:///tmp/penstock-4f5g6h`. What is said at the listening is theirs to know.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from ..channels.control_connection import ControlConnection, connect_control
+from ..channels.socket_directory import socket_directory, sweep
+from ..errors import NobodyListens
+
+__all__ = ["connect_publisher", "directory_of", "listening_socket"]
+
+SCHEME = "weights://"
+CONTROL_SOCKET = "control"
+
+
+@contextmanager
+def listening_socket() -> Iterator[tuple[str, socket.socket]]:
+    """A URL and the listening socket behind it; both go when the body ends. Blocks."""
+    with socket_directory() as directory:
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.bind(str(directory / CONTROL_SOCKET))
+            (directory / CONTROL_SOCKET).chmod(0o600)
+            listening.listen()
+            yield f"{SCHEME}{directory}", listening
+        finally:
+            listening.close()
+
+
+def directory_of(url: str) -> Path:
+    """Where the publisher at `url` has its listening."""
+    return Path(url.removeprefix(SCHEME))
+
+
+async def connect_publisher(url: str) -> ControlConnection:
+    """The listening at `url`, from outside.
+
+    Raises:
+        ValueError: `url` is not one of a publisher of weights.
+        NobodyListens: there is no publisher.
+    """
+    if not url.startswith(SCHEME):
+        raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
+    try:
+        return await connect_control(directory_of(url) / CONTROL_SOCKET)
+    except OSError as error:
+        await anyio.to_thread.run_sync(sweep)
+        raise NobodyListens(f"expected a publisher at {url}, got {error.strerror}: is its process running?") from error

@@ -1,0 +1,54 @@
+"""What a child process gets of its parent: a command that starts this interpreter anew, and a pickled value.
+
+The value travels in an anonymous file that the child inherits: two pickles, one of how to prepare the child's
+interpreter and one of the value.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing.spawn
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+from ..channels.shared_memory import scratch
+
+__all__ = ["interpreter_command", "open_payload", "write_payload"]
+
+
+def write_payload(value: object) -> int:
+    """Return the descriptor of a new anonymous file with the two pickles. Blocks."""
+    pickled = pickle.dumps(value)
+    job = scratch("job")
+    with open(job, "wb", closefd=False) as file:
+        file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
+        file.write(pickled)
+    return job
+
+
+def open_payload(job: int) -> io.BytesIO:
+    """Return what the file holds, and close its descriptor."""
+    size = os.fstat(job).st_size
+    file = io.BytesIO(os.pread(job, size, 0))  # siblings share the descriptor's position
+    os.close(job)
+    return file
+
+
+def interpreter_command(module: str, argument: str) -> list[str]:
+    """Return a command that calls `main(argument)` of `module` with this interpreter, its flags and its module path."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 (as multiprocessing does)
+    path = [str(entry) or os.getcwd() for entry in sys.path]  # noqa: PTH109 (a string is wanted)
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1])"
+    return [sys.executable, *flags, "-c", code, argument]
+
+
+def _preparation(*, with_main: bool) -> dict[str, Any]:
+    """Return how a child's interpreter becomes like this one; it imports this script only if the value needs it."""
+    preparation = multiprocessing.spawn.get_preparation_data("penstock worker")
+    unwanted = {"authkey", "start_method", "log_to_stderr", "log_level"}
+    if not with_main:
+        unwanted |= {"init_main_from_name", "init_main_from_path"}
+    return {key: value for key, value in preparation.items() if key not in unwanted}

@@ -1,0 +1,216 @@
+"""Assemblies with one small fault each, for test_mutants: every one breaks a rule that is known by name."""
+
+# ruff: noqa: ARG002 (not to heed an argument may well be the fault)
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock import GroupId, TrajectoryGroup
+from penstock.pipeline.group_buffer import Flush, GroupBuffer, Why
+from penstock.pipeline.repetition_sets import mask_of
+
+__all__ = [
+    "BeginsAnew",
+    "ClosesBeforeItLeaves",
+    "EveryPieceIsGivenTime",
+    "EvictionsAreNotTold",
+    "ExpiresASecondLate",
+    "ExpiresOneAtATime",
+    "KeepsTheRest",
+    "KeepsTheSlot",
+    "LeavesTooEarly",
+    "LeavesTwice",
+    "MergesCopies",
+    "NobodyMakesWay",
+    "RemembersForEver",
+    "RoomIsNotGivenBack",
+    "SwallowsInPassing",
+    "SwallowsTheLate",
+    "TakesCopiesForLate",
+    "TheLastComeLeaveFirst",
+    "TheLateStretchTheirGroup",
+    "TheNewestMakesWay",
+    "WaitsForMore",
+]
+
+
+class MergesCopies(GroupBuffer):
+    """What waits is not compared with what comes."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        gathering = self._waiting.get(piece.id)
+        if gathering is not None:
+            gathering.mask = 0
+        return super().take(piece, now_s)
+
+
+class TakesCopiesForLate(GroupBuffer):
+    """A copy is not told from a straggler."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        parted = super().take(piece, now_s)
+        return [parting._replace(why="late") if parting.why == "duplicate" else parting for parting in parted]
+
+
+class BeginsAnew(GroupBuffer):
+    """A group that has left is forgotten at once."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+        parting = super()._close(group, gathering, why)
+        self._closed.clear()
+        return parting
+
+
+class RemembersForEver(GroupBuffer):
+    """No group that has left is ever forgotten."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+        self._max_closed += 1
+        return super()._close(group, gathering, why)
+
+
+class TheLateStretchTheirGroup(GroupBuffer):
+    """Who comes late is noted as if its group had left just now."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        parted = super().take(piece, now_s)
+        if any(parting.why == "late" for parting in parted):
+            self._closed.pop(piece.id)
+            self._closed[piece.id] = None
+        return parted
+
+
+class LeavesTooEarly(GroupBuffer):
+    """Two make a group of three."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
+        parted = super()._gather(group, mask, piece, gathering)
+        if group in self._waiting and gathering.mask.bit_count() == 2:
+            parted.append(self._close(group, gathering, "whole"))
+        return parted
+
+
+class WaitsForMore(GroupBuffer):
+    """A group of three takes a fourth."""
+
+    def __init__(self, group_size: int, **options: Any) -> None:
+        super().__init__(group_size + 1, **options)
+
+
+class EveryPieceIsGivenTime(GroupBuffer):
+    """The deadline counts from the last piece."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        parted = super().take(piece, now_s)
+        if (gathering := self._waiting.get(piece.id)) is not None:
+            gathering.due_s = now_s + self._deadline_s
+        return parted
+
+
+class ExpiresASecondLate(GroupBuffer):
+    """A group waits beyond its deadline."""
+
+    def expire(self, now_s: float) -> list[Flush]:
+        return super().expire(now_s - 1)
+
+
+class ExpiresOneAtATime(GroupBuffer):
+    """Of groups that are due together, the others leave another time."""
+
+    def expire(self, now_s: float) -> list[Flush]:
+        return [self._close_oldest("overdue")] if self.due_s <= now_s else []
+
+
+class RoomIsNotGivenBack(GroupBuffer):
+    """Bytes of what has left still count."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+        before = self._nbytes
+        parting = super()._close(group, gathering, why)
+        self._nbytes = before
+        return parting
+
+
+class NobodyMakesWay(GroupBuffer):
+    """The stash takes what comes."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
+        return []
+
+
+class TheNewestMakesWay(GroupBuffer):
+    """Who came last leaves first."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
+        crowded = self.groups > self._max_groups or self.nbytes > self._max_bytes
+        return [self._close(group, grown, "evicted")] if crowded else []
+
+
+class EvictionsAreNotTold(GroupBuffer):
+    """Who makes way is gone."""
+
+    def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
+        super()._make_room(group, grown)
+        return []
+
+
+class LeavesTwice(GroupBuffer):
+    """A group that has left whole waits on."""
+
+    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+        waits = group in self._waiting
+        parting = super()._close(group, gathering, why)
+        if why == "whole" and waits:
+            self._waiting[group] = gathering
+            self._nbytes += gathering.nbytes
+        return parting
+
+
+class SwallowsTheLate(GroupBuffer):
+    """Of what is late nothing is told."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        return [parting for parting in super().take(piece, now_s) if parting.why != "late"]
+
+
+class SwallowsInPassing(GroupBuffer):
+    """Of a piece that is refused in part, the rest is not taken."""
+
+    def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
+        refused = mask_of(piece.repetition_ids.tolist()) & ~self._whole
+        if refused:
+            return [*self.expire(now_s), Flush(piece.id, refused, "beyond")]
+        return super().take(piece, now_s)
+
+
+class TheLastComeLeaveFirst(GroupBuffer):
+    """Groups that are due together leave in any order."""
+
+    def expire(self, now_s: float) -> list[Flush]:
+        return super().expire(now_s)[::-1]
+
+
+class KeepsTheSlot(GroupBuffer):
+    """What waits lies where it came from."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
+        parted = super()._gather(group, mask, piece, gathering)
+        gathering.pieces[-1] = piece
+        return parted
+
+
+class ClosesBeforeItLeaves(GroupBuffer):
+    """A group that waits is taken for one that has left."""
+
+    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
+        parted = super()._gather(group, mask, piece, gathering)
+        self._closed[group] = None
+        return parted
+
+
+class KeepsTheRest(GroupBuffer):
+    """What waits when the stream ends waits on."""
+
+    def finish(self) -> list[Flush]:
+        return []

@@ -1,0 +1,30 @@
+"""Every order in which pieces of a few groups, copies of them and deadlines can come, searched to the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.models.group_buffer_model import states
+
+SCOPES: dict[str, tuple[dict[str, Any], int]] = {
+    "two groups, every piece of which may come twice": (
+        {"prompts": 2, "most": 2, "ticks": 3, "max_groups": 2, "max_closed": 2},
+        2_240,
+    ),
+    "three groups that share two places, of which one is remembered": (
+        {"prompts": 3, "most": 1, "ticks": 2, "max_groups": 2, "max_closed": 1},
+        2_972,
+    ),
+}
+"""What is searched, and how many states that comes to: a rule too, as in test_channel_model."""
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_every_rule_holds_in_every_state(scope: str) -> None:
+    limits, expected = SCOPES[scope]
+
+    searched = states(**limits)
+
+    print(f"{scope}: {searched} states")  # noqa: T201 (a search says how far it went)
+    assert searched == expected

@@ -1,0 +1,60 @@
+"""What a receiver owes its senders is told, whatever dies in which thread while it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio.lowlevel
+
+from penstock.pipeline.channels.credit_returns import COALESCE_TICKS, CreditReturner
+from penstock.pipeline.channels.peer import Peer
+from penstock.schemas.control import PROTOCOL_VERSION, Connect, CreditGrant, Message
+from penstock.schemas.descriptor import Descriptor
+
+RECORD = Descriptor(sequence=1, records=1, slot=0, slots=1, generation=1, nbytes=64)
+
+
+class Watched(Peer):
+    """A peer whose last record is let go of just after the loop has counted what was, as another thread may do."""
+
+    late: Descriptor | None = RECORD
+
+    def collect_releases(self) -> None:
+        super().collect_releases()
+        if self.late is not None:
+            released, self.late = self.late, None
+            self.release(released, 1)
+
+
+def a_peer(kind: Callable[..., Peer], answers: CreditReturner) -> Peer:
+    return kind(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 7), answers.schedule, 32)
+
+
+async def test_what_is_released_while_the_loop_looks_is_told_to_a_sender_that_waits_for_it() -> None:
+    said: list[Message] = []
+    answers = CreditReturner(lambda _, message: said.append(message))
+    peer = a_peer(Watched, answers)
+    peer.credit_requested = True
+    answers.schedule(peer)
+
+    for _ in range(2 * COALESCE_TICKS):
+        await anyio.lowlevel.checkpoint()
+
+    assert said == [CreditGrant(((0, 1, 1),))]
+
+
+async def test_a_sender_that_wants_nothing_is_told_nothing_until_much_is_owed() -> None:
+    said: list[Message] = []
+    answers = CreditReturner(lambda _, message: said.append(message))
+    peer = a_peer(Peer, answers)
+
+    for _ in range(31):
+        peer.release(RECORD, 1)
+    for _ in range(2 * COALESCE_TICKS):
+        await anyio.lowlevel.checkpoint()
+    assert said == []
+
+    peer.release(RECORD, 1)
+    await anyio.lowlevel.checkpoint()
+    await anyio.lowlevel.checkpoint()
+    assert said == [CreditGrant(((0, 1, 1),) * 32)]

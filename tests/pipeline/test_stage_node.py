@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack
+
+from penstock import SendChannel, TrainBatch, TrajectoryGroup, each, here, source
+from penstock.pipeline.stage_node import StageNode, name_of, named, sends, wire_type
+
+
+async def judge(group: TrajectoryGroup) -> TrajectoryGroup:
+    return group
+
+
+def test_what_a_stage_sends_is_read_from_its_outbox() -> None:
+    assert sends(Count(1)) is int
+    assert sends(Pack()) is TrainBatch
+    assert sends(Collect()) is None
+
+
+def test_what_a_flow_sends_is_what_its_last_stage_sends() -> None:
+    assert sends(source(Groups(1)).then(Pack())) is TrainBatch
+    assert sends(source(Groups(1)).then(each(judge))) is TrajectoryGroup
+
+
+def test_a_stage_that_does_not_say_is_taken_to_send_groups() -> None:
+    class Untyped:
+        async def run(self, outbox: Any) -> None: ...
+
+    class Unresolved:
+        async def run(self, outbox: SendChannel[Unknown]) -> None: ...  # type: ignore[name-defined]  # noqa: F821 (so it is)
+
+    assert sends(Untyped()) is sends(Unresolved()) is None
+    assert wire_type(Untyped()) is TrajectoryGroup
+
+
+def test_a_stage_is_called_like_its_class_unless_it_says_otherwise() -> None:
+    assert name_of(Count(1)) == "Count"
+    assert name_of(each(judge)) == "judge"
+
+
+def test_equal_names_get_numbers() -> None:
+    links = named(StageNode(Double(), "", here()) for _ in range(3))
+
+    assert [link.name for link in links] == ["Double", "Double 2", "Double 3"]

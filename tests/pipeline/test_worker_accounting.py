@@ -1,0 +1,240 @@
+"""What workers hold, in the books of the run: without processes, which only make it hard to see."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock import TrajectoryGroup, TrajectoryId
+from penstock.accounting import Ledger, Metrics
+from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
+from penstock.pipeline.channels.peer import Peer
+from penstock.pipeline.edge import EdgeCounter
+from penstock.pipeline.processes.shared_counters import SharedCounters
+from penstock.pipeline.processes.worker_accounting import RelayAccounting, SourceAccounting, WorkerListener
+from penstock.pipeline.processes.worker_messages import Ending, WorkerReport
+from penstock.pipeline.telemetry import Observations
+from penstock.schemas.control import PROTOCOL_VERSION, Connect
+from penstock.testing import group
+
+WORKER = "Sample 1/2"
+KILLED = "Sample 1/2 (pid 7) was killed by SIGKILL"
+
+
+def peer(name: str = WORKER) -> Peer:
+    return Peer(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", name, 7), lambda _: None, 1)
+
+
+def news(
+    observations: Observations | None = None,
+    endings: list[Ending] | None = None,
+    reasons: dict[str, dict[str, int]] | None = None,
+) -> bytes:
+    return msgspec.msgpack.encode(WorkerReport(observations, endings or [], reasons or {}))
+
+
+class Source:
+    """A source's worker as the books see it: it writes its page, and what it sends is received."""
+
+    def __init__(self) -> None:
+        self.ledger, self.metrics, self.passage = Ledger(), Metrics(), EdgeCounter()
+        self.books = SourceAccounting(self.ledger, self.metrics, self.passage)
+        fd = self.books.open(WORKER)
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self.account = SharedCounters(self._memory)
+        os.close(fd)
+
+    def close(self) -> None:
+        self.account.close()
+        self._memory.close()
+        self.books.close()
+
+    def sends(self, record: TrajectoryGroup) -> None:
+        self.account.admit(len(record))
+        self.books.received(peer(), record)
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    made = Source()
+    yield made
+    made.close()
+
+
+def test_what_a_worker_samples_is_in_flight_before_it_arrives(source: Source) -> None:
+    source.account.admit(8)
+
+    assert source.ledger.balance().in_flight == 8
+
+
+def test_what_arrives_is_in_these_books_and_counted_once(source: Source) -> None:
+    source.sends(group())
+
+    assert source.ledger.balance().in_flight == source.ledger.in_flight == source.passage.trajectories == 2
+
+
+def test_of_what_arrives_twice_only_the_rest_goes_on(source: Source) -> None:
+    source.sends(group(repetition_ids=[0, 1]))
+    source.account.admit(4)
+
+    rest = source.books.received(peer(), group(repetition_ids=[1, 2]))
+    nothing = source.books.received(peer(), group(repetition_ids=[0, 2]))
+
+    assert rest.repetition_ids.tolist() == [2]
+    assert nothing is None
+    assert source.passage.trajectories == source.ledger.balance().in_flight == 3
+    assert source.ledger.balance().reasons["rejected"] == {"in flight already": 3}
+
+
+@pytest.mark.parametrize("drained_first", [True, False])
+def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
+    source: Source,
+    drained_first: bool,  # noqa: FBT001 (a parameter)
+) -> None:
+    source.sends(group())
+    source.account.admit(3)
+    steps: list[Callable[[], None]] = [
+        lambda: source.books.lost(peer(), PeerLost()),
+        lambda: source.books.ended(WORKER, KILLED),
+    ]
+    first, second = steps if drained_first else reversed(steps)
+
+    first()
+    assert source.ledger.balance().ended["lost"] == 0
+    second()
+
+    balance = source.ledger.balance()
+    assert balance.reasons["lost"] == {KILLED: 3}
+    assert (balance.admitted, balance.in_flight) == (5, 2)
+
+
+def test_the_page_of_a_worker_that_died_before_it_connected_is_not_kept(source: Source) -> None:
+    pages = _mapped_pages()
+    os.close(source.books.open("a second worker"))
+
+    source.books.ended("a second worker", KILLED, connected=False)
+
+    assert _mapped_pages() == pages
+
+
+def _mapped_pages() -> int:
+    return Path("/proc/self/maps").read_text().count("account")
+
+
+def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(source: Source) -> None:
+    source.account.admit(5)
+    source.account.end("failed", 3)
+    source.account.end("filtered", 1)
+
+    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+
+    balance = source.ledger.balance()
+    assert balance.reasons["failed"] == {"timeout": 2, f"in {WORKER}": 1}
+    assert balance.reasons["filtered"] == {f"in {WORKER}": 1}
+    assert balance.balanced
+
+
+def test_reasons_outlive_their_worker(source: Source) -> None:
+    source.account.admit(2)
+    source.account.end("failed", 2)
+    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+
+    source.books.close()
+
+    assert source.ledger.balance().reasons["failed"] == {"timeout": 2}
+
+
+def test_metrics_of_a_worker_join_those_of_the_run(source: Source) -> None:
+    source.books.observed(peer(), news(Observations({"reward": (3.0, 2.0)}, {}, {}, {}, {})))
+
+    assert source.metrics.emit(1)["reward"] == 1.5
+
+
+def test_news_that_are_none_are_refused_as_a_breach_of_the_protocol(source: Source) -> None:
+    with pytest.raises(ProtocolMismatch, match="expected the news of a worker from Sample 1/2"):
+        source.books.observed(peer(), b"no news")
+
+
+def test_a_sender_that_is_no_worker_is_admitted_here(source: Source) -> None:
+    source.books.received(peer("a stranger"), group())
+
+    assert source.ledger.balance().admitted == 2
+
+
+class Middle:
+    """A middle stage's worker as the books see it."""
+
+    def __init__(self) -> None:
+        self.ledger, self.passage = Ledger(), EdgeCounter()
+        self.books = RelayAccounting(self.ledger, Metrics(), self.passage)
+        os.close(self.books.open(WORKER))
+        self.group = group(completion_lengths=[1, 2, 3])
+        self.ledger.admit(self.group.id, [0, 1, 2])
+        self.books.handed(WORKER, self.group)
+
+
+def test_what_comes_back_from_a_middle_worker_is_not_lost_with_it() -> None:
+    middle = Middle()
+
+    middle.books.received(peer(), middle.group)
+    middle.books.lost(peer(), PeerLost())
+    middle.books.ended(WORKER, KILLED)
+
+    assert middle.ledger.balance().ended["lost"] == 0
+    assert middle.passage.trajectories == 3
+
+
+def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost() -> None:
+    middle = Middle()
+
+    middle.books.observed(peer(), news(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
+    middle.books.ended(WORKER, KILLED)
+    middle.books.parted(peer())
+
+    balance = middle.ledger.balance()
+    assert balance.reasons["filtered"] == {"too short": 2}
+    assert balance.reasons["lost"] == {KILLED: 1}
+
+
+def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
+    middle = Middle()
+    other = group(instance_id="other")
+    middle.ledger.admit(other.id, [0, 1])
+
+    middle.books.observed(peer(), news(endings=[Ending(other.id, [0, 1], "filtered", "not its own")]))
+
+    assert middle.ledger.balance().ended["filtered"] == 0
+
+
+def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
+    middle = Middle()
+
+    middle.books.returned(WORKER, middle.group)
+    middle.books.close()
+
+    assert middle.ledger.in_flight == 3
+
+
+@pytest.mark.parametrize("kind", [SourceAccounting, RelayAccounting])
+def test_closing_twice_is_fine(kind: type[SourceAccounting | RelayAccounting]) -> None:
+    ledger = Ledger()
+    books: WorkerListener = kind(ledger, Metrics(), EdgeCounter())
+    os.close(books.open(WORKER))
+
+    books.close()
+    books.close()
+
+    assert ledger.balance().in_flight == 0
+
+
+def test_a_lost_trajectory_stays_lost_however_late_the_rest_of_its_group_ends() -> None:
+    middle = Middle()
+    middle.books.close("the run ended")
+
+    with pytest.raises(LedgerImbalance, match="is not in flight"):
+        middle.ledger.end([TrajectoryId(*middle.group.id, 0)], "trained")

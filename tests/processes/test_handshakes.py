@@ -1,0 +1,156 @@
+"""The moments in which senders are let in: many at once, and one that dies right then."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+from anyio.abc import UNIXSocketStream
+from tests.failsafe import FAILSAFE_S
+
+from penstock import TrajectoryGroup
+from penstock.channels import connect, connect_with_replay, serve
+from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost, TokenizersDiffer
+from penstock.pipeline.channels.control_connection import ControlConnection
+from penstock.pipeline.channels.handshake import offer_segment
+from penstock.pipeline.channels.segment import SegmentWriter
+from penstock.policies import TokenizerIdentity, tokenizer_identity
+from penstock.schemas import control
+from penstock.testing import group
+
+
+def frame(message: control.Message) -> bytes:
+    body = control.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+async def test_as_many_senders_as_there_may_be_can_come_at_once(url: str) -> None:
+    senders = 4
+
+    async def send(to: str, number: int) -> None:
+        async with connect(to, TrajectoryGroup, name=f"member {number}") as outbox:
+            await outbox.send(group())
+
+    async with (
+        serve(url, TrajectoryGroup, capacity_bytes=2**20, senders=senders, max_senders=senders) as inbox,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(senders):
+            tasks.start_soon(send, inbox.url, number)
+        received = [record async for record in inbox]
+
+        assert len(received) == senders
+
+
+def knock_and_die(url: str) -> None:
+    """Introduce a sender fully, and die before it is told that it was let in."""
+    hello = control.Connect(control.PROTOCOL_VERSION, "shm", "group", b"p" + bytes(15), "short-lived", 1)
+    with socket.socket(socket.AF_UNIX) as control_connection:
+        control_connection.connect(str(Path(url.removeprefix("shm://")) / "control"))
+        control_connection.sendall(frame(hello))
+        control_connection.recv(4096)
+        segment = SegmentWriter(16, 4096)
+        offer = control.SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes)
+        socket.send_fds(control_connection, [frame(offer)], [segment.fd])
+        segment.close()
+
+
+async def test_a_sender_that_dies_as_it_is_let_in_does_not_keep_the_stream_open() -> None:
+    for _ in range(5):
+        async with serve("shm://", TrajectoryGroup) as inbox:
+            await anyio.to_thread.run_sync(knock_and_die, inbox.url)
+
+            with anyio.fail_after(FAILSAFE_S):
+                with pytest.raises(PeerLost, match="short-lived"):
+                    await inbox.receive()
+                with pytest.raises(anyio.EndOfStream):
+                    await inbox.receive()
+
+
+async def door_that_closed_after(*said: control.Message) -> ControlConnection:
+    """The sender's side of a door whose receiver said this, and went without listening."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    for message in said:
+        theirs.sendall(frame(message))
+    theirs.close()
+    return ControlConnection(await UNIXSocketStream.from_socket(ours))
+
+
+async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_broken_socket() -> None:
+    async with await door_that_closed_after() as control_connection:
+        with pytest.raises(PeerClosed, match="closed the connection without an answer"):
+            await offer_segment(control_connection, control.SegmentOffer(1, 4096, 4096))
+
+
+async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
+    async with await door_that_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
+        with pytest.raises(OutOfSharedMemory, match="the receiver refused: no room"):
+            await offer_segment(control_connection, control.SegmentOffer(1, 4096, 4096))
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer, as far as its identity goes."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+OURS, THEIRS = Words("yes", "no"), Words("no", "yes")
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("told", [THEIRS, tokenizer_identity(THEIRS)])
+async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
+    url: str, told: Words | TokenizerIdentity
+) -> None:
+    async with serve(url, TrajectoryGroup, tokenizer=OURS) as inbox:
+        with pytest.raises(TokenizersDiffer) as refused:
+            async with connect(inbox.url, TrajectoryGroup, name="sampler", tokenizer=told):
+                pass
+        rejected = inbox.rejected
+        async with connect(inbox.url, TrajectoryGroup, tokenizer=OURS) as outbox:
+            await outbox.send(group())
+
+    first, *identities = str(refused.value).splitlines()
+    assert first == "the receiver refused: the receiver and sampler have tokenizers of different vocabulary"
+    assert identities == [f"  {tokenizer_identity(OURS)}", f"  {tokenizer_identity(THEIRS)}"]
+    assert rejected == 1
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize(("here", "there"), [(OURS, Words("yes", "no")), (OURS, None), (None, THEIRS)])
+async def test_equal_tokenizers_are_let_in_and_so_is_who_does_not_say(
+    url: str, here: Words | None, there: Words | None
+) -> None:
+    async with serve(url, TrajectoryGroup, tokenizer=here) as inbox:
+        async with connect(inbox.url, TrajectoryGroup, tokenizer=there) as outbox:
+            await outbox.send(group())
+            received = await inbox.receive()
+
+        assert received.id == group().id
+        assert not inbox.rejected
+
+
+async def test_a_sender_that_outlives_its_receiver_does_not_ask_again_where_it_has_another_tokenizer() -> None:
+    async with serve("shm://", TrajectoryGroup, tokenizer=OURS) as inbox:
+        with anyio.fail_after(FAILSAFE_S), pytest.raises(TokenizersDiffer, match="different vocabulary"):
+            async with connect_with_replay(inbox.url, tokenizer=THEIRS) as outbox:
+                await outbox.send(group())
+
+
+async def test_a_tokenizer_without_an_identity_is_no_answer() -> None:
+    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+        serve("shm://", TrajectoryGroup, tokenizer=object())
+    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+        connect("shm:///nowhere", TrajectoryGroup, tokenizer=object())

@@ -1,0 +1,214 @@
+"""What a channel does when the process at its other end is stopped: its door stays open, and it says nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket as sockets
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from subprocess import Popen
+
+import anyio
+import anyio.to_thread
+import pytest
+from tests.failsafe import FAILSAFE_S
+from tests.processes.children import child, line
+from tests.processes.worker_sinks import Commit
+from tests.processes.worker_stages import Judge, Sample, SampleAndDie
+
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
+from penstock.channels import connect, serve
+from penstock.errors import NobodyListens, PeerLost
+from penstock.pipeline.processes import workers
+from penstock.testing import group
+
+SILENCE_S = 5.0
+"""Longer than a process waits for a core on a busy machine."""
+
+KINDS = ["shm://", "tcp://127.0.0.1:0"]
+
+SENDER = """
+    import ctypes, sys, anyio
+    from penstock import TrajectoryGroup
+    from penstock.channels import connect
+    from penstock.errors import PeerClosed
+    from penstock.testing import group
+
+    async def main(url, busy_ms):
+        try:
+            async with connect(url, TrajectoryGroup, name="the sender") as outbox:
+                await outbox.send(group(instance_id="0"))
+                await anyio.sleep(0)
+                print("sent", flush=True)
+                ctypes.PyDLL(None).usleep(1000 * busy_ms)  # nobody else gets the interpreter meanwhile
+                for number in range(1, 100):
+                    await outbox.send(group(instance_id=str(number)))
+        except PeerClosed as error:
+            print(error, flush=True)
+
+    anyio.run(main, sys.argv[1], int(sys.argv[2]))
+"""
+
+RECEIVER = """
+    import ctypes, sys, anyio
+    from penstock import TrajectoryGroup
+    from penstock.channels import serve
+
+    async def main(url, busy_ms):
+        async with serve(url, TrajectoryGroup, capacity=2, name="the receiver") as inbox:
+            print(inbox.url, flush=True)
+            await inbox.receive()
+            print("received", flush=True)
+            ctypes.PyDLL(None).usleep(1000 * busy_ms)
+            async for _ in inbox:
+                pass
+
+    anyio.run(main, sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def stop(process: Popen[str]) -> None:
+    """Stop a process, and wait until it stands still."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
+async def status(process: Popen[str]) -> int:
+    """How a process ends, to which this one goes on listening."""
+    return await anyio.to_thread.run_sync(process.wait, FAILSAFE_S)
+
+
+async def receive_into(came: list[int], inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+    """Receive until that fails, and note which records came."""
+    while True:
+        came.append(int((await inbox.receive()).instance_id))
+
+
+async def send_into(outbox: SendChannel[TrajectoryGroup]) -> None:
+    """Send until that fails."""
+    while True:
+        await outbox.send(group())
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wakes(url: str) -> None:
+    async with serve(url, TrajectoryGroup, capacity=4, heartbeat_timeout_s=SILENCE_S) as inbox:
+        with child(SENDER, inbox.url, "0") as sender:
+            assert await line(sender) == "sent"
+
+            stop(sender)
+            came = list[int]()
+            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. was silent for {SILENCE_S} s"):
+                await receive_into(came, inbox)
+
+            assert came == list(range(len(came)))
+            sender.send_signal(signal.SIGCONT)
+            assert "gave this sender up: the sender" in await line(sender)
+            with pytest.raises(anyio.EndOfStream):
+                await inbox.receive()
+
+
+@pytest.mark.parametrize("url", KINDS)
+async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url: str) -> None:
+    with child(RECEIVER, url, "0") as receiver:
+        async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=SILENCE_S) as outbox:
+            await outbox.send(group())
+            assert await line(receiver) == "received"
+
+            stop(receiver)
+            with pytest.raises(
+                PeerLost, match=rf"the receiver, was silent for {SILENCE_S} s, for its process was stopped"
+            ):
+                await send_into(outbox)
+        receiver.send_signal(signal.SIGCONT)
+        assert await status(receiver) == 1  # PeerLost: its sender closed the door without a goodbye
+
+
+async def test_who_is_busy_for_longer_than_that_is_not_silent() -> None:
+    here, there = KINDS
+    busy_ms = str(int(1000 * 2 * SILENCE_S))
+    async with serve(here, TrajectoryGroup, capacity=2, heartbeat_timeout_s=SILENCE_S) as inbox:
+        with child(SENDER, inbox.url, busy_ms) as sender, child(RECEIVER, there, busy_ms) as receiver:
+            async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=SILENCE_S) as outbox:
+                assert await line(sender) == "sent"
+
+                for _ in range(100):
+                    await outbox.send(await inbox.receive())
+                assert outbox.failure is None
+
+            assert await status(receiver) == await status(sender) == 0
+
+
+async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> None:
+    with child(RECEIVER, "shm://", "0") as receiver:
+        url = await line(receiver)
+        stop(receiver)
+
+        with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
+            async with connect(url, TrajectoryGroup, heartbeat_timeout_s=0.05):
+                pass
+
+
+@pytest.mark.parametrize("family", [sockets.AF_UNIX, sockets.AF_INET])
+async def test_so_is_one_whose_door_has_no_room_for_more_who_wait(family: int, tmp_path: Path) -> None:
+    """As it has none when its process is stopped for long enough, and many come."""
+    with ExitStack() as stack:
+        control_connection = stack.enter_context(sockets.socket(family))
+        control_connection.bind(str(tmp_path / "control") if family == sockets.AF_UNIX else ("127.0.0.1", 0))
+        control_connection.listen(0)
+        for _ in range(3):
+            before = stack.enter_context(sockets.socket(family))
+            before.setblocking(False)
+            with suppress(BlockingIOError):
+                before.connect(control_connection.getsockname())
+        url = (
+            f"shm://{tmp_path}"
+            if family == sockets.AF_UNIX
+            else f"tcp://127.0.0.1:{control_connection.getsockname()[1]}"
+        )
+
+        with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
+            async with connect(url, TrajectoryGroup, heartbeat_timeout_s=0.05):
+                pass
+
+
+async def test_without_a_bound_a_stopped_sender_is_waited_for() -> None:
+    async with serve("shm://", TrajectoryGroup, capacity=4, heartbeat_timeout_s=None) as inbox:
+        with child(SENDER, inbox.url, "0") as sender:
+            assert await line(sender) == "sent"
+            stop(sender)
+            with anyio.move_on_after(1):
+                await receive_into([], inbox)
+
+            sender.send_signal(signal.SIGCONT)
+
+            async for _ in inbox:
+                pass
+            assert inbox.statistics().received == 100
+
+
+SOURCE = SampleAndDie(20, signal=signal.SIGSTOP)
+MIDDLE = Judge(mortal=True, signal=signal.SIGSTOP)
+
+STOPPED = {
+    "SampleAndDie 1/2": source(SOURCE, on=processes(2)),
+    "Judge 1/1": source(Sample(20)).then(MIDDLE, on=processes(1), capacity=2),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_is_lost_with_the_reason(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SILENCE_S", SILENCE_S)
+
+    report = await STOPPED[name].sink(Commit()).run()
+
+    balance, stage = report.balance, report.statistics.stages[-2]
+    assert stage.workers[0].restarts == 1
+    assert report.stop_reason == "end of stream"
+    assert balance.balanced
+    (reason,) = balance.reasons["lost"]
+    assert reason.startswith(f"{name} (pid ")
+    assert reason.endswith(f"was silent for {SILENCE_S} s, for its process was stopped or its host hung; it was killed")
