@@ -135,9 +135,13 @@ async def send_all(spec: Spec, lane: int, send: Callable[[TrajectoryGroup], Any]
 async def run_sender(spec: Spec) -> None:
     """Send a lane to whichever trainer listens."""
     where: str | Path = spec.folder / "address" if spec.url == "shm://" else spec.url
-    name, patience_s, heartbeat_timeout_s = f"sender {spec.lane}", AWAITED_S, spec.heartbeat_timeout_s
+    name, reconnect_timeout_s, heartbeat_timeout_s = f"sender {spec.lane}", AWAITED_S, spec.heartbeat_timeout_s
     async with connect_with_replay(
-        where, name=name, patience_s=patience_s, key=spec.loaded_key, heartbeat_timeout_s=heartbeat_timeout_s
+        where,
+        name=name,
+        reconnect_timeout_s=reconnect_timeout_s,
+        key=spec.loaded_key,
+        heartbeat_timeout_s=heartbeat_timeout_s,
     ) as outbox:
         await send_all(spec, spec.lane, outbox.send)
 

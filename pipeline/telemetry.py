@@ -210,7 +210,7 @@ Waited: TypeAlias = Callable[[], tuple[float, float]]
 
 @contextmanager
 def report_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
-    """Within the body, `metrics` tell how long `stage` has waited: `wait_s/<stage>/records` and `…/credit`."""
+    """Report within the body how long `stage` waited, as `timing_s/<stage>/wait_input` and `…/wait_output`."""
     told = waited()
 
     def observe() -> None:
@@ -225,7 +225,7 @@ def report_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]
 
 
 def _names_of_waits(stage: str) -> tuple[str, str]:
-    return f"wait_s/{stage}/records", f"wait_s/{stage}/credit"
+    return f"timing_s/{stage}/wait_input", f"timing_s/{stage}/wait_output"
 
 
 class MetricsReceiver(Protocol):

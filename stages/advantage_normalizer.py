@@ -143,7 +143,7 @@ class AdvantageNormalizer:
         if len(bare) < len(groups):
             given = GroupStack([group for group in groups if group.advantages is not None])
             given.column("advantages", given.loss_mask)
-            current().metrics.total("advantages/given", len(given.lengths))
+            current().metrics.total("advantages/precomputed", len(given.lengths))
         filled = iter(self._normalized(GroupStack(bare)) if bare else ())
         return [zero_advantages(next(filled) if group.advantages is None else group) for group in groups]
 

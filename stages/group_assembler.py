@@ -155,14 +155,14 @@ class _Assembling:
 
     def _settled(self, parted: Sequence[Flush]) -> list[TrajectoryGroup]:
         leaving = [group for parting in parted if (group := self._settle(parting)) is not None]
-        self._context.metrics.gauge("assembly/waiting", self._assembly.groups)
-        self._context.metrics.gauge("assembly/waiting_bytes", self._assembly.nbytes)
+        self._context.metrics.gauge("assembler/pending_groups", self._assembly.groups)
+        self._context.metrics.gauge("assembler/pending_groups_bytes", self._assembly.nbytes)
         return leaving
 
     def _settle(self, parting: Flush) -> TrajectoryGroup | None:
         """What goes on of `parting`; the ledger is told of the rest."""
         count = 1 if parting.pieces else parting.mask.bit_count()
-        self._context.metrics.total(f"assembly/{parting.why.replace(' ', '_')}", count)
+        self._context.metrics.total(f"assembler/{parting.why.replace(' ', '_')}", count)
         if parting.why == "whole":
             return self._joined(parting)
         if parting.why == "duplicate":
@@ -172,7 +172,7 @@ class _Assembling:
         elif not self._shrinks:
             drop(trajectories(parting.group, parting.mask), "filtered", REASONS[parting.why])
         else:
-            self._context.metrics.total("assembly/shrunk")
+            self._context.metrics.total("assembler/truncated_groups")
             return self._joined(parting)
         return None
 

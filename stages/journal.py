@@ -143,7 +143,7 @@ class _Writing:
         await self._delete()
         if offered:
             log.info("journal_offered_again", trajectories=offered)
-        self._context.metrics.total("journal/offered_again", offered)
+        self._context.metrics.total("journal/replayed", offered)
 
     def _again(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """What of `records` a source has not offered by now; it enters the books of this run."""

@@ -77,7 +77,7 @@ class LagLimiter:
             with anyio.move_on_after(self._stall_timeout_s) as patience:
                 await self._ledger.room(limit)
             if patience.cancelled_caught and self._moved() == before and not self._sampling:
-                log.debug("pace_gave_way", in_flight=self._ledger.in_flight, limit=limit, step=self._ledger.step)
+                log.debug("lag_limit_overridden", in_flight=self._ledger.in_flight, limit=limit, step=self._ledger.step)
                 return
 
     def _moved(self) -> tuple[int, int, int]:

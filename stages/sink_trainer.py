@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 log = get_logger("penstock.sink_trainer")
 
-GRACE_S = 4.0
+CANCEL_TIMEOUT_S = 4.0
 """How long a cancelled run waits for the step it is in: a run that is interrupted ends within five seconds."""
 
 
@@ -142,7 +142,7 @@ class SinkTrainer:
         checkpoint_every: optimizer steps between checkpoints; None writes only the last.
         keep_checkpoints: how many checkpoints to keep; older ones are removed when a new one is on the disk. None keeps
             all.
-        grace_s: how long cancellation waits for the step that runs.
+        cancel_timeout_s: how long cancellation waits for the step that runs.
 
     Raises:
         TypeError: the trainer lacks what `publisher` or `checkpoints` need of it.
@@ -157,7 +157,7 @@ class SinkTrainer:
     checkpoints: str | Path | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = None
-    grace_s: float = GRACE_S
+    cancel_timeout_s: float = CANCEL_TIMEOUT_S
     _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
     """Of every stage whose statistics a checkpoint holds."""
 
@@ -168,7 +168,7 @@ class SinkTrainer:
         if self.checkpoints is not None:
             _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
         normalize_counts(self, "max_steps", "checkpoint_every", "keep_checkpoints")
-        normalize_numbers(self, "grace_s", zero=True)
+        normalize_numbers(self, "cancel_timeout_s", zero=True)
 
     def stage_info(self) -> StageInfo:
         """State the trainer's tokenizer, and what else its checkpoints hold."""
@@ -204,7 +204,8 @@ class SinkTrainer:
     async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
         """See `Sink`. A batch is committed when its step is done, or not at all.
 
-        Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than `grace_s`.
+        Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than
+        `cancel_timeout_s`.
 
         Raises:
             ValueError: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
@@ -248,7 +249,7 @@ class SinkTrainer:
                 await self._save(ledger, thread)
                 continue
             step, waited_s = ledger.step + 1, time.monotonic() - ended
-            await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.grace_s, step)
+            await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.cancel_timeout_s, step)
             ended = time.monotonic()
             del batch  # the next one may be long in coming
             if self._saves_at(step):
@@ -341,8 +342,8 @@ async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
     return await anyio.to_thread.run_sync(work, limiter=thread, abandon_on_cancel=True)
 
 
-async def _uninterrupted(work: Callable[[], Awaitable[None]], grace_s: float, step: int) -> None:
-    """Do `work` to its end also where the caller is cancelled, but from then on for `grace_s` at most."""
+async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: float, step: int) -> None:
+    """Do `work` to its end also where the caller is cancelled, but from then on for `cancel_timeout_s` at most."""
     failure: list[Exception] = []
     shield = anyio.CancelScope(shield=True)
 
@@ -351,7 +352,7 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], grace_s: float, st
         try:
             await anyio.sleep_forever()
         finally:
-            shield.deadline = anyio.current_time() + grace_s
+            shield.deadline = anyio.current_time() + cancel_timeout_s
 
     async with anyio.create_task_group() as tasks:
         await tasks.start(set_deadline)
@@ -361,7 +362,7 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], grace_s: float, st
             except Exception as error:  # noqa: BLE001 (raised below, bare instead of inside a group)
                 failure.append(error)
         if shield.cancelled_caught:
-            log.warning("step_abandoned", step=step, waited_s=grace_s)
+            log.warning("step_abandoned", step=step, waited_s=cancel_timeout_s)
         tasks.cancel_scope.cancel()
     if failure:
         raise failure[0]

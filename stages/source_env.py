@@ -68,7 +68,7 @@ class SourceEnv:
     """Tokens that a whole sequence may have, prompt and observations included: at so many it ends, with LENGTH."""
     temperature: float = 1.0
     """Of the sampling; recorded in `meta`."""
-    timeout_s: float = 300.0
+    rollout_timeout_s: float = 300.0
     """How long one rollout may take, all its turns."""
     concurrency: int = 64
     """Rollouts at once, and with it how many requests the policy can sample as one batch."""
@@ -118,7 +118,7 @@ class SourceEnv:
         """
         normalize_counts(self, "group_size", "max_tokens", "max_length", "concurrency", "threads", "step_groups")
         normalize_counts(self, "max_lag", "groups", "first_task", least=0)
-        normalize_numbers(self, "temperature", "timeout_s")
+        normalize_numbers(self, "temperature", "rollout_timeout_s")
         if self.step_groups is not None and self.max_lag is None:
             raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
 
@@ -324,14 +324,14 @@ class _RolloutScheduler:
 
     def _sampled(self, group: GroupId, number: int, rollouts: dict[int, Rollout], began: float) -> TrajectoryGroup:
         """The group of what succeeded, observed."""
-        self._context.metrics.mean("rollout/time_s", anyio.current_time() - began)
+        self._context.metrics.mean("timing_s/rollout", anyio.current_time() - began)
         sampled = self._assembled(group, number, rollouts)
         self._observe(sampled, rollouts.values())
         return sampled
 
     async def _begun(self, group: GroupId, number: int) -> Task | None:
         ids = [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
-        with anyio.move_on_after(self._source.timeout_s):
+        with anyio.move_on_after(self._source.rollout_timeout_s):
             try:
                 return await self._tasks.task(number)
             except EnvironmentFailed as error:
@@ -343,7 +343,7 @@ class _RolloutScheduler:
     async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, Rollout]) -> None:
         """Roll out once; what succeeds is put into `rollouts`, what does not has ended."""
         async with self._rollouts:
-            with anyio.move_on_after(self._source.timeout_s) as timeout:
+            with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
                 try:
                     rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._speak)
                 except EnvironmentFailed as error:
@@ -373,7 +373,7 @@ class _RolloutScheduler:
 
     @property
     def _timed_out(self) -> TimeoutError:
-        return TimeoutError(f"rollout took longer than {self._source.timeout_s:g} s")
+        return TimeoutError(f"rollout took longer than {self._source.rollout_timeout_s:g} s")
 
     def _drop(self, ids: list[TrajectoryId], state: EndState, why: Exception) -> None:
         drop(ids, state, str(why))

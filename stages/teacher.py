@@ -85,8 +85,8 @@ class Teacher:
         tokenizer: the tokenizer that the tokens were made with, or its `TokenizerIdentity`.
         top_k: candidates that are asked for; the columns are one wider, for the token itself.
         concurrency: sequences that the teacher is asked about at once. No more groups than that are held.
-        timeout_s: how long one answer may take, from the question on: where the teacher answers one question after the
-            other, the time in line included.
+        teacher_timeout_s: how long one answer may take, from the question on: where the teacher answers one question
+            after the other, the time in line included.
         backoff: how often a sequence is asked about in all, and how long is waited in between.
         on_failure: what becomes of a group where all that was in vain.
 
@@ -98,13 +98,13 @@ class Teacher:
     tokenizer: Any
     top_k: int
     concurrency: int = 32
-    timeout_s: float = 60.0
+    teacher_timeout_s: float = 60.0
     backoff: Backoff = field(default_factory=lambda: Backoff(attempts=3))
     on_failure: OnFailure = "drop"
 
     def __post_init__(self) -> None:
         normalize_counts(self, "top_k", "concurrency")
-        normalize_numbers(self, "timeout_s")
+        normalize_numbers(self, "teacher_timeout_s")
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}")
 
@@ -243,13 +243,13 @@ class _TeacherRequests:
         """Ask about one sequence; what went wrong, if anything."""
         tokens, began = lesson.group.tokens[span], time.monotonic()
         try:
-            with anyio.fail_after(self._rules.timeout_s):
+            with anyio.fail_after(self._rules.teacher_timeout_s):
                 told = await self._engine.candidates(tokens, lesson.group.loss_mask[span], self._rules.top_k)
             lesson.fill(span, *told.columns(tokens, self._rules.top_k + 1))
         except TimeoutError as error:
-            return EngineTimedOut(f"expected an answer within {self._rules.timeout_s:g} s, got none ({error})")
+            return EngineTimedOut(f"expected an answer within {self._rules.teacher_timeout_s:g} s, got none ({error})")
         except (PenstockError, OSError) as error:
             return error
         self._patience = None
-        current().metrics.mean("teacher/answer_s", time.monotonic() - began)
+        current().metrics.mean("timing_s/teacher", time.monotonic() - began)
         return None

@@ -268,7 +268,7 @@ class SenderConnection:
             with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as bound:
                 await self._parted.wait()
             if bound.cancelled_caught:
-                log.warning("no_farewell", peer=self.welcome.name, waited_s=CLOSE_TIMEOUT_S)
+                log.warning("close_timeout", peer=self.welcome.name, waited_s=CLOSE_TIMEOUT_S)
         finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
             await self._let_go()
 

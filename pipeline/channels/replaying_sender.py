@@ -38,7 +38,7 @@ DEFAULT_CAPACITY = 4096
 
 DEFAULT_CAPACITY_BYTES = 2**30
 
-PATIENCE_S = 3600.0
+RECONNECT_TIMEOUT_S = 3600.0
 """How long a receiver may be gone: a machine that is found, a model that is loaded."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
@@ -65,10 +65,10 @@ class _Retained:
 class ReplayingSender:
     """The sending end of a channel whose receiver may die and come back; see `connect_with_replay`."""
 
-    def __init__(self, capacity: int, capacity_bytes: int, patience_s: float, name: str | None = None) -> None:
+    def __init__(self, capacity: int, capacity_bytes: int, reconnect_timeout_s: float, name: str | None = None) -> None:
         self._capacity = whole_number("capacity", capacity)
         self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
-        self._patience_s = finite_number("patience_s", patience_s, zero=True)
+        self._reconnect_timeout_s = finite_number("reconnect_timeout_s", reconnect_timeout_s, zero=True)
         self._kept: dict[_Retained, None] = {}
         """In the order in which they were sent."""
         self._by_group: dict[GroupId, list[_Retained]] = {}
@@ -204,7 +204,7 @@ class ReplayingSender:
         tokenizer: TokenizerIdentity | None,
     ) -> None:
         """Connect, and connect again, until cancelled or patience is at its end."""
-        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._patience_s
+        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
         while True:
             try:
                 address = url if isinstance(url, str) else await anyio.to_thread.run_sync(url.read_text)
@@ -224,7 +224,7 @@ class ReplayingSender:
                         if self._finished:
                             line.send_close("done")
                     log.warning("receiver_gone", reason=str(line.failure), unsaved=len(self._kept))
-                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._patience_s
+                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
             except _NOT_THERE as error:
                 if anyio.current_time() >= deadline:
                     self._failure = error
@@ -272,7 +272,7 @@ async def connect_with_replay(
     *,
     capacity: int = DEFAULT_CAPACITY,
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
-    patience_s: float = PATIENCE_S,
+    reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     name: str | None = None,
     key: ChannelKey | None = None,
     heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -287,7 +287,7 @@ async def connect_with_replay(
         url: where the receiver listens: the same after every start, or a file in which the newest one notes its own.
         capacity: records that may be kept.
         capacity_bytes: bytes that may be kept.
-        patience_s: how long there may be no receiver.
+        reconnect_timeout_s: how long there may be no receiver.
         name: what this sender is called, the same after every restart; see `connect`.
         key: what the receiver knows too, over tcp.
         heartbeat_timeout_s: see `connect`.
@@ -297,12 +297,12 @@ async def connect_with_replay(
         InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
         TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
         MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
-        NobodyListens, PeerLost, PeerClosed: no receiver came back within `patience_s`. If all that was sent is saved,
-            a note says that only the end was not heard.
+        NobodyListens, PeerLost, PeerClosed: no receiver came back within `reconnect_timeout_s`. If all that was sent is
+            saved, a note says that only the end was not heard.
         MemberNameInUse: another sender of this name was connected for as long.
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(tokenizer_identity, tokenizer)
-    sender = ReplayingSender(capacity, capacity_bytes, patience_s, name)
+    sender = ReplayingSender(capacity, capacity_bytes, reconnect_timeout_s, name)
     heartbeat_timeout_s = (
         None if heartbeat_timeout_s is None else finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
     )

@@ -65,10 +65,10 @@ INTRODUCTION_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 """How long a publisher that closes waits for its subscribers to be told."""
 
-PAUSE_S = 60.0
+PAUSE_TIMEOUT_S = 60.0
 """How long subscribers have to stop sampling: longer than a long completion takes."""
 
-PATIENCE_S = 60.0
+RELEASE_TIMEOUT_S = 60.0
 """How long a buffer that is sampled from is not written to: as long as a pause is waited for, for the same reason."""
 
 
@@ -96,9 +96,9 @@ class _Listener:
 class WeightPublisher:
     """Publishes versions of one set of tensors to any number of subscribers on this host.
 
-    A subscriber that copies never holds up `publish`. One whose model is views is given `patience_s` to end the batch
-    that it samples, and to be pointed to what is newer; one that is dead is not waited for, and what one samples that
-    is stuck is void.
+    A subscriber that copies never holds up `publish`. One whose model is views is given `release_timeout_s` to end the
+    batch that it samples, and to be pointed to what is newer; one that is dead is not waited for, and what one samples
+    that is stuck is void.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightPublisher:
         fused: Iterable[FusedTensor] = (),
         cast: Mapping[str, str] = MappingProxyType({}),
         device: str = "cpu",
-        patience_s: float = PATIENCE_S,
+        release_timeout_s: float = RELEASE_TIMEOUT_S,
         name: str | None = None,
     ) -> None:
         """Prepare for tensors like these; they are not published yet.
@@ -121,7 +121,7 @@ class WeightPublisher:
             fused: tensors that the samplers' models have in one piece.
             cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. Nothing else is ever cast.
             device: where the versions lie: "cpu", or "cuda:0" for samplers on that device.
-            patience_s: how long `publish` waits for a sampler to leave the buffer that is to be written next.
+            release_timeout_s: how long `publish` waits for a sampler to leave the buffer that is to be written next.
             name: who this is, for messages.
 
         Raises:
@@ -132,7 +132,7 @@ class WeightPublisher:
         """
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._device = device
-        self._patience_s = finite_number("patience_s", patience_s, zero=True)
+        self._release_timeout_s = finite_number("release_timeout_s", release_timeout_s, zero=True)
         self.name = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
         self._writer: WeightWriter | None = None
@@ -198,7 +198,8 @@ class WeightPublisher:
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make `tensors` the newest weights. Copies in a worker thread; cancelled, it has published all or nothing.
 
-        Waits, up to `patience_s`, for models that are views of the version before the last to be pointed to the last.
+        Waits, up to `release_timeout_s`, for models that are views of the version before the last to be pointed to the
+        last.
 
         Args:
             tensors: the same names, dtypes and shapes as at construction; not changed by anyone until this returns.
@@ -221,24 +222,29 @@ class WeightPublisher:
 
     async def _left(self, sequence: int) -> None:
         """Return when nobody samples from publication `sequence`, or was given the time to end it."""
-        with anyio.move_on_after(self._patience_s):
+        with anyio.move_on_after(self._release_timeout_s):
             while self._holders_of(sequence):
                 await self._changed.wait()
         for listener in self._holders_of(sequence):
-            log.warning("sampler_overtaken", url=self._url, subscriber=listener.name, patience_s=self._patience_s)
+            log.warning(
+                "weights_overwritten_in_use",
+                url=self._url,
+                subscriber=listener.name,
+                release_timeout_s=self._release_timeout_s,
+            )
             listener.holding = 0
 
     def _holders_of(self, sequence: int) -> list[_Listener]:
         return [listener for listener in self._listeners if 0 < listener.holding <= sequence]
 
     @asynccontextmanager
-    async def paused(self, timeout_s: float = PAUSE_S) -> AsyncIterator[None]:
+    async def paused(self, pause_timeout_s: float = PAUSE_TIMEOUT_S) -> AsyncIterator[None]:
         """Within the body no subscriber samples: each has stopped and said so. Sampling goes on when the body ends.
 
         A subscriber that dies is not waited for; one that joins meanwhile joins paused.
 
         Raises:
-            TimeoutError: a subscriber did not stop within `timeout_s`; the message names it. Sampling goes on.
+            TimeoutError: a subscriber did not stop within `pause_timeout_s`; the message names it. Sampling goes on.
         """
         self._holders += 1
         if self._holders == 1:
@@ -246,7 +252,7 @@ class WeightPublisher:
             self._pause = self._pauses
             self._ring()
         try:
-            await self._all_stopped(finite_number("timeout_s", timeout_s, zero=True))
+            await self._all_stopped(finite_number("pause_timeout_s", pause_timeout_s, zero=True))
             yield
         finally:
             self._holders -= 1
@@ -261,12 +267,14 @@ class WeightPublisher:
         """
         return synced(self, engine)
 
-    async def _all_stopped(self, timeout_s: float) -> None:
-        with anyio.move_on_after(timeout_s):
+    async def _all_stopped(self, pause_timeout_s: float) -> None:
+        with anyio.move_on_after(pause_timeout_s):
             while self._sampling():
                 await self._changed.wait()
         if names := self._sampling():
-            raise TimeoutError(f"expected every subscriber to stop sampling within {timeout_s} s, {names} did not")
+            raise TimeoutError(
+                f"expected every subscriber to stop sampling within {pause_timeout_s} s, {names} did not"
+            )
 
     def _sampling(self) -> list[str]:
         """Who has not confirmed the pause that is on."""

@@ -198,13 +198,13 @@ class OutsideServer:
     """Folder for what it prints: `<name>.log`, with the worker's index where there are several. It is appended to."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of this process."""
-    ready_within_s: float = 600.0
+    ready_timeout_s: float = 600.0
     """How long it may take to become ready: a large model is loaded in minutes."""
     stop_timeout_s: float = 10.0
     """From SIGTERM to SIGKILL."""
 
     def __post_init__(self) -> None:
-        normalize_numbers(self, "ready_within_s", "stop_timeout_s", zero=True)
+        normalize_numbers(self, "ready_timeout_s", "stop_timeout_s", zero=True)
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[RunningServer]:
@@ -266,14 +266,14 @@ class OutsideServer:
     async def _until_ready(self, server: RunningServer) -> None:
         began = anyio.current_time()
         last: BaseException | None = None
-        with anyio.move_on_after(self.ready_within_s):
+        with anyio.move_on_after(self.ready_timeout_s):
             async for met in self._probed():
                 if met is None:
                     waited_s = round(anyio.current_time() - began, 2)
                     log.info("server_ready", server=server.name, pid=server.pid, waited_s=waited_s)
                     return
                 last = met
-        raise await _failed(server, f"was not ready within {self.ready_within_s:g} s: {last!r}")
+        raise await _failed(server, f"was not ready within {self.ready_timeout_s:g} s: {last!r}")
 
     async def _probed(self) -> AsyncIterator[BaseException | None]:
         """What one probe after another met; None where it succeeded."""

@@ -12,7 +12,7 @@ from ...schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
 
-STOP_WITHIN_S = 3.0
+STOP_TIMEOUT_S = 3.0
 """How long a worker has between SIGTERM and SIGKILL: a run that is interrupted has ended within five seconds."""
 
 START_TIMEOUT_S = 60.0
@@ -35,7 +35,7 @@ class Processes:
     """Workers, each of them one process."""
     restarts: int = 1
     """How often each worker that died is replaced before the run fails."""
-    stop_timeout_s: float = STOP_WITHIN_S
+    stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
@@ -67,7 +67,7 @@ def processes(
     count: int,
     *,
     restarts: int = 1,
-    stop_timeout_s: float = STOP_WITHIN_S,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Processes:
     """In `count` processes. The stage is pickled to each, so it has to be a recipe: open files and models in its `run`.

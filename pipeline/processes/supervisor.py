@@ -358,7 +358,7 @@ class Supervisor:
         """A process whose stage is done has to end in time."""
         await child.done.wait()
         await anyio.sleep(self._on.stop_timeout_s)
-        log.warning("worker_lingers", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
+        log.warning("worker_exit_timeout", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
         child.signal(signal.SIGKILL)
 
     async def _feed(self, child: _Child, feed: Feed) -> None:

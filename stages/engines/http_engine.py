@@ -66,7 +66,7 @@ async def open_engine(policy: HttpPolicy, worker: Worker) -> AsyncGenerator[Http
         InvalidConfig: `versions` is "asked", and this server cannot be asked.
     """
     async with open_client(
-        policy.url, policy.api_key, policy.backoff, timeout_s=policy.timeout_s, draw=jitter(worker)
+        policy.url, policy.api_key, policy.backoff, request_timeout_s=policy.request_timeout_s, draw=jitter(worker)
     ) as client:
         await check_model(client, policy.model)
         server = await _detected(client) if policy.server == "auto" else policy.server

@@ -36,7 +36,7 @@ class HttpPolicy:
     """Sent as a bearer token."""
     concurrency: int = 64
     """Requests at once; those beyond wait here, where they cost nothing."""
-    timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
     """How long one attempt may take, from the request to the last token."""
     backoff: Backoff = field(default_factory=Backoff)
     """How often what fails in passing is tried, and how long is waited in between."""
@@ -59,7 +59,7 @@ class HttpPolicy:
         if self.server != "auto" and self.server not in SERVERS:
             raise InvalidConfig(f"HttpPolicy.server: expected one of auto, {', '.join(SERVERS)}, got {self.server!r}")
         normalize_counts(self, "concurrency")
-        normalize_numbers(self, "timeout_s")
+        normalize_numbers(self, "request_timeout_s")
         if self.server != "auto":
             self.check_versions(self.server)
 

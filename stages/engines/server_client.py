@@ -53,14 +53,14 @@ class RequestFailed(Exception):
 
 @asynccontextmanager
 async def open_client(
-    url: str, api_key: str | None, backoff: Backoff, *, timeout_s: float, draw: Callable[[], float]
+    url: str, api_key: str | None, backoff: Backoff, *, request_timeout_s: float, draw: Callable[[], float]
 ) -> AsyncGenerator[ServerClient]:
     """Open a client with its own session, without a limit on concurrent requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        yield ServerClient(url, session, backoff, timeout_s=timeout_s, draw=draw)
+        yield ServerClient(url, session, backoff, request_timeout_s=request_timeout_s, draw=draw)
 
 
 class ServerClient:
@@ -72,15 +72,15 @@ class ServerClient:
         session: aiohttp.ClientSession,
         backoff: Backoff,
         *,
-        timeout_s: float,
+        request_timeout_s: float,
         draw: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
-        """`draw` and `sleep` make the pauses between attempts; `timeout_s` bounds each attempt."""
+        """`draw` and `sleep` make the pauses between attempts; `request_timeout_s` bounds each attempt."""
         self.url = url.rstrip("/")
         self._session = session
         self._backoff = backoff
-        self._timeout_s = timeout_s
+        self._timeout_s = request_timeout_s
         self._draw = draw
         self._sleep = sleep
 

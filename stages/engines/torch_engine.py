@@ -183,7 +183,7 @@ class TorchEngine:
                 return await self._sampled_once(requests)
         raise PeerLost(
             f"expected to sample {len(requests)} rows before their weights are written over, began {ATTEMPTS} times in "
-            f"vain: raise WeightPublisher's patience_s, lower max_rows, or sample with updates='in_flight'"
+            f"vain: raise WeightPublisher's release_timeout_s, lower max_rows, or sample with updates='in_flight'"
         )
 
     async def _sampled_once(self, requests: list[Request]) -> Sampled:

@@ -58,7 +58,7 @@ class RewardFunction:
         function: takes a `RewardInput`, returns a finite number.
         name: of the component; the function's own by default.
         concurrency: calls at a time.
-        timeout_s: how long one call may take.
+        reward_timeout_s: how long one call may take.
         on_failure: what becomes of a trajectory for which the function raises, times out or returns no finite number.
             "drop": it ends as failed, with the function's name and the error as reason; the rest of its group goes on.
             "raise": the pipeline fails. A number: that is the component's value, and the failure is counted.
@@ -71,7 +71,7 @@ class RewardFunction:
     function: Judge
     name: str = ""
     concurrency: int = 16
-    timeout_s: float = 30.0
+    reward_timeout_s: float = 30.0
     on_failure: Literal["drop", "raise"] | float = "drop"
     reads_text: bool = True
 
@@ -81,7 +81,7 @@ class RewardFunction:
             raise ValueError(f"name: expected one, {self.function!r} has none of its own")
         object.__setattr__(self, "name", name)
         normalize_counts(self, "concurrency")
-        normalize_numbers(self, "timeout_s")
+        normalize_numbers(self, "reward_timeout_s")
         if isinstance(self.on_failure, str):
             known = self.on_failure in {"drop", "raise"}
         else:
@@ -149,12 +149,12 @@ class Calls:
 
     async def _finite(self, answer: RewardInput) -> float:
         rule = self._rule
-        with anyio.move_on_after(rule.timeout_s):
+        with anyio.move_on_after(rule.reward_timeout_s):
             number = float(await self._called(answer))
             if not math.isfinite(number):
                 raise ValueError(f"{rule.name}: expected a finite number, got {number}")
             return number
-        raise TimeoutError(f"{rule.name}: expected an answer within {rule.timeout_s} s, got none")
+        raise TimeoutError(f"{rule.name}: expected an answer within {rule.reward_timeout_s} s, got none")
 
     async def _called(self, answer: RewardInput) -> float:
         function = self._rule.function

@@ -83,11 +83,11 @@ class HttpTeacher:
         with extra("http", "HttpTeacher"):
             from ..engines.http_engine import check_model  # noqa: PLC0415 (describing a teacher does not need aiohttp)
             from ..engines.server_client import open_client  # noqa: PLC0415
-        told = open_client(self.url, self.api_key, AT_START, timeout_s=AT_START_S, draw=jitter(worker))
+        told = open_client(self.url, self.api_key, AT_START, request_timeout_s=AT_START_S, draw=jitter(worker))
         async with told as client:
             await check_model(client, self.model)
         once = Backoff(attempts=1)
-        async with open_client(self.url, self.api_key, once, timeout_s=math.inf, draw=lambda: 0.0) as client:
+        async with open_client(self.url, self.api_key, once, request_timeout_s=math.inf, draw=lambda: 0.0) as client:
             yield _Engine(self.model, client)
 
 

@@ -301,7 +301,7 @@ def _died_told_to(log: Log) -> Callable[..., Any]:
     def note(_: Any, __: str, event: dict[str, Any]) -> Any:
         if event["event"] == "worker_died":
             log.told(event["how"])
-        elif event["event"] in {"worker_killed", "worker_lingers", "no_farewell"}:
+        elif event["event"] in {"worker_killed", "worker_exit_timeout", "close_timeout"}:
             log("warned", event["event"])
         raise structlog.DropEvent
 

@@ -149,7 +149,7 @@ async def test_what_was_received_is_offered_again_bit_for_bit_before_anything_el
             n: c.tobytes() for n, c in given.columns().items()
         }
     assert out.ledger.in_flight == 40
-    assert out.metrics.emit(1)["journal/offered_again"] == 18
+    assert out.metrics.emit(1)["journal/replayed"] == 18
 
 
 async def test_what_a_checkpoint_holds_is_not_offered_again(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_what_its_source_was_first_to_offer_is_not_offered_again(tmp_path:
 
     assert names(out) == [0, 1, 2, 3, 4]
     assert out.ledger.balance().in_flight == 10
-    assert out.metrics.emit(1)["journal/offered_again"] == 0
+    assert out.metrics.emit(1)["journal/replayed"] == 0
 
 
 async def test_what_was_trained_is_rejected_when_its_source_offers_it_again(tmp_path: Path) -> None:

@@ -96,15 +96,15 @@ def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_m
 
     for credit_s in (2.0, 0.5):
         worker = Metrics()
-        worker.total("wait_s/Sample/records", 0.25)
-        worker.total("wait_s/Sample/credit", credit_s)
-        worker.total("wait_s/Judge/credit", 100)
+        worker.total("timing_s/Sample/wait_input", 0.25)
+        worker.total("timing_s/Sample/wait_output", credit_s)
+        worker.total("timing_s/Judge/wait_output", 100)
         heard.merge(worker.take())
     heard.merge(Metrics().take())
 
     assert heard.waited == (0.5, 2.5)
     emitted = run.emit(1)
-    assert (emitted["wait_s/Sample/records"], emitted["wait_s/Sample/credit"]) == heard.waited
+    assert (emitted["timing_s/Sample/wait_input"], emitted["timing_s/Sample/wait_output"]) == heard.waited
 
 
 def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
@@ -118,9 +118,9 @@ def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
         waited[1] = 0.75
     third = metrics.emit(3)
 
-    assert (first["wait_s/Batcher/records"], first["wait_s/Batcher/credit"]) == (0.5, 0.0)
-    assert (second["wait_s/Batcher/records"], second["wait_s/Batcher/credit"]) == (0.25, 0.5)
-    assert third["wait_s/Batcher/credit"] == 0.25
+    assert (first["timing_s/Batcher/wait_input"], first["timing_s/Batcher/wait_output"]) == (0.5, 0.0)
+    assert (second["timing_s/Batcher/wait_input"], second["timing_s/Batcher/wait_output"]) == (0.25, 0.5)
+    assert third["timing_s/Batcher/wait_output"] == 0.25
     assert not metrics.observers
 
 

@@ -400,7 +400,7 @@ async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller
     with pytest.raises((NobodyListens, PeerLost)) as told:
         async with (
             serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox,
-            connect_with_replay(inbox.url, name="a", patience_s=0) as outbox,
+            connect_with_replay(inbox.url, name="a", reconnect_timeout_s=0) as outbox,
         ):
             await saved_and_cut_off(outbox, inbox)
 
@@ -455,7 +455,7 @@ async def test_a_member_that_was_cut_off_when_the_last_checkpoint_was_written_st
         trainer.may_save.set()
         await anyio.to_thread.run_sync(trainer.saved.wait, FAILSAFE_S)
         await anyio.wait_all_tasks_blocked()
-        async with connect_with_replay(address, name="a", patience_s=0) as again:
+        async with connect_with_replay(address, name="a", reconnect_timeout_s=0) as again:
             for record in records:
                 await again.send(record)
 

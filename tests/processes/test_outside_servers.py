@@ -39,14 +39,14 @@ def command(port: int, *traits: str) -> list[str]:
 
 
 def recipe(
-    port: int, logs: Path, *traits: str, ready_within_s: float = 30, stop_timeout_s: float = 30
+    port: int, logs: Path, *traits: str, ready_timeout_s: float = 30, stop_timeout_s: float = 30
 ) -> OutsideServer:
     return OutsideServer(
         command=command(port, *traits),
         ready=http_ready(f"http://127.0.0.1:{port}/health"),
         name="server",
         logs=logs,
-        ready_within_s=ready_within_s,
+        ready_timeout_s=ready_timeout_s,
         stop_timeout_s=stop_timeout_s,
     )
 
@@ -134,13 +134,13 @@ async def test_a_port_that_accepts_will_do_as_a_sign_of_life(port: int, tmp_path
 
 async def test_a_server_that_is_not_ready_in_time_is_ended_and_the_last_answer_told(port: int, tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match=r"server \(pid \d+\) was not ready within 0.1 s: .*[Rr]efused"):
-        async with recipe(port, tmp_path, "deaf", ready_within_s=0.1).open():
+        async with recipe(port, tmp_path, "deaf", ready_timeout_s=0.1).open():
             pytest.fail("it never was ready")
 
 
 async def test_a_server_that_ends_before_it_is_ready_is_not_waited_for(port: int, tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match=r"(?s)server \(pid \d+\) exited with status 3\n.*no such model$"):
-        async with recipe(port, tmp_path, "doomed", ready_within_s=60).open():
+        async with recipe(port, tmp_path, "doomed", ready_timeout_s=60).open():
             pytest.fail("it never was ready")
 
 

@@ -265,7 +265,7 @@ async def test_a_subscriber_that_does_not_stop_is_named_and_the_pause_given_up()
     async with pair() as (publisher, subscriber):
         async with subscriber.sampling():
             with pytest.raises(TimeoutError, match=r"stop sampling within 0\.01 s, \['a \(pid"):
-                async with publisher.paused(timeout_s=0.01):
+                async with publisher.paused(pause_timeout_s=0.01):
                     pass
         async with subscriber.sampling():
             pass

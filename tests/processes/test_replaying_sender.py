@@ -148,4 +148,4 @@ async def test_more_than_may_be_kept_is_an_error_that_says_what_to_do() -> None:
 
 async def test_a_receiver_that_never_comes_back_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     with pytest.raises(NobodyListens):
-        await send_to(f"shm://{tmp_path}", 0, patience_s=0.01)
+        await send_to(f"shm://{tmp_path}", 0, reconnect_timeout_s=0.01)

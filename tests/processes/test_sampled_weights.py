@@ -341,7 +341,7 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
 async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whole() -> None:
     model = Stepwise()
 
-    async with WeightPublisher(TinyModel().state_dict(), patience_s=0) as publisher:
+    async with WeightPublisher(TinyModel().state_dict(), release_timeout_s=0) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         model.before = {2: published(publisher, 2, 2), 3: published(publisher, 3, 3)}
         async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
@@ -355,11 +355,11 @@ async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whol
 async def test_a_batch_that_is_written_over_again_and_again_ends_with_what_to_do() -> None:
     model = Stepwise()
 
-    async with WeightPublisher(TinyModel().state_dict(), patience_s=0) as publisher:
+    async with WeightPublisher(TinyModel().state_dict(), release_timeout_s=0) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         model.before = {at: published(publisher, at, 2 + at) for at in range(9)}
         async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
-            with pytest.raises(PeerLost, match="began 3 times in vain: raise WeightPublisher's patience_s"):
+            with pytest.raises(PeerLost, match="began 3 times in vain: raise WeightPublisher's release_timeout_s"):
                 await one(engine)
 
 

@@ -206,7 +206,7 @@ async def test_what_was_sampled_while_the_publisher_lost_patience_is_void() -> N
     model = Model()
 
     async with (
-        WeightPublisher(filled(model, 0), patience_s=0.01) as publisher,
+        WeightPublisher(filled(model, 0), release_timeout_s=0.01) as publisher,
         WeightSubscriber(publisher.url) as subscriber,
     ):
         subscriber.attach(model)
@@ -246,7 +246,7 @@ SAMPLING = """
 async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_for_ever() -> None:
     model = nn.Linear(4, 4)
 
-    async with WeightPublisher(filled(model, 0), patience_s=0.05) as publisher:
+    async with WeightPublisher(filled(model, 0), release_timeout_s=0.05) as publisher:
         await publisher.publish(filled(model, 1), 1)
         with child(SAMPLING, publisher.url) as sampler:
             said = [await line(sampler)]
@@ -260,7 +260,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_fo
             said += [await line(sampler), await line(sampler)]
             while not _holding(publisher):
                 await checkpoint()
-            publisher._patience_s = 60
+            publisher._release_timeout_s = 60
             await publisher.publish(filled(model, 4), 4)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publisher.publish, filled(model, 5), 5)

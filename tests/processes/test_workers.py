@@ -64,7 +64,7 @@ async def test_metrics_and_drops_of_a_worker_are_those_of_the_run() -> None:
 
     emitted = metrics.emit(1)
     assert emitted.items() >= {"temperature": 2.0, "dropped/failed": 2.0, "late": 1.0}.items()
-    assert {"wait_s/SampleObserved/credit", "wait_s/Commit/records"} <= emitted.keys()
+    assert {"timing_s/SampleObserved/wait_output", "timing_s/Commit/wait_input"} <= emitted.keys()
     assert report.balance.reasons["failed"] == {"no such tool": 2}
     assert report.balance.ended["trained"] == 8
 
@@ -146,7 +146,7 @@ async def test_statistics_say_how_long_workers_have_waited_as_the_metrics_do() -
     emitted = metrics.emit(1)
     for stage in report.statistics.stages:
         waited = (stage.waited_for_records_s, stage.waited_for_credit_s)
-        told = tuple(emitted[f"wait_s/{stage.name}/{what}"] for what in ("records", "credit"))
+        told = tuple(emitted[f"timing_s/{stage.name}/wait_{what}"] for what in ("input", "output"))
         assert waited == pytest.approx(told)
         assert max(waited) > 0
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 OBSERVED_BY_WORKERS = ("rollout/", "reward_std")
 """Arrives when it arrives, and means over what arrived may differ in the last bit."""
 
-BY_THE_CLOCK = ("timing_s/", "wait_s/", "perf/throughput", "perf/time_per_step", "rollout/time_s")
+BY_THE_CLOCK = ("timing_s/", "perf/throughput", "perf/time_per_step")
 
 
 def made_by(script: str, folder: Path) -> Path:

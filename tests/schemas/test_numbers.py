@@ -47,9 +47,9 @@ def test_a_number_that_is_none_is_refused_by_name_with_what_came(value: object) 
 
 
 def test_zero_is_a_number_where_it_is_said_to_be_one() -> None:
-    assert finite_number("patience_s", 0, zero=True) == 0.0
-    with pytest.raises(InvalidConfig, match="patience_s: expected a finite number of 0 or more, got -1"):
-        finite_number("patience_s", -1, zero=True)
+    assert finite_number("reconnect_timeout_s", 0, zero=True) == 0.0
+    with pytest.raises(InvalidConfig, match="reconnect_timeout_s: expected a finite number of 0 or more, got -1"):
+        finite_number("reconnect_timeout_s", -1, zero=True)
 
 
 @dataclass(frozen=True, slots=True)

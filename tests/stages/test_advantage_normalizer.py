@@ -184,7 +184,7 @@ async def test_advantages_that_came_with_the_data_are_used_as_they_are(mode: Mod
 
     assert out[0].advantages is own.advantages
     assert stage.state_dict()["count"] == 0
-    assert out.metrics.emit(0)["advantages/given"] == 2
+    assert out.metrics.emit(0)["advantages/precomputed"] == 2
 
 
 async def test_advantages_that_came_are_refused_where_they_are_no_numbers_and_train() -> None:

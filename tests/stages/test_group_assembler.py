@@ -108,7 +108,7 @@ class Assembling:
 
 def metrics(context: Context) -> dict[str, float]:
     emitted = context.metrics.emit(1).items()
-    return {name.removeprefix("assembly/"): value for name, value in emitted if name.startswith("assembly/")}
+    return {name.removeprefix("assembler/"): value for name, value in emitted if name.startswith("assembler/")}
 
 
 # -- what leaves whole -----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def process(kind: str, folder: Path) -> Iterator[str]:
 
 
 def policy(url: str, server: Server = "vllm", **options: Any) -> HttpPolicy:
-    chosen: dict[str, Any] = {"timeout_s": 30.0, "backoff": Backoff(attempts=3, first_s=0.001)} | options
+    chosen: dict[str, Any] = {"request_timeout_s": 30.0, "backoff": Backoff(attempts=3, first_s=0.001)} | options
     return HttpPolicy(url=url, model="bigram", server=server, **chosen)
 
 
@@ -104,7 +104,7 @@ async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIter
 @asynccontextmanager
 async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
     """An engine that nobody has asked for its model yet."""
-    chosen: dict[str, Any] = {"timeout_s": 30.0, "draw": lambda: 1.0} | options
+    chosen: dict[str, Any] = {"request_timeout_s": 30.0, "draw": lambda: 1.0} | options
     backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
     async with aiohttp.ClientSession() as session:
         yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen), "vllm")
@@ -303,7 +303,7 @@ async def test_trouble_is_told_for_what_it_is(
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
-    async with unchecked(serve("vllm"), timeout_s=0.05) as opened:
+    async with unchecked(serve("vllm"), request_timeout_s=0.05) as opened:
         with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected an answer within 0.05 s"):
             await one(opened, trouble("silent"))
         await until(serve("vllm"), "running", 0)

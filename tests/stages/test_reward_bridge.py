@@ -511,7 +511,7 @@ async def test_a_failure_can_end_the_pipeline() -> None:
 
 
 def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
-    stage = bridge(RewardFunction(fragile, timeout_s=7, on_failure="raise"))
+    stage = bridge(RewardFunction(fragile, reward_timeout_s=7, on_failure="raise"))
 
     with pytest.raises(TimeoutError, match="fragile: expected an answer within 7 s, got none"):
         VirtualClock().run(lambda: drive(stage, [said("hang")]))
@@ -523,7 +523,7 @@ def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
         return 1.0
 
     clock = VirtualClock()
-    out = clock.run(lambda: drive(bridge(RewardFunction(slow, concurrency=1, timeout_s=30)), [said(*"abcd")]))
+    out = clock.run(lambda: drive(bridge(RewardFunction(slow, concurrency=1, reward_timeout_s=30)), [said(*"abcd")]))
 
     assert out[0].rewards.tolist() == [1, 1, 1, 1]
     assert clock.now_s == pytest.approx(80)
@@ -536,7 +536,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
         done.wait()
         return 0.0
 
-    stage = bridge(RewardFunction(hang, timeout_s=0.01, concurrency=1))
+    stage = bridge(RewardFunction(hang, reward_timeout_s=0.01, concurrency=1))
     try:
         out = await drive(stage, [said("a", "b")])
     finally:
@@ -562,8 +562,8 @@ async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> Non
     [
         ({"function": lambda _: 0.0}, "name: expected one"),
         ({"function": length, "concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
-        ({"function": length, "timeout_s": 0}, "timeout_s: expected a finite number above 0"),
-        ({"function": length, "timeout_s": math.nan}, "timeout_s: expected a finite number above 0"),
+        ({"function": length, "reward_timeout_s": 0}, "reward_timeout_s: expected a finite number above 0"),
+        ({"function": length, "reward_timeout_s": math.nan}, "reward_timeout_s: expected a finite number above 0"),
         ({"function": length, "on_failure": "ignore"}, "on_failure: expected 'drop', 'raise' or a finite number"),
         ({"function": length, "on_failure": math.nan}, "on_failure: expected 'drop', 'raise' or a finite number"),
     ],

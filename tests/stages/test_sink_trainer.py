@@ -332,7 +332,7 @@ async def test_a_cancelled_run_gives_a_step_up_that_takes_too_long_and_commits_n
     trainer = Slow()
 
     with capture_logs() as logs:
-        async with running(SinkTrainer(trainer, grace_s=0.01), trainer) as (context, scope):
+        async with running(SinkTrainer(trainer, cancel_timeout_s=0.01), trainer) as (context, scope):
             scope.cancel()
         trainer.may_end.set()
 
@@ -343,7 +343,7 @@ async def test_a_cancelled_run_gives_a_step_up_that_takes_too_long_and_commits_n
 async def test_a_step_that_nobody_cancels_may_take_longer_than_the_grace() -> None:
     trainer = Slow()
 
-    async with running(SinkTrainer(trainer, grace_s=0.0, max_steps=1), trainer) as (context, _):
+    async with running(SinkTrainer(trainer, cancel_timeout_s=0.0, max_steps=1), trainer) as (context, _):
         for _ in range(50):
             await checkpoint()
         trainer.may_end.set()
@@ -353,7 +353,7 @@ async def test_a_step_that_nobody_cancels_may_take_longer_than_the_grace() -> No
 
 async def test_a_run_that_waits_for_a_batch_is_cancelled_at_once() -> None:
     async with fed() as (_, inbox), anyio.create_task_group() as tasks:
-        tasks.start_soon(SinkTrainer(Foreign(), grace_s=60).run, inbox)
+        tasks.start_soon(SinkTrainer(Foreign(), cancel_timeout_s=60).run, inbox)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
 

@@ -314,7 +314,7 @@ async def test_a_prompt_that_takes_too_long_costs_its_group() -> None:
             release.wait()
             return super().__getitem__(index)
 
-    driven = await sampled(source(Slow, timeout_s=0.05))
+    driven = await sampled(source(Slow, rollout_timeout_s=0.05))
 
     release.set()
     assert driven == []
@@ -337,7 +337,7 @@ def test_a_rollout_that_takes_too_long_is_counted_failed_and_the_others_go_on() 
                 await anyio.sleep_forever()
             return await super().rollout(task, repetition)
 
-    driven = clock.run(lambda: sampled(SourceEnv(Hanging, NoOpPolicy(), group_size=3, groups=1, timeout_s=30)))
+    driven = clock.run(lambda: sampled(SourceEnv(Hanging, NoOpPolicy(), group_size=3, groups=1, rollout_timeout_s=30)))
 
     assert [group.repetition_ids.tolist() for group in driven] == [[0, 2]]
     assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 30 s": 1}
@@ -352,7 +352,7 @@ async def test_an_environment_that_blocks_for_ever_holds_up_neither_the_loop_nor
             release.wait()
             return 1.0
 
-    driven = await sampled(source(Stuck, timeout_s=0.05, threads=1))
+    driven = await sampled(source(Stuck, rollout_timeout_s=0.05, threads=1))
 
     release.set()
     assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 0.05 s": 3}
@@ -370,7 +370,7 @@ def test_a_run_that_is_cancelled_waits_for_its_environments_two_seconds_at_most(
     async def main() -> None:
         outbox, inbox = memory_channel[TrajectoryGroup](1)
         async with inbox, outbox, anyio.create_task_group() as tasks:
-            tasks.start_soon(source(Stuck, timeout_s=3600).run, outbox)
+            tasks.start_soon(source(Stuck, rollout_timeout_s=3600).run, outbox)
             while not stuck.is_set():
                 await checkpoint()
             tasks.cancel_scope.cancel()
@@ -596,7 +596,7 @@ async def test_a_source_tells_how_its_rollouts_went() -> None:
     assert metrics["rollout/prompt_length"] == 7
     assert metrics["rollout/turns"] == 2
     assert metrics["rollout/cut_ratio"] == 1
-    assert metrics["rollout/time_s"] >= 0
+    assert metrics["timing_s/rollout"] >= 0
 
 
 async def test_what_failed_is_counted_and_logged_with_its_cause() -> None:
@@ -624,7 +624,7 @@ def test_a_source_travels_to_workers() -> None:
         ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
         ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
         ({"temperature": 0.0}, "SourceEnv.temperature: expected a finite number above 0, got 0.0"),
-        ({"timeout_s": -1}, "SourceEnv.timeout_s: expected a finite number above 0, got -1"),
+        ({"rollout_timeout_s": -1}, "SourceEnv.rollout_timeout_s: expected a finite number above 0, got -1"),
         ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],
 )

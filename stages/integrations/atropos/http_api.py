@@ -85,8 +85,10 @@ class HttpApi:
         connector = aiohttp.TCPConnector(limit=0, ssl=True if ca is None else _trusting(ca))
         draw = jitter(current().worker)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-            client = ServerClient(url, session, BACKOFF, timeout_s=request_timeout_s, draw=draw)
-            yield cls(client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
+            client = ServerClient(url, session, BACKOFF, request_timeout_s=request_timeout_s, draw=draw)
+            yield cls(
+                client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s
+            )
 
     # -- as a trainer --------------------------------------------------------------------------------------------------
 
