@@ -169,7 +169,7 @@ def _between(first: Look, last: Look) -> Result:
 
 
 async def alone() -> dict[str, float]:
-    """Microseconds of processor time that a group costs each stage by itself, the joint behind it included."""
+    """Microseconds of processor time that a group costs each stage by itself, the edge behind it included."""
     built = make_groups(0, group=GROUP, tokens=TOKENS, advantages=False)
     records: list[Any] = [
         msgspec.structs.replace(built[number % len(built)], instance_id=str(number)) for number in range(ALONE_GROUPS)

@@ -78,7 +78,7 @@ class Make:
         worker, number = current().worker, 0
         groups = make_groups(worker.index, group=GROUP, tokens=TOKENS)
         while True:
-            name = f"{worker.index}.{worker.incarnation}.{number}"
+            name = f"{worker.index}.{worker.restart}.{number}"
             await outbox.send(msgspec.structs.replace(groups[number % len(groups)], instance_id=name))
             number += 1
 
@@ -132,11 +132,11 @@ class Check:
         ledger, last = current().ledger, time.monotonic()
         with anyio.move_on_after(self.seconds):
             async for record in inbox:
-                index, incarnation, number = map(int, record.instance_id.split("."))
-                if (index, incarnation) not in once:
-                    once.pop((index, incarnation - 2), None)  # long gone, and so is all that it sent
-                    once[index, incarnation] = Once()
-                if not once[index, incarnation].take(number):
+                index, restart, number = map(int, record.instance_id.split("."))
+                if (index, restart) not in once:
+                    once.pop((index, restart - 2), None)  # long gone, and so is all that it sent
+                    once[index, restart] = Once()
+                if not once[index, restart].take(number):
                     self.wrong.append(f"{record.instance_id} came twice")
                 for name, column in expected[index][number % len(expected[index])].items():
                     if record.columns()[name].tobytes() != column:

@@ -20,7 +20,7 @@ from .misplaced import written
 from .processes.placement import Processes
 from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
-from .stage_node import StageNode, sends, sent_along
+from .stage_node import StageNode, output_type, sent_along
 from .telemetry import get_logger
 
 __all__ = ["problems"]
@@ -34,33 +34,33 @@ BYTES_PER_TOKEN = 9
 """What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
 
 
-def problems(links: Sequence[StageNode]) -> list[str]:
+def problems(nodes: Sequence[StageNode]) -> list[str]:
     """Everything in a chain that cannot work; empty where nothing is found."""
-    found = list(_of_chain(links))
-    identities = _identities(links)
-    _tell_of_the_unknown(links, {name for name, _ in identities})
-    return [*found, *_of_waits(links), *_of_state(links), *disagreements(identities)]
+    found = list(_of_chain(nodes))
+    identities = _identities(nodes)
+    _tell_of_the_unknown(nodes, {name for name, _ in identities})
+    return [*found, *_of_waits(nodes), *_of_state(nodes), *disagreements(identities)]
 
 
-def _of_chain(links: Sequence[StageNode]) -> Iterator[str]:
-    """Find the problems of each stage and each joint, those within fragments included."""
-    for position, link in enumerate(links):
-        yield from _of_stage(link, first=position == 0)
-        yield from _of_chain(info_of(link.stage).links)
-    types = [record_types(link.stage) for link in links]
-    yield from _of_types(links, types)
+def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:
+    """Find the problems of each stage and each edge, those within fragments included."""
+    for position, node in enumerate(nodes):
+        yield from _of_stage(node, first=position == 0)
+        yield from _of_chain(info_of(node.stage).nodes)
+    types = [record_types(node.stage) for node in nodes]
+    yield from _of_types(nodes, types)
     group_tokens: int | None = None
-    for (before, after), (_, sent) in zip(pairwise(links), types, strict=False):
+    for (before, after), (_, sent) in zip(pairwise(nodes), types, strict=False):
         group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
-        yield from _of_joint(before, after)
+        yield from _of_edge(before, after)
         if sent is not TrainBatch:
             yield from _of_sizes(before, after, group_tokens)
 
 
-def _of_types(links: Sequence[StageNode], types: Sequence[RecordTypes]) -> Iterator[str]:
-    """Find the joints at which no record of the one stage is one that the other takes, by their annotations."""
+def _of_types(nodes: Sequence[StageNode], types: Sequence[RecordTypes]) -> Iterator[str]:
+    """Find the edges at which no record of the one stage is one that the other takes, by their annotations."""
     sent_by = sent_along(types)
-    for (before, after), sent, (received, _) in zip(pairwise(links), sent_by, types[1:], strict=False):
+    for (before, after), sent, (received, _) in zip(pairwise(nodes), sent_by, types[1:], strict=False):
         if never_fits(sent, received):
             yield (
                 f"{before.name} → {after.name}: {before.name} sends {type_name(sent)}, and {after.name} receives "
@@ -78,115 +78,115 @@ def _line_instead(before: object, after: object) -> str:
     return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
 
 
-def _tell_of_the_unknown(links: Sequence[StageNode], known: Collection[str]) -> None:
+def _tell_of_the_unknown(nodes: Sequence[StageNode], known: Collection[str]) -> None:
     """Log it where the source and the trainer cannot be compared, because one of the two has no identity."""
-    first, last = links[0], links[-1]
+    first, last = nodes[0], nodes[-1]
     source, trainer = _any_of(first, known), _any_of(last, known)
     if source != trainer and info_of(last.stage).tokenizers is not None:
         untold = last.name if source else first.name
         log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=untold)
 
 
-def _any_of(link: StageNode, names: Collection[str]) -> bool:
-    return link.name in names or any(_any_of(inner, names) for inner in info_of(link.stage).links)
+def _any_of(node: StageNode, names: Collection[str]) -> bool:
+    return node.name in names or any(_any_of(inner, names) for inner in info_of(node.stage).nodes)
 
 
-def _of_waits(links: Sequence[StageNode]) -> Iterator[str]:
-    begun = _hint(links[0].stage, "begins_at_most")
-    for link in links[1:]:
-        wanted = _hint(link.stage, "waits_for")
+def _of_waits(nodes: Sequence[StageNode]) -> Iterator[str]:
+    begun = _hint(nodes[0].stage, "begins_at_most")
+    for node in nodes[1:]:
+        wanted = _hint(node.stage, "waits_for")
         if begun is not None and wanted is not None and wanted > begun:
             yield (
-                f"{links[0].name} → {link.name}: {link.name} waits for {wanted} trajectories, and {links[0].name} "
+                f"{nodes[0].name} → {node.name}: {node.name} waits for {wanted} trajectories, and {nodes[0].name} "
                 f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
             )
 
 
-def _of_state(links: Sequence[StageNode]) -> Iterator[str]:
-    kept = info_of(links[-1].stage).saved
-    for link in links:
-        parts = [link.stage, *(inner.stage for inner in info_of(link.stage).links)]
-        for name in (name for name, each in kept.items() if link.remote and any(each is part for part in parts)):
+def _of_state(nodes: Sequence[StageNode]) -> Iterator[str]:
+    kept = info_of(nodes[-1].stage).saved
+    for node in nodes:
+        parts = [node.stage, *(inner.stage for inner in info_of(node.stage).nodes)]
+        for name in (name for name, each in kept.items() if node.remote and any(each is part for part in parts)):
             yield (
-                f"{link.name}: checkpoints keep its state as {name!r}, but it runs in "
-                f"{link.on.__class__.__name__.lower()} and gathers there: what is kept would be that of a stage that "
+                f"{node.name}: checkpoints keep its state as {name!r}, but it runs in "
+                f"{node.on.__class__.__name__.lower()} and gathers there: what is kept would be that of a stage that "
                 f"has seen nothing; place it on here()"
             )
 
 
-def _identities(links: Sequence[StageNode]) -> list[tuple[str, TokenizerIdentity]]:
+def _identities(nodes: Sequence[StageNode]) -> list[tuple[str, TokenizerIdentity]]:
     """Of every tokenizer that has one, with the stage that has it; one that several share is looked at once."""
     known: dict[int, TokenizerIdentity] = {}
     found: list[tuple[str, TokenizerIdentity]] = []
-    for name, tokenizer in _tokenizers(links):
+    for name, tokenizer in _tokenizers(nodes):
         if isinstance(tokenizer, TokenizerIdentity) or hasattr(tokenizer, "get_vocab"):
             known[id(tokenizer)] = known.get(id(tokenizer)) or tokenizer_identity(tokenizer)
             found.append((name, known[id(tokenizer)]))
     return found
 
 
-def _tokenizers(links: Sequence[StageNode]) -> Iterator[tuple[str, Any]]:
-    for link in links:
-        yield from _tokenizers(info_of(link.stage).links)
-        for tokenizer in info_of(link.stage).tokenizers or ():
-            yield link.name, tokenizer
+def _tokenizers(nodes: Sequence[StageNode]) -> Iterator[tuple[str, Any]]:
+    for node in nodes:
+        yield from _tokenizers(info_of(node.stage).nodes)
+        for tokenizer in info_of(node.stage).tokenizers or ():
+            yield node.name, tokenizer
 
 
-def _of_stage(link: StageNode, *, first: bool) -> Iterator[str]:
-    run = getattr(link.stage, "run", None)
+def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
+    run = getattr(node.stage, "run", None)
     if not inspect.iscoroutinefunction(run):
         ends = "outbox" if first else "inbox, outbox"
-        yield f"{link.name}: expected a stage with `async def run(self, {ends})`, got {link.stage!r}"
-    yield from _of_workers(link)
-    if isinstance(link.on, Processes):
-        yield from _of_processes(link, link.on)
+        yield f"{node.name}: expected a stage with `async def run(self, {ends})`, got {node.stage!r}"
+    yield from _of_workers(node)
+    if isinstance(node.on, Processes):
+        yield from _of_processes(node, node.on)
     for name in SIZES:
-        if (value := getattr(info_of(link.stage), name)) is not None and _hint(link.stage, name) is None:
-            yield f"{link.name}: {name}: expected a whole number, got {value!r}"
+        if (value := getattr(info_of(node.stage), name)) is not None and _hint(node.stage, name) is None:
+            yield f"{node.name}: {name}: expected a whole number, got {value!r}"
 
 
-def _of_workers(link: StageNode) -> Iterator[str]:
+def _of_workers(node: StageNode) -> Iterator[str]:
     """Every stage of a fragment has as many workers as the fragment."""
-    count = link.on.count if isinstance(link.on, Processes) else 1
-    for stage in (link.stage, *(inner.stage for inner in info_of(link.stage).links)):
+    count = node.on.count if isinstance(node.on, Processes) else 1
+    for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
         check_workers = info_of(stage).check_workers
         if check_workers is None:
             continue
         try:
             check_workers(count)
         except InvalidConfig as error:
-            yield f"{link.name}: {error}"
+            yield f"{node.name}: {error}"
 
 
-def _of_processes(link: StageNode, on: Processes) -> Iterator[str]:
-    if any(inner.remote for inner in info_of(link.stage).links):
-        yield f"{link.name}: it has processes within processes; place either the whole fragment there, or its parts"
-    if info_of(link.stage).sees_everything and on.count > 1:
+def _of_processes(node: StageNode, on: Processes) -> Iterator[str]:
+    if any(inner.remote for inner in info_of(node.stage).nodes):
+        yield f"{node.name}: it has processes within processes; place either the whole fragment there, or its parts"
+    if info_of(node.stage).sees_everything and on.count > 1:
         yield (
-            f"{link.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
+            f"{node.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
             f"here() or processes(1), or in one fragment with its source"
         )
-    record = sends(link.stage)
+    record = output_type(node.stage)
     if record is not None and record not in {TrajectoryGroup, TrainBatch}:
         yield (
-            f"{link.name}: it runs in {link.on.__class__.__name__.lower()} and sends {record.__name__}, but between "
+            f"{node.name}: it runs in {node.on.__class__.__name__.lower()} and sends {record.__name__}, but between "
             f"processes only TrajectoryGroup and TrainBatch travel"
         )
     try:
-        pickled = pickle.dumps(link.stage)
+        pickled = pickle.dumps(node.stage)
     except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
         yield (
-            f"{link.name}: expected a stage that can be pickled to its process, got {error!r}; give it recipes that "
+            f"{node.name}: expected a stage that can be pickled to its process, got {error!r}; give it recipes that "
             f"live in a module (functions by name), and open files, models and sockets in `run`"
         )
         return
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
         yield (
-            f"{link.name}: it lives in an interactive session, which its process cannot import: put it into a module"
+            f"{node.name}: it lives in an interactive session, which its process cannot import: put it into a module"
         )
 
 
-def _of_joint(before: StageNode, after: StageNode) -> Iterator[str]:
+def _of_edge(before: StageNode, after: StageNode) -> Iterator[str]:
     for name in ("capacity", "capacity_bytes"):
         if (value := getattr(after, name)) is not None:
             try:
@@ -201,11 +201,11 @@ def _of_joint(before: StageNode, after: StageNode) -> Iterator[str]:
 
 
 def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> Iterator[str]:
-    joint = f"{before.name} → {after.name}"
+    edge = f"{before.name} → {after.name}"
     accepted = _hint(after.stage, "takes_at_most_tokens")
     if accepted is not None and group_tokens is not None and group_tokens > accepted:
         yield (
-            f"{joint}: a group may hold {group_tokens} tokens, and {after.name} takes at most {accepted}: raise its "
+            f"{edge}: a group may hold {group_tokens} tokens, and {after.name} takes at most {accepted}: raise its "
             f"token budget, or sample smaller groups or shorter completions"
         )
     remote = before.remote or after.remote
@@ -213,13 +213,13 @@ def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> 
     at_once = 2 if remote else 1  # a stage holds one while it asks for the next, and what it holds is not copied
     if budget is not None and group_tokens is not None and at_once * group_tokens * BYTES_PER_TOKEN > budget:
         yield (
-            f"{joint}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the joint "
+            f"{edge}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the edge "
             f"holds {budget}: raise capacity_bytes{' to twice as much' if remote else ''}"
         )
     keeps = _hint(after.stage, "keeps_groups") or 0
     if isinstance(before.on, Processes) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
         yield (
-            f"{joint}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
+            f"{edge}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
             f"they would wait for each other; raise capacity"
         )
 

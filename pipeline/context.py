@@ -28,7 +28,7 @@ class Worker:
     """0 to count − 1."""
     count: int = 1
     """How many workers share the work."""
-    incarnation: int = 0
+    restart: int = 0
     """How often the worker was restarted."""
 
 

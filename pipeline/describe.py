@@ -1,4 +1,4 @@
-"""A pipeline as text: each stage with where it runs, each joint with what it may hold."""
+"""A pipeline as text: each stage with where it runs, each edge with what it may hold."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .stage_node import StageNode
 __all__ = ["drawn"]
 
 
-def drawn(links: Sequence[StageNode]) -> str:
-    """The chain from top to bottom, one line a stage and one a joint."""
-    width = max(len(link.name) for link in links)
-    lines = [_stage(links[0], width)]
-    for before, after in pairwise(links):
-        lines += [f"  │ {_joint(before, after)}", _stage(after, width)]
+def drawn(nodes: Sequence[StageNode]) -> str:
+    """The chain from top to bottom, one line a stage and one an edge."""
+    width = max(len(node.name) for node in nodes)
+    lines = [_stage(nodes[0], width)]
+    for before, after in pairwise(nodes):
+        lines += [f"  │ {_edge(before, after)}", _stage(after, width)]
     return "\n".join(lines)
 
 
-def _stage(link: StageNode, width: int) -> str:
-    return f"{link.name:<{width}}  {link.on}"
+def _stage(node: StageNode, width: int) -> str:
+    return f"{node.name:<{width}}  {node.on}"
 
 
-def _joint(before: StageNode, after: StageNode) -> str:
+def _edge(before: StageNode, after: StageNode) -> str:
     if not (before.remote or after.remote):
         capacity = _records(after.capacity or MEMORY_CAPACITY)
         return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")

@@ -11,7 +11,7 @@ import anyio
 from ..schemas.numbers import normalize_counts
 from .channels.channel import ReceiveChannel, SendChannel
 from .errors import InvalidRecord
-from .exception_groups import alone
+from .exception_groups import unwrap_single
 from .record_types import function_types
 from .stage_info import StageInfo
 
@@ -40,11 +40,11 @@ class Each(Generic[In, Out]):
     def stage_info(self) -> StageInfo:
         """State the function's name, and the types of its annotations."""
         received, sent = (known if isinstance(known, type) else None for known in function_types(self.function))
-        return StageInfo(name=self.name, receives=received, sends=sent)
+        return StageInfo(name=self.name, receives=received, output_type=sent)
 
     async def run(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         """See `Stage`. A record is received only when a call of `function` can begin with it."""
-        with alone():
+        with unwrap_single():
             async with anyio.create_task_group() as calls:
                 for _ in range(self.concurrency):
                     calls.start_soon(self._call, inbox, outbox)

@@ -108,9 +108,9 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
 
     __slots__ = ("_end", "_ends", "_passage")
 
-    def __init__(self, end: SendChannel[T], passage: EdgeCounter, ends: _OpenEnds | None = None) -> None:
+    def __init__(self, end: SendChannel[T], counter: EdgeCounter, ends: _OpenEnds | None = None) -> None:
         self._end = end
-        self._passage = passage
+        self._counter = counter
         self._ends = ends or _OpenEnds()
         self._ends.open.append(self)
 
@@ -119,32 +119,32 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
 
     async def send(self, record: T, /) -> None:
         """Hand over `record`; see `SendChannel.send`."""
-        admitted = self._passage.admit(record)
+        admitted = self._counter.admit(record)
         if admitted is None:
             await anyio.lowlevel.checkpoint()  # one that sends nothing but copies lets others run too
             return
         try:
             await self._end.send(admitted)
         except BaseException:
-            self._passage.take_back(admitted)
+            self._counter.take_back(admitted)
             raise
-        self._passage.count(admitted)
+        self._counter.count(admitted)
 
     def send_nowait(self, record: T, /) -> None:
         """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
-        admitted = self._passage.admit(record)
+        admitted = self._counter.admit(record)
         if admitted is None:
             return
         try:
             self._end.send_nowait(admitted)
         except BaseException:
-            self._passage.take_back(admitted)
+            self._counter.take_back(admitted)
             raise
-        self._passage.count(admitted)
+        self._counter.count(admitted)
 
     def clone(self) -> CountingSendChannel[T]:
         """Another sending end of the same channel; see `SendChannel.clone`."""
-        return CountingSendChannel(self._end.clone(), self._passage, self._ends)
+        return CountingSendChannel(self._end.clone(), self._counter, self._ends)
 
     async def aclose(self) -> None:
         """Close this end. AsyncCloseable twice is fine."""
@@ -233,14 +233,14 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
 
 
 class Edge:
-    """One joint of a running pipeline."""
+    """One edge of a running pipeline."""
 
     def __init__(
         self,
         upstream: str,
         downstream: str,
         inbox: ReceiveChannel[Any],
-        passage: EdgeCounter,
+        counter: EdgeCounter,
         outbox: CountingSendChannel[Any] | None,
     ) -> None:
         self.upstream = upstream
@@ -248,14 +248,14 @@ class Edge:
         self.inbox = inbox
         self.outbox = outbox
         """None where the sending ends are in other processes."""
-        self.passage = passage
+        self.counter = counter
 
     def statistics(self) -> EdgeStatistics:
         """What lies between the two stages now."""
         return EdgeStatistics(
             upstream=self.upstream,
             downstream=self.downstream,
-            trajectories=self.passage.trajectories,
+            trajectories=self.counter.trajectories,
             channel=self.inbox.statistics(),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["all_of", "alone", "consists_of", "first_exception", "single_exception"]
+__all__ = ["all_of", "consists_of", "first_exception", "single_exception", "unwrap_single"]
 
 
 def single_exception(error: BaseException) -> BaseException:
@@ -23,10 +23,10 @@ def single_exception(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def unwrap_single() -> Iterator[None]:
     """What a single task of the body's task group fails of comes out as itself, with the cause that it has.
 
-    >>> with alone():
+    >>> with unwrap_single():
     ...     raise ExceptionGroup("tasks", [ValueError("the cause")])
     Traceback (most recent call last):
     ValueError: the cause

@@ -1,7 +1,7 @@
 """Stages joined into a pipeline: `source(…).then(…).sink(…)`, typed so that a chain that does not fit is a type error.
 
 What is built here is a description, an immutable value; `Pipeline.run` brings it to life, any number of times. Capacity
-and placement belong to the joint, so they stand here and not in the stages.
+and placement belong to the edge, so they stand here and not in the stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .outcome import check_outcome
 from .processes.placement import HERE, Here, Placement
 from .processes.worker import refuse_while_importing_main
 from .record_types import record_types
-from .resumption import ResumePoint, kept_in, resumed
+from .resumption import ResumePoint, resumed, with_checkpoints
 from .run import Run
 from .stage import Sink, Source, Stage
 from .stage_info import StageInfo, info_of
@@ -48,23 +48,23 @@ New = TypeVar("New")
 class Flow(Generic[Out_co]):
     """A source and the stages after it, open at its end. A source itself, so that fragments can be composed."""
 
-    links: tuple[StageNode, ...]
-    """The stages so far, each with the joint that leads to it."""
+    nodes: tuple[StageNode, ...]
+    """The stages so far, each with the edge that leads to it."""
 
     def stage_info(self) -> StageInfo:
         """State the names of its stages, the type that the last one sends, and the last known bound on its groups."""
-        last = sent_along(record_types(link.stage) for link in self.links)[-1]
-        bounds = (info_of(link.stage).sends_at_most_tokens for link in reversed(self.links))
+        last = sent_along(record_types(node.stage) for node in self.nodes)[-1]
+        bounds = (info_of(node.stage).sends_at_most_tokens for node in reversed(self.nodes))
         return StageInfo(
-            name=" → ".join(link.name for link in self.links),
-            sends=last if isinstance(last, type) else None,
+            name=" → ".join(node.name for node in self.nodes),
+            output_type=last if isinstance(last, type) else None,
             sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
-            links=self.links,
+            nodes=self.nodes,
         )
 
     def resume_from(self, point: ResumePoint) -> Flow[Out_co]:
         """Return the same flow in a run that is resumed."""
-        return replace(self, links=resumed(self.links, point))
+        return replace(self, nodes=resumed(self.nodes, point))
 
     def then(
         self,
@@ -87,7 +87,7 @@ class Flow(Generic[Out_co]):
         """
         refuse_misplaced_stage("stage", stage)
         refuse_unknown_placement(on)
-        return Flow(named((*self.links, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
+        return Flow(named((*self.nodes, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
 
     def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
         """The pipeline that ends in `stage`, which runs here; capacities as in `then`.
@@ -96,7 +96,7 @@ class Flow(Generic[Out_co]):
             InvalidPipeline: `stage` is a class, or no sink; it says what to write.
         """
         refuse_misplaced_stage("sink", stage)
-        return Pipeline(named((*self.links, StageNode(stage, name_of(stage), HERE, capacity, capacity_bytes))))
+        return Pipeline(named((*self.nodes, StageNode(stage, name_of(stage), HERE, capacity, capacity_bytes))))
 
     @ends_in_a_sink
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
@@ -106,15 +106,15 @@ class Flow(Generic[Out_co]):
             InvalidPipeline: there is no `outbox`: what was meant is a pipeline, which ends in a sink.
             StageFailed: a stage raised.
         """
-        await Run(self.links, current(), outbox).run()
+        await Run(self.nodes, current(), outbox).run()
 
 
 class Pipeline:
     """A chain from a source to a sink. Describes what is to run, runs it, and says how it is going."""
 
-    def __init__(self, links: tuple[StageNode, ...]) -> None:
-        self.links = links
-        """The stages, source first, each with the joint that leads to it."""
+    def __init__(self, nodes: tuple[StageNode, ...]) -> None:
+        self.nodes = nodes
+        """The stages, source first, each with the edge that leads to it."""
         self.report: Report | None = None
         """What the last run came to, also when it was cancelled or failed; None before, and while one runs."""
         self._run: Run | None = None
@@ -122,7 +122,7 @@ class Pipeline:
         self._running = False
 
     def __repr__(self) -> str:
-        return f"<Pipeline {' → '.join(link.name for link in self.links)}>"
+        return f"<Pipeline {' → '.join(node.name for node in self.nodes)}>"
 
     def check(self) -> None:
         """Find what cannot work, before anything starts.
@@ -130,17 +130,17 @@ class Pipeline:
         Raises:
             InvalidPipeline: listing every problem, and what to change.
         """
-        found = problems(self.links)
+        found = problems(self.nodes)
         if found:
             raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
 
     def describe(self) -> str:
-        """The pipeline as text: each stage with where it runs, each joint with what it may hold."""
-        return drawn(self.links)
+        """The pipeline as text: each stage with where it runs, each edge with what it may hold."""
+        return drawn(self.nodes)
 
     def statistics(self) -> PipelineStatistics:
-        """What every stage does and waits for, and what every joint holds: now, or as the last run left it."""
-        return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), joints=())
+        """What every stage does and waits for, and what every edge holds: now, or as the last run left it."""
+        return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), edges=())
 
     async def run(
         self,
@@ -186,10 +186,10 @@ class Pipeline:
             self._running, self.report = True, None
             try:
                 async with AsyncExitStack() as stack:
-                    links: Sequence[StageNode] = self.links
+                    nodes: Sequence[StageNode] = self.nodes
                     if folder is not None:
-                        links = await enter_in_thread(stack, kept_in(Path(folder), links, context))
-                    self.report = await self._run_once(Run(links, context), context.ledger, stop)
+                        nodes = await enter_in_thread(stack, with_checkpoints(Path(folder), nodes, context))
+                    self.report = await self._run_once(Run(nodes, context), context.ledger, stop)
             finally:
                 self._running = False
             if stop.by is not None:

@@ -40,7 +40,7 @@ def check_outcome(report: Report, step: int) -> None:
             f"Is `await` missing before outbox.send(record)? A stage says what it leaves out with drop(record, "
             f"'filtered', reason), a sink what it has used with current().ledger.end(record, 'trained')"
         )
-    if not step and not report.statistics.joints[-1].channel.received:
+    if not step and not report.statistics.edges[-1].channel.received:
         raise NothingTrained(
             f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
         )

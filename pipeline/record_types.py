@@ -37,7 +37,7 @@ def record_types(stage: object) -> RecordTypes:
     known, bound = _records_of_channels(stage), _bound_types(stage)
     info = info_of(stage)
     received = info.receives or _resolved(known.get(ReceiveChannel), bound)
-    sent = info.sends or _resolved(known.get(SendChannel), bound)
+    sent = info.output_type or _resolved(known.get(SendChannel), bound)
     return RecordTypes(received, sent)
 
 

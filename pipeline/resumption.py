@@ -25,7 +25,7 @@ from .os_errors import explaining_os_errors
 from .stage_node import StageNode
 from .telemetry import JsonlMetrics, get_logger
 
-__all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "kept_in", "resumed"]
+__all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "resumed", "with_checkpoints"]
 
 log = get_logger("penstock.pipeline")
 
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 @contextmanager
-def kept_in(folder: Path, links: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
+def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
     """Within the body the run has `folder` for itself: gives the stages to run, as they go on. Blocks.
 
     Ledger and metrics go on too.
@@ -110,12 +110,12 @@ def kept_in(folder: Path, links: Sequence[StageNode], context: Context) -> Itera
     with explaining_os_errors("the files of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        links, point = _opened(folder, links)
+        nodes, point = _opened(folder, nodes)
         if point.step:
             context.ledger.restore(point.committed, point.step)
         context.metrics.file = JsonlMetrics(folder / "metrics.jsonl", after_step=point.step)
         try:
-            yield tuple(links)
+            yield tuple(nodes)
         finally:
             context.metrics.file = None
 
@@ -140,22 +140,22 @@ def _lock(fd: int, folder: Path) -> None:
         ) from None
 
 
-def _opened(folder: Path, links: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
-    *before, last = links
+def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
+    *before, last = nodes
     if not isinstance(last.stage, WithCheckpoints):
         raise InvalidPipeline(
             f"{last.name}: expected a sink that keeps checkpoints (SinkTrainer) for a run in a folder"
         )
-    gathering = {link.name: link.stage for link in before if not link.remote and isinstance(link.stage, Stateful)}
+    gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
     sink, point = last.stage.with_checkpoints(folder / "checkpoints", gathering)
     if point.step:
         log.info("run_resumed", folder=str(folder), step=point.step)
     return (*resumed(before, point), replace(last, stage=sink)), point
 
 
-def resumed(links: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
+def resumed(nodes: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
     """Return the same links, with the stages of a resumed run."""
-    return tuple(replace(link, stage=_stage_resumed(link.stage, point)) for link in links)
+    return tuple(replace(node, stage=_stage_resumed(node.stage, point)) for node in nodes)
 
 
 def _stage_resumed(stage: Any, point: ResumePoint) -> Any:

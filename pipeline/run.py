@@ -20,7 +20,7 @@ from .channels.memory import memory_channel
 from .context import Context, entered
 from .edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from .errors import PeerClosed, RolloutsFailed, StageFailed
-from .exception_groups import alone, single_exception
+from .exception_groups import single_exception, unwrap_single
 from .failure_streak import FailureStreak
 from .ledger import Ledger
 from .outcome import END_OF_STREAM, SWALLOWED
@@ -47,8 +47,8 @@ class _Outlet:
 class _StageTask:
     """One stage while it runs."""
 
-    def __init__(self, link: StageNode, context: Context, run: Run) -> None:
-        self.link = link
+    def __init__(self, node: StageNode, context: Context, run: Run) -> None:
+        self.node = node
         self.context = Context(
             context.ledger,
             context.metrics,
@@ -82,8 +82,8 @@ class _StageTask:
         """What it does now."""
         for_records_s, for_credit_s = self.waited()
         return StageStatistics(
-            name=self.link.name,
-            placement=str(self.link.on),
+            name=self.node.name,
+            placement=str(self.node.on),
             state=self.state,
             waiting_for="" if self.over else self._waiting_for(),
             waited_for_records_s=for_records_s,
@@ -113,22 +113,22 @@ class _StageTask:
     @property
     def unaccounted(self) -> int:
         """Trajectories that it received, and neither sent nor dropped."""
-        received = self.before.passage.trajectories if self.before else 0
-        sent = self.after.passage.trajectories if self.after else 0
+        received = self.before.counter.trajectories if self.before else 0
+        sent = self.after.counter.trajectories if self.after else 0
         return max(0, received - sent - self.context.dropped.total())
 
 
 class Run:
     """A chain of stages while it runs, and what can be said of it afterwards."""
 
-    def __init__(self, links: Sequence[StageNode], context: Context, outbox: SendChannel[Any] | None = None) -> None:
-        if outbox is not None and links[-1].remote:
-            links = [*links, StageNode(_Outlet(), "outlet", Here())]
+    def __init__(self, nodes: Sequence[StageNode], context: Context, outbox: SendChannel[Any] | None = None) -> None:
+        if outbox is not None and nodes[-1].remote:
+            nodes = [*nodes, StageNode(_Outlet(), "outlet", Here())]
         self._context = context
         self._outbox = outbox
         """Where the last stage sends, when the chain is a fragment without a sink."""
-        self._parts = [_StageTask(link, context, self) for link in links]
-        self._joints: list[Edge] = []
+        self._parts = [_StageTask(node, context, self) for node in nodes]
+        self._edges: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | None = None
         self._streak = FailureStreak()
         self._open_error: Exception | None = None
@@ -165,11 +165,11 @@ class Run:
                 return
             channels.enter_context(self._context.ledger.calling_on_end(self._context.flush.look))
             channels.callback(self._finish)  # while the channels are still open
-            with alone():
+            with unwrap_single():
                 async with anyio.create_task_group() as tasks:
                     self._cancel = tasks.cancel_scope.cancel
                     for part in self._parts:
-                        tasks.start_soon(self._attend, part, name=part.link.name)
+                        tasks.start_soon(self._attend, part, name=part.node.name)
         if self._failure is not None:
             raise self._failure
 
@@ -206,17 +206,17 @@ class Run:
     def _telling_waits(self, part: _StageTask) -> AbstractContextManager[None]:
         if part.workers is not None:
             return nullcontext()
-        return report_waits(self._context.metrics, part.link.name, part.waited)
+        return report_waits(self._context.metrics, part.node.name, part.waited)
 
     async def _body(self, part: _StageTask) -> None:
         if part.workers is not None:
             await part.workers.run(part.before.inbox if part.before else None)
         elif part.before is None:
-            await part.link.stage.run(part.outbox)
+            await part.node.stage.run(part.outbox)
         elif part.outbox is None:
-            await part.link.stage.run(self._inbox)
+            await part.node.stage.run(self._inbox)
         else:
-            await part.link.stage.run(part.before.inbox, part.outbox)
+            await part.node.stage.run(part.before.inbox, part.outbox)
 
     def limit_failures(self) -> None:
         """End the run where too many rollouts failed in a row: called after each that fails."""
@@ -234,16 +234,16 @@ class Run:
         part.state = "failed"
         cause = single_exception(error)
         if self._stopped_by and part is not self._parts[-1]:
-            log.warning("stage_failed_while_stopping", stage=part.link.name, error=_line(cause))
+            log.warning("stage_failed_while_stopping", stage=part.node.name, error=_line(cause))
             return
-        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{part.link.name} raised {_line(cause)}")
+        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{part.node.name} raised {_line(cause)}")
         if failure is not cause:
             failure.__cause__ = cause
         if self._failure is None:
             self._failure = failure
         else:
             self._failure.add_note(f"besides: {failure}")
-            log.warning("stage_failed_too", stage=part.link.name, error=_line(cause))
+            log.warning("stage_failed_too", stage=part.node.name, error=_line(cause))
         self._cancel()
 
     def _is_over_after(self, part: _StageTask) -> bool:
@@ -266,7 +266,7 @@ class Run:
 
     def _finish(self) -> None:
         """Every stage has ended: note how things stand, and what workers still hold is lost."""
-        channels = [joint.inbox.statistics() for joint in self._joints]
+        channels = [edge.inbox.statistics() for edge in self._edges]
         empty = all(channel.sent == channel.received for channel in channels)
         self._ran_dry = empty and all(part.stream_ended for part in self._parts)
         self.in_flight_at_end = self._context.ledger.balance().in_flight
@@ -279,34 +279,34 @@ class Run:
     async def _join(self, channels: AsyncExitStack) -> None:
         """Open what lies between the stages."""
         for before, after in pairwise(self._parts):
-            joint = await self._open(before, after, channels)
-            before.after = after.before = joint
-            before.outbox = joint.outbox
-            self._joints.append(joint)
+            edge = await self._open(before, after, channels)
+            before.after = after.before = edge
+            before.outbox = edge.outbox
+            self._edges.append(edge)
         if self._outbox is None:
-            self._inbox = StoppableReceiveChannel(self._joints[-1].inbox)
+            self._inbox = StoppableReceiveChannel(self._edges[-1].inbox)
         if self._outbox is not None:
             last = self._parts[-1]
-            passage = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
-            last.outbox = CountingSendChannel(self._outbox.clone(), passage)
+            counter = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
+            last.outbox = CountingSendChannel(self._outbox.clone(), counter)
             channels.push_async_callback(last.outbox.close_all)
 
     async def _open(self, before: _StageTask, after: _StageTask, channels: AsyncExitStack) -> Edge:
-        passage = EdgeCounter(self._admits_to(before))
-        if isinstance(before.link.on, Processes):
-            inbox = await channels.enter_async_context(self._staffed(before, before.link.on, after, passage).serve())
-            return Edge(before.link.name, after.link.name, inbox, passage, None)
-        capacity = 1 if after.link.remote else after.link.capacity or MEMORY_CAPACITY
-        sender, receiver = memory_channel[Any](capacity, after.link.capacity_bytes)
+        counter = EdgeCounter(self._admits_to(before))
+        if isinstance(before.node.on, Processes):
+            inbox = await channels.enter_async_context(self._staffed(before, before.node.on, after, counter).serve())
+            return Edge(before.node.name, after.node.name, inbox, counter, None)
+        capacity = 1 if after.node.remote else after.node.capacity or MEMORY_CAPACITY
+        sender, receiver = memory_channel[Any](capacity, after.node.capacity_bytes)
         channels.callback(receiver.close)
-        outbox = CountingSendChannel(sender, passage)
+        outbox = CountingSendChannel(sender, counter)
         channels.push_async_callback(outbox.close_all)
-        return Edge(before.link.name, after.link.name, receiver, passage, outbox)
+        return Edge(before.node.name, after.node.name, receiver, counter, outbox)
 
-    def _staffed(self, part: _StageTask, on: Processes, after: _StageTask, passage: EdgeCounter) -> Workers:
+    def _staffed(self, part: _StageTask, on: Processes, after: _StageTask, counter: EdgeCounter) -> Workers:
         first = part is self._parts[0]
-        before = None if first else self._parts[self._parts.index(part) - 1].link
-        part.workers = Workers(part.link, on, part.context, passage, before=before, after=after.link)
+        before = None if first else self._parts[self._parts.index(part) - 1].node
+        part.workers = Workers(part.node, on, part.context, counter, before=before, after=after.node)
         return part.workers
 
     def _admits_to(self, part: _StageTask) -> Ledger | None:
@@ -315,10 +315,10 @@ class Run:
     # -- afterwards, and meanwhile -----------------------------------------------------------------------------------
 
     def statistics(self) -> PipelineStatistics:
-        """Every stage and every joint now, or as they were left."""
+        """Every stage and every edge now, or as they were left."""
         return PipelineStatistics(
             stages=tuple(part.statistics() for part in self._parts),
-            joints=tuple(joint.statistics() for joint in self._joints),
+            edges=tuple(edge.statistics() for edge in self._edges),
         )
 
     @property
@@ -332,7 +332,7 @@ class Run:
             return f"stopped by {self._stopped_by}"
         if self._ran_dry:
             return END_OF_STREAM
-        returned = [part.link.name for part in self._parts if part.state == "returned"]
+        returned = [part.node.name for part in self._parts if part.state == "returned"]
         return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
 
     def nothing_before(self, part: _StageTask) -> bool:
@@ -349,7 +349,7 @@ class Run:
         taken = {part: part.unaccounted for part in self._parts[1:]}
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
         taken[self._parts[0]] = max(0, ledger.in_flight - sum(taken.values()))
-        names = [part.link.name for part in self._parts if taken[part]]
+        names = [part.node.name for part in self._parts if taken[part]]
         return f"{SWALLOWED}{' and '.join(names)}"
 
 

@@ -28,7 +28,7 @@ class StageInfo:
     """Its name, where the name of its class does not say enough."""
     receives: type[Any] | None = None
     """The class of the records that it receives, where the annotation of its inbox does not say."""
-    sends: type[Any] | None = None
+    output_type: type[Any] | None = None
     """The class of the records that it sends, where the annotation of its outbox does not say."""
     sends_at_most_tokens: int | None = None
     """No group that it sends holds more tokens."""
@@ -49,7 +49,7 @@ class StageInfo:
     that is not known; None that it uses none."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
-    links: tuple[StageNode, ...] = ()
+    nodes: tuple[StageNode, ...] = ()
     """The stages of a fragment, each with where it runs."""
 
 

@@ -1,4 +1,4 @@
-"""A link of a chain: a stage, where it runs, and the joint that leads to it; what is known before anything runs.
+"""A node of a chain: a stage, where it runs, and the edge that leads to it; what is known before anything runs.
 
 Also what can be learned of a stage by looking at it: its name, what it sends, and the hints it gives about sizes.
 """
@@ -18,19 +18,19 @@ from .processes.placement import Placement, Processes
 from .record_types import RecordTypes, record_types
 from .stage_info import info_of
 
-__all__ = ["StageNode", "name_of", "named", "sends", "sent_along", "wire_type"]
+__all__ = ["StageNode", "name_of", "named", "output_type", "sent_along", "wire_type"]
 
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """A stage and the joint that leads to it."""
+    """A stage and the edge that leads to it."""
 
     stage: Any
-    """A Source in the first link, a Sink in the last one of a pipeline, a Stage in between."""
+    """A Source in the first node, a Sink in the last one of a pipeline, a Stage in between."""
     name: str
     on: Placement
     capacity: int | None = None
-    """Records in the joint that leads to this stage; None for the default, and in the first link."""
+    """Records in the edge that leads to this stage; None for the default, and in the first node."""
     capacity_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,19 +51,19 @@ def name_of(stage: object) -> str:
     return info_of(stage).name or type(stage).__name__
 
 
-def named(links: Iterable[StageNode]) -> tuple[StageNode, ...]:
+def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
     """The same links; equal names are told apart by a number."""
     seen: Counter[str] = Counter()
     distinct: list[StageNode] = []
-    for link in links:
-        name = name_of(link.stage)
+    for node in nodes:
+        name = name_of(node.stage)
         seen[name] += 1
         numbered = name if seen[name] == 1 else f"{name} {seen[name]}"
-        distinct.append(StageNode(link.stage, numbered, link.on, link.capacity, link.capacity_bytes))
+        distinct.append(StageNode(node.stage, numbered, node.on, node.capacity, node.capacity_bytes))
     return tuple(distinct)
 
 
-def sends(stage: object) -> type[Any] | None:
+def output_type(stage: object) -> type[Any] | None:
     """Return the class of what a stage sends; None where nothing tells it, or it is one of several."""
     return _class(record_types(stage).sent)
 
@@ -83,4 +83,4 @@ def _class(record: Any) -> type[Any] | None:
 
 def wire_type(stage: object) -> type[TrajectoryGroup | TrainBatch]:
     """What a channel from `stage` to another process carries: groups, unless it says that it sends batches."""
-    return TrainBatch if sends(stage) is TrainBatch else TrajectoryGroup
+    return TrainBatch if output_type(stage) is TrainBatch else TrajectoryGroup

@@ -74,10 +74,10 @@ class EdgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Every stage and every joint, source first; both are empty before the first run."""
+    """Every stage and every edge, source first; both are empty before the first run."""
 
     stages: tuple[StageStatistics, ...]
-    joints: tuple[EdgeStatistics, ...]
+    edges: tuple[EdgeStatistics, ...]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

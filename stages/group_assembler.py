@@ -167,7 +167,7 @@ class _Assembling:
             return self._joined(parting)
         if parting.why == "duplicate":
             self._refuse(parting)
-        elif not parting.pieces:  # what is late was admitted again, for behind a joint no copy of it is in flight
+        elif not parting.pieces:  # what is late was admitted again, for behind an edge no copy of it is in flight
             drop(trajectories(parting.group, parting.mask), "rejected", REASONS[parting.why])
         elif not self._shrinks:
             drop(trajectories(parting.group, parting.mask), "filtered", REASONS[parting.why])
@@ -177,7 +177,7 @@ class _Assembling:
         return None
 
     def _refuse(self, parting: Flush) -> None:
-        """A copy of what waits here. The joints of a pipeline let none through; channels of one's own may."""
+        """A copy of what waits here. The edges of a pipeline let none through; channels of one's own may."""
         copies = parting.mask.bit_count()
         self._context.ledger.refuse(copies, REASONS["duplicate"])
         self._context.dropped["rejected"] += copies

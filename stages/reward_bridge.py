@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
 from ..pipeline.context import drop
-from ..pipeline.exception_groups import alone
+from ..pipeline.exception_groups import unwrap_single
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.waiting import Waiters
 from ..schemas import TrajectoryGroup, TrajectoryId
@@ -164,7 +164,7 @@ class RewardBridge:
         """Begin with a group while the functions have room for more calls; send in order."""
         limit = max(function.concurrency for function in self.functions)
         line = _Line()
-        with alone(), calling(self.functions) as calls:
+        with unwrap_single(), calling(self.functions) as calls:
             async with anyio.create_task_group() as tasks:
                 async for group in inbox:
                     tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, line, line.enter(group))

@@ -90,7 +90,7 @@ class SourceChannel:
         return StageInfo(tokenizers=tokenizer_of(self))
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`. When the stream has ended it stays until everything is saved, and members have heard so.
+        """See `Source`. When the stream has ended it awaits_saved until everything is saved, and members have heard so.
 
         Raises:
             MemberAbsent: a member did not come, or was lost and did not come back.
@@ -241,14 +241,14 @@ class _Unsaved:
     def parted(self, peer: Peer) -> None:
         """One that said goodbye waits to hear what is saved; see `PeerListener`."""
         self._absent.discard(peer.member)
-        if peer.stays and peer not in self._awaiting_next:
+        if peer.awaits_saved and peer not in self._awaiting_next:
             self._hearing.add(peer)
         self._changed.wake_all()
         self.on_gone()
 
     def departed(self, peer: Peer) -> None:
         """One that said goodbye left, having heard that all is saved, or was cut off; see `PeerListener`."""
-        if peer in self._hearing and peer.stays:
+        if peer in self._hearing and peer.awaits_saved:
             self._absent.add(peer.member)
         self._hearing.discard(peer)
         self._awaiting_next.discard(peer)

@@ -219,7 +219,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 
 def instance_id(number: int, worker: Worker) -> str:
     """The name of prompt `number` as sampled by `worker`: a restarted worker begins anew, under other names."""
-    return f"{worker.incarnation}.{number}" if worker.incarnation else str(number)
+    return f"{worker.restart}.{number}" if worker.restart else str(number)
 
 
 class _RolloutScheduler:

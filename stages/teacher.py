@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..pipeline.context import Worker, current, drop
 from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
-from ..pipeline.exception_groups import alone
+from ..pipeline.exception_groups import unwrap_single
 from ..pipeline.stage_info import StageInfo, tokenizer_of
 from ..pipeline.telemetry import get_logger
 from ..schemas import TrajectoryGroup
@@ -124,7 +124,7 @@ class Teacher:
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
         async with self.policy.open(current().worker) as engine:
-            with alone():
+            with unwrap_single():
                 async with anyio.create_task_group() as tasks:
                     lessons = _TeacherRequests(self, engine, outbox, tasks)
                     async for group in inbox:

@@ -74,7 +74,7 @@ def _print_line(run: Run, console: Console) -> None:
 
 def view(run: Run) -> RenderableType:
     """Everything that is shown, as it stands."""
-    statistics = run.pipeline.statistics() if run.pipeline else PipelineStatistics(stages=(), joints=())
+    statistics = run.pipeline.statistics() if run.pipeline else PipelineStatistics(stages=(), edges=())
     return Group(_progress(run), _stages(statistics))
 
 
@@ -114,9 +114,9 @@ def _stages(statistics: PipelineStatistics) -> Table:
     table = Table("stage", "where", "waits for", "waited", "channel before it", "passed", box=None, padding=(0, 1))
     for column in table.columns:
         column.no_wrap = True
-    for stage, joint in zip(statistics.stages, (None, *statistics.joints), strict=False):
+    for stage, edge in zip(statistics.stages, (None, *statistics.edges), strict=False):
         where, _, _ = stage.placement.partition(",")
-        table.add_row(stage.name, where, stage.waiting_for or "—", _waited(stage), *_channel(joint))
+        table.add_row(stage.name, where, stage.waiting_for or "—", _waited(stage), *_channel(edge))
     return table
 
 
@@ -124,15 +124,15 @@ def _waited(stage: StageStatistics) -> str:
     return f"{stage.waited_for_records_s + stage.waited_for_credit_s:.0f} s"
 
 
-def _channel(joint: EdgeStatistics | None) -> tuple[RenderableType, str]:
+def _channel(edge: EdgeStatistics | None) -> tuple[RenderableType, str]:
     """Its fill, and how many trajectories passed it."""
-    if joint is None:
+    if edge is None:
         return "", ""
-    channel = joint.channel
+    channel = edge.channel
     fill = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=1, completed=channel.fill, width=8)
     fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.transport}")
-    return fill, f"{joint.trajectories:,}"
+    return fill, f"{edge.trajectories:,}"
 
 
 # -- when it is over -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ __all__ = [
     "CHECKS_PER_TIMEOUT",
     "DEFAULT_HEARTBEAT_TIMEOUT_S",
     "GRACE_S",
-    "SILENT",
+    "UNRESPONSIVE",
     "DisconnectMonitor",
     "enable_heartbeats",
     "send_heartbeats",
@@ -33,7 +33,7 @@ GRACE_S = 0.1
 CHECKS_PER_TIMEOUT = 6
 """How often is looked at a TCP connection within the time that its other side may be silent."""
 
-SILENT = "was silent for {} s, for its process was stopped or its host hung"
+UNRESPONSIVE = "was silent for {} s, for its process was stopped or its host hung"
 """What is said of whoever is given up."""
 
 

@@ -34,7 +34,7 @@ class Peer:
         """Its connection; set when it is let in."""
         self.open = True
         """Until it says goodbye, or is lost."""
-        self.stays = False
+        self.awaits_saved = False
         """Whether it has said goodbye, and has not said yet that it has heard that all is saved."""
         self.disconnected_for_error = False
         """Whether it broke the protocol. Of what it sent nothing more is believed."""
@@ -43,7 +43,7 @@ class Peer:
         self.given_up: Reject | None = None
         """What it is told itself, should it still listen: it broke the protocol, or was silent. Not the error, for that
         would hold this peer and its memory until cycles are collected."""
-        self.silent_for: float | None = None
+        self.unresponsive_s: float | None = None
         """Seconds, where it was given up because it was silent."""
         self.since = time.monotonic()
         """When it was let in."""

@@ -45,7 +45,7 @@ from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
 from .connection import Acceptor, PeerControl
 from .credit_returns import CreditReturner
-from .heartbeat import SILENT
+from .heartbeat import UNRESPONSIVE
 from .keys import ChannelKey
 from .members import Members
 from .memory import CHECKPOINT_EVERY
@@ -275,7 +275,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         if peer is None and self._acceptor is not None:
             self._acceptor.handle_unknown(identity, frames)
             return
-        if peer is not None and peer.stays:
+        if peer is not None and peer.awaits_saved:
             self._heed_staying(peer, frames)
             return
         if peer is None or not peer.open:
@@ -301,7 +301,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         with suppress(ProtocolMismatch):
             message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
             if isinstance(message, Close) and message.how == "done":
-                peer.stays = False
+                peer.awaits_saved = False
                 self._send(peer, CloseAck())
                 return
         self.refusals.note("a message after goodbye")
@@ -344,7 +344,7 @@ class RemoteReceiver(AsyncReceiver[R]):
     def _part(self, peer: Peer, sequence: int, how: Leaving) -> None:
         if sequence != peer.sequence:
             raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
-        peer.open, peer.stays = False, how == "staying"
+        peer.open, peer.awaits_saved = False, how == "staying"
         if how == "failed":
             self._miss(peer, f"{peer.name} (pid {peer.pid}) left with an error after record {peer.sequence}")
         elif self._members is not None:
@@ -390,11 +390,15 @@ class RemoteReceiver(AsyncReceiver[R]):
             peer.open = False
             for bundle in peer.reader.recover(peer.sequence):
                 self._take_in(peer, bundle)
-            how = SILENT.format(peer.silent_for) if peer.silent_for else "closed its connection without saying goodbye"
+            how = (
+                UNRESPONSIVE.format(peer.unresponsive_s)
+                if peer.unresponsive_s
+                else "closed its connection without saying goodbye"
+            )
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
-            peer.given_up = Reject("PeerLost", str(error)) if peer.silent_for else None
+            peer.given_up = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
         elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "departed"))
         self.peers.pop(peer.identity, None)

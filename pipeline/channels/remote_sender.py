@@ -72,7 +72,7 @@ class SenderConnection:
         """Why nothing can be sent any more: the receiver has gone, or a record was changed before it was copied."""
         self.failed = anyio.Event()
         """Set with `failure`."""
-        self.severed = anyio.Event()
+        self.disconnected = anyio.Event()
         """Set when the connection has ended, and all that came on it was heard."""
         self.on_ended: Origin | None = None
         """Is told how trajectories ended."""
@@ -80,20 +80,20 @@ class SenderConnection:
         self._control = control
         self._socket = socket
         self._loop = asyncio.get_running_loop()
-        self._asked = False
+        self._credit_requested = False
         """Whether the receiver was told that credit is wanted, and gave none since. Who has no record left need not."""
-        self._unposted = 0
+        self._unsent = 0
         """Records that were taken in since the last message."""
-        self._severed = False
+        self._disconnected = False
         """Whether the socket has nobody to send to any more."""
-        self._goodbye: Leaving | None = None
+        self._close_sent: Leaving | None = None
         """What was said last."""
         self.close_acknowledged = False
         """Whether the receiver has answered a goodbye."""
         self.body_failed = False
         """Whether an `async with` of this connection was left by an exception."""
         self._flush_scheduled = False
-        self._parted = anyio.Event()
+        self._close_done = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
@@ -111,7 +111,7 @@ class SenderConnection:
         if self.failure is None:
             self.failure = failure
             self.failed.set()
-        self._parted.set()
+        self._close_done.set()
         self.waiting.wake_all()
 
     def place(self, record: Record) -> bool:
@@ -124,7 +124,7 @@ class SenderConnection:
         """
         if self.failure is not None:
             raise self.failure
-        if self._severed:
+        if self._disconnected:
             return False
         writer = self.writer
         while True:
@@ -132,16 +132,16 @@ class SenderConnection:
                 form, lengths, contiguous = record.schema.laid_out(record)
                 if self._taken_in(form, lengths, record.header(), contiguous):
                     break
-            if self._asked or writer.full:
+            if self._credit_requested or writer.full:
                 in_flight = writer.items
                 self.drain()
                 if writer.items == in_flight:
                     return False
             else:
-                self.ask()
+                self.request_credit()
         self.sent += 1
-        self._unposted += 1
-        if self._unposted >= FLUSH_AT:
+        self._unsent += 1
+        if self._unsent >= FLUSH_AT:
             self.flush()
         elif not self._flush_scheduled:
             self._flush_scheduled = True
@@ -155,21 +155,21 @@ class SenderConnection:
             self._fail(error)
             raise
 
-    def ask(self) -> None:
+    def request_credit(self) -> None:
         """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
-        self._asked = True
-        if not (self._goodbye or self._socket.closed):
+        self._credit_requested = True
+        if not (self._close_sent or self._socket.closed):
             self.tell(CreditRequest())
 
     def request_credit_soon(self) -> None:
         """Want it for the next look at what is in flight. Safe from any thread."""
-        if self.writer.items and not self._asked:
+        if self.writer.items and not self._credit_requested:
             with suppress(RuntimeError):  # the loop was closed under an open sender
-                self._loop.call_soon_threadsafe(self.ask)
+                self._loop.call_soon_threadsafe(self.request_credit)
 
     def full(self) -> ChannelFull:
         """The error that says what is in flight."""
-        if self._severed:
+        if self._disconnected:
             return ChannelFull(f"the connection to {self.welcome.name} is gone, and the reason is not known yet")
         return ChannelFull(
             f"{self.writer.items} of {self.welcome.capacity} records and {self.writer.nbytes} of "
@@ -179,8 +179,8 @@ class SenderConnection:
     def flush(self) -> None:
         """Let what was taken in go."""
         self._flush_scheduled = False
-        if self._unposted and self._connected:
-            self._unposted = 0
+        if self._unsent and self._connected:
+            self._unsent = 0
             try:
                 self.writer.post(self._socket)
             except zmq.Again:  # ZeroMQ refuses to send when the other end is gone
@@ -192,12 +192,12 @@ class SenderConnection:
 
     @property
     def _connected(self) -> bool:
-        return self.failure is None and not self._severed
+        return self.failure is None and not self._disconnected
 
     def _disconnect(self) -> None:
         """There is nobody to send to: what notices the receiver's end is about to tell why."""
-        if not self._severed:
-            self._severed = True
+        if not self._disconnected:
+            self._disconnected = True
             self._control.disconnected()
 
     def tell(self, message: Message) -> None:
@@ -217,7 +217,7 @@ class SenderConnection:
             if not events & POLLIN:
                 if not events & POLLOUT:
                     self._disconnect()
-                    self.severed.set()
+                    self.disconnected.set()
                 return
             try:
                 self._handle(decode(self._socket.recv(zmq.NOBLOCK)))
@@ -227,7 +227,7 @@ class SenderConnection:
     def _handle(self, message: Message) -> None:
         match message:
             case CreditGrant(spans):
-                self._asked = False
+                self._credit_requested = False
                 for slot, generation, records in spans:
                     self.writer.free(slot, generation, records)
                 self.waiting.wake_one()
@@ -243,30 +243,30 @@ class SenderConnection:
                 self._control.disconnected()
             case CloseAck():
                 self.close_acknowledged = True
-                self._parted.set()
+                self._close_done.set()
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
 
     def send_close(self, how: Leaving) -> None:
         """Nothing more comes from here. Saying it twice is fine."""
-        if self._goodbye in {None, "staying"} and how != self._goodbye:
+        if self._close_sent in {None, "staying"} and how != self._close_sent:
             if self._connected:
-                self._parted = anyio.Event()
-            self._goodbye = how
+                self._close_done = anyio.Event()
+            self._close_sent = how
             self.tell(Close(self.sent, how))
 
-    async def answered(self) -> bool:
+    async def closed_by_peer(self) -> bool:
         """Wait until the receiver has heard the goodbye, or is gone, and return whether it has heard it."""
-        await self._parted.wait()
+        await self._close_done.wait()
         return self.close_acknowledged
 
-    async def part(self) -> None:
+    async def close(self) -> None:
         """Say goodbye, wait until the receiver has everything, and let go."""
-        if self._goodbye is None:
+        if self._close_sent is None:
             self.send_close("failed" if self.body_failed else "done")
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as bound:
-                await self._parted.wait()
+                await self._close_done.wait()
             if bound.cancelled_caught:
                 log.warning("close_timeout", peer=self.welcome.name, waited_s=CLOSE_TIMEOUT_S)
         finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
@@ -352,9 +352,9 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """Wait until the receiver closed the channel, or died: `failure` says which."""
         await self._line.failed.wait()
 
-    async def severed(self) -> None:
+    async def disconnected(self) -> None:
         """Wait until the connection has ended, so that all was heard which the receiver had said."""
-        await self._line.severed.wait()
+        await self._line.disconnected.wait()
 
     def send_close(self, how: Leaving = "staying") -> None:
         """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
@@ -362,7 +362,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
 
     async def close_acknowledged(self) -> bool:
         """Wait until the receiver has heard `send_close`, or is gone, and return whether it has heard it."""
-        return await self._line.answered()
+        return await self._line.closed_by_peer()
 
     @property
     def counts_members(self) -> bool:
@@ -396,7 +396,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
             self._closed = True
             self._line.ends -= 1
             if not self._line.ends:
-                await self._line.part()
+                await self._line.close()
                 if isinstance(self._line.failure, InvalidRecord):
                     raise self._line.failure
 

@@ -19,7 +19,7 @@ import anyio.to_thread
 from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
 from ...schemas.numbers import finite_number, whole_number
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, ReplayBufferFull, TooManySenders
-from ..exception_groups import alone
+from ..exception_groups import unwrap_single
 from ..repetition_sets import mask_of
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters
@@ -244,7 +244,7 @@ class ReplayingSender:
         try:
             await line.gone()
             with anyio.move_on_after(LAST_WORDS_S):
-                await line.severed()
+                await line.disconnected()
         finally:
             self._line = None
             self._changed.wake_all()
@@ -306,7 +306,7 @@ async def connect_with_replay(
     heartbeat_timeout_s = (
         None if heartbeat_timeout_s is None else finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
     )
-    with alone():
+    with unwrap_single():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.stay_connected, url, name, key, heartbeat_timeout_s, identity)
             yield sender

@@ -168,7 +168,7 @@ class ShmAcceptor:
         self._registry.drain()
         for peer in list(self._registry.peers.values()):
             if peer.open and self._settled(peer) and not self._registry.reaches(peer):
-                peer.silent_for = self._heartbeat_timeout_s
+                peer.unresponsive_s = self._heartbeat_timeout_s
                 peer.control.shutdown_read()
 
     def _settled(self, peer: Peer) -> bool:

@@ -10,7 +10,7 @@ from ...schemas import ProtocolMismatch
 from ...schemas.control import CloseAck, Closed, Reject
 from ..errors import PeerClosed, PeerLost
 from .control_connection import ControlConnection
-from .heartbeat import GRACE_S, SILENT
+from .heartbeat import GRACE_S, UNRESPONSIVE
 
 __all__ = ["ShmControl"]
 
@@ -36,7 +36,7 @@ class ShmControl:
             tasks.start_soon(receive)
             await self._disconnected.wait()
             await anyio.sleep(GRACE_S)
-            lost.append(PeerLost(f"{receiver}, the receiver, {SILENT.format(self._heartbeat_timeout_s)}"))
+            lost.append(PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}"))
             tasks.cancel_scope.cancel()
         return lost[0]
 

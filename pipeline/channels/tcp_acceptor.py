@@ -272,7 +272,7 @@ class TcpAcceptor:
         return connection.quiet_looks > 1
 
     def _timeout(self, connection: _Connection, peer: Peer) -> None:
-        peer.silent_for = self._heartbeat_timeout_s
+        peer.unresponsive_s = self._heartbeat_timeout_s
         refused = self._registry.gone(peer)
         if refused is not None:
             self.send(peer.identity, refused)

@@ -14,7 +14,7 @@ import zmq
 from ...schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from .handshake import handshake_timeout
-from .heartbeat import CHECKS_PER_TIMEOUT, SILENT, send_heartbeats
+from .heartbeat import CHECKS_PER_TIMEOUT, UNRESPONSIVE, send_heartbeats
 from .socket_monitor import SocketMonitor
 from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
@@ -90,7 +90,7 @@ class TcpControl:
             silent = self._heartbeat_timeout_s is not None and self._connection.silent_s >= self._heartbeat_timeout_s
             quiet_looks = quiet_looks + 1 if silent else 0
             if quiet_looks > 1:
-                return PeerLost(f"{receiver}, the receiver, {SILENT.format(self._heartbeat_timeout_s)}")
+                return PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
         return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
 
     def disconnected(self) -> None:

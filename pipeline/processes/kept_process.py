@@ -21,7 +21,7 @@ class KeptProcess:
     """A subreaper that was started, and the pipes to it. The caller reaps it, and closes both descriptors."""
 
     subreaper: subprocess.Popen[bytes]
-    orders: int
+    config: int
     """Descriptor: the subreaper ends the command when something is written to it, or when it is closed."""
     words: int
     """Descriptor of the subreaper's lines, see `subreaper.py`; there is nothing more to read when the subreaper has
@@ -48,7 +48,7 @@ def start_kept(
     Raises:
         OSError: the subreaper cannot be started; no descriptor stays open.
     """
-    (hears, orders), (words, says) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    (hears, config), (words, says) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
     options = [str(os.getpid()), str(stop_timeout_s), str(hears), str(says)]
     try:
         popen = subprocess.Popen(  # noqa: S603 (what the user wants run)
@@ -61,13 +61,13 @@ def start_kept(
             start_new_session=True,
         )
     except BaseException:
-        os.close(orders)
+        os.close(config)
         os.close(words)
         raise
     finally:
         os.close(hears)
         os.close(says)
-    return KeptProcess(popen, orders, words)
+    return KeptProcess(popen, config, words)
 
 
 def describe_end(word: str, value: int) -> str:

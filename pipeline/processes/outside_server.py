@@ -113,7 +113,7 @@ class RunningServer:
         """Set when there is nothing more to hear."""
         self._kept = kept
         self._pidfd = pidfd
-        for descriptor in (kept.orders, kept.words):
+        for descriptor in (kept.config, kept.words):
             os.set_blocking(descriptor, False)
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class RunningServer:
         """Have all of it end, and its subreaper. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
             with suppress(BrokenPipeError):
-                os.write(self._kept.orders, b"stop")
+                os.write(self._kept.config, b"stop")
             with anyio.move_on_after(within_s + KEEPER_S) as deadline:
                 await anyio.wait_readable(self._pidfd)
             if deadline.cancelled_caught:
@@ -161,7 +161,7 @@ class RunningServer:
                 await anyio.wait_readable(self._pidfd)
             self._kept.subreaper.poll()
             await self._heard.wait()
-            for descriptor in (self._pidfd, self._kept.orders, self._kept.words):
+            for descriptor in (self._pidfd, self._kept.config, self._kept.words):
                 os.close(descriptor)
             log.info("server_stopped", server=self.name, pid=self.pid)
 
@@ -244,7 +244,7 @@ class OutsideServer:
         try:
             pidfd = os.pidfd_open(kept.subreaper.pid)
         except OSError:
-            os.close(kept.orders)
+            os.close(kept.config)
             kept.subreaper.wait()
             os.close(kept.words)
             raise

@@ -1,6 +1,6 @@
 """Where a stage runs: `here()`, in the event loop of the pipeline, or in `processes(n)` of its own.
 
-Placement belongs to the joint, not to the stage: the same stage runs alone in a test, here, and in four processes.
+Placement belongs to the edge, not to the stage: the same stage runs alone in a test, here, and in four processes.
 """
 
 from __future__ import annotations

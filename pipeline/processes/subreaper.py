@@ -29,11 +29,11 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent: int, stop_timeout_s: float, orders: int, words: int, command: list[str]) -> None:
+def main(parent: int, stop_timeout_s: float, config: int, words: int, command: list[str]) -> None:
     """Keep one server, until nothing of it is left."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for descriptor in (orders, words):
+    for descriptor in (config, words):
         os.set_inheritable(descriptor, False)
     wakes = _wakes()
     parent_fd = os.pidfd_open(parent)
@@ -44,12 +44,12 @@ def main(parent: int, stop_timeout_s: float, orders: int, words: int, command: l
         return
     _tell(words, f"started {server}")
     poll = select.poll()
-    for descriptor in (orders, parent_fd, wakes):
+    for descriptor in (config, parent_fd, wakes):
         poll.register(descriptor, select.POLLIN)
     stop = False
     while not stop:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        stop = signal.SIGTERM in _drained(wakes) or bool(ready & {orders, parent_fd})
+        stop = signal.SIGTERM in _drained(wakes) or bool(ready & {config, parent_fd})
         stop |= _reap(server, words)
     _end(wakes, time.monotonic() + stop_timeout_s, lambda: _reap(server, words))
 

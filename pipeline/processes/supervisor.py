@@ -58,8 +58,8 @@ class WorkerListener(Protocol):
 class _Child:
     """One process that was started here, until it has been reaped."""
 
-    def __init__(self, orders: WorkerConfig, popen: subprocess.Popen[bytes], word: int) -> None:
-        self.orders = orders
+    def __init__(self, config: WorkerConfig, popen: subprocess.Popen[bytes], event: int) -> None:
+        self.config = config
         self.pid = popen.pid
         self.state: WorkerState = "starting"
         self.connected = False
@@ -81,9 +81,9 @@ class _Child:
         """Why it was killed although it had not been told to stop; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
-        self._word = word
+        self._events = event
         self._buffer = bytearray()
-        os.set_blocking(word, False)
+        os.set_blocking(event, False)
 
     @property
     def running(self) -> bool:
@@ -99,7 +99,7 @@ class _Child:
     async def receive(self) -> None:
         """Take in what it says until it ends."""
         while self._read():
-            await anyio.wait_readable(self._word)
+            await anyio.wait_readable(self._events)
 
     def receive_rest(self) -> None:
         """Take in what it said last."""
@@ -109,21 +109,21 @@ class _Child:
     def _read(self) -> bool:
         """Take in what is there; returns whether there may be more later."""
         try:
-            read = os.read(self._word, READ_BYTES)
+            read = os.read(self._events, READ_BYTES)
         except BlockingIOError:
             return self.running
         self._buffer += read
-        for word in decode_events(self._buffer):
-            self._handle(word)
+        for event in decode_events(self._buffer):
+            self._handle(event)
         return bool(read)
 
-    def _handle(self, word: WorkerEvent) -> None:
-        match word:
+    def _handle(self, event: WorkerEvent) -> None:
+        match event:
             case Starting(phase):
                 self.phase = phase
             case Connected():
                 self.state, self.connected = "running", True
-                if not self.orders.inbox_kind:
+                if not self.config.inbox_kind:
                     self.started.set()
             case Serving(url):
                 self.url = url
@@ -133,7 +133,7 @@ class _Child:
                 self.finished = True
                 self.done.set()
             case Failed():
-                self.failure = word
+                self.failure = event
                 self.done.set()
                 self.started.set()
 
@@ -156,19 +156,19 @@ class _Child:
             with anyio.move_on_after(within_s) as deadline:
                 await self.exited()
             if deadline.cancelled_caught:
-                log.warning("worker_killed", worker=self.orders.name, pid=self.pid, waited_s=within_s)
+                log.warning("worker_killed", worker=self.config.name, pid=self.pid, waited_s=within_s)
                 self.signal(signal.SIGKILL)
                 await self.exited()
 
     @property
     def may_leave_sockets(self) -> bool:
         """Whether the sockets that it served may still lie about."""
-        return bool(self.orders.inbox_kind) and not self.finished and self.failure is None
+        return bool(self.config.inbox_kind) and not self.finished and self.failure is None
 
     @property
     def how(self) -> str:
         """How it ended, for people."""
-        who = f"{self.orders.name} (pid {self.pid})"
+        who = f"{self.config.name} (pid {self.pid})"
         status = self._popen.returncode
         if self.finished:
             return f"{SWALLOWED}{who}"
@@ -183,7 +183,7 @@ class _Child:
     def close(self) -> None:
         """Let go of descriptors; the process must have been reaped."""
         os.close(self._pidfd)
-        os.close(self._word)
+        os.close(self._events)
 
 
 def _signal_name(number: int) -> str:
@@ -202,19 +202,19 @@ class _Spawner:
     def __init__(self, stage: object) -> None:
         self._stage = stage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
-        self._job = -1
+        self._payload = -1
 
     async def __aenter__(self) -> Self:
-        self._job = await self._in_thread(write_payload, self._stage)
+        self._payload = await self._in_thread(write_payload, self._stage)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        os.close(self._job)
+        os.close(self._payload)
         self._thread.shutdown(wait=False)
 
-    async def start(self, orders: dict[str, Any]) -> _Child:
-        """A process that follows `orders`, which lack what is known here only."""
-        return _Child(*await self._in_thread(self._popen, orders))
+    async def start(self, config: dict[str, Any]) -> _Child:
+        """A process that follows `config`, which lack what is known here only."""
+        return _Child(*await self._in_thread(self._popen, config))
 
     async def _in_thread(self, function: Callable[..., R], *arguments: Any) -> R:
         """Call a function that blocks. Not to be cancelled: a child that was started is never forgotten."""
@@ -223,14 +223,14 @@ class _Spawner:
             await asyncio.wait([future])
         return future.result()
 
-    def _popen(self, orders: dict[str, Any]) -> tuple[WorkerConfig, subprocess.Popen[bytes], int]:
+    def _popen(self, config: dict[str, Any]) -> tuple[WorkerConfig, subprocess.Popen[bytes], int]:
         hears, says = os.pipe2(os.O_CLOEXEC)
         try:
-            filled = WorkerConfig(parent=os.getpid(), job=self._job, word=says, **orders)
+            filled = WorkerConfig(parent=os.getpid(), payload=self._payload, event=says, **config)
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
                 interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(filled).decode()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(filled.job, filled.account, filled.word),
+                pass_fds=(filled.payload, filled.counters, filled.event),
                 process_group=0,
             )
         except BaseException:
@@ -262,18 +262,18 @@ class Supervisor:
             name=self._name_of(index),
             pid=child.pid if child else None,
             state=child.state if child else "starting",
-            restarts=child.orders.incarnation if child else 0,
+            restarts=child.config.restart if child else 0,
             starting=child.phase if child and child.state == "starting" else "",
         )
 
-    def _name_of(self, index: int, incarnation: int = 0) -> str:
-        restarted = f", restart {incarnation}" if incarnation else ""
+    def _name_of(self, index: int, restart: int = 0) -> str:
+        restarted = f", restart {restart}" if restart else ""
         return f"{self._name} {index + 1}/{self._on.count}{restarted}"
 
     def kill(self, worker: str, why: str) -> None:
         """`worker` is there, and of no more use: it is killed, and replaced as often as that is allowed."""
         for child in self._children.values():
-            if child.orders.name == worker:
+            if child.config.name == worker:
                 child.kill(why)
 
     async def run(self, channels: dict[str, Any], feed: Feed | None = None) -> None:
@@ -290,46 +290,46 @@ class Supervisor:
         try:
             async with _Spawner(self._stage) as starter, anyio.create_task_group() as tasks:
                 for index in range(self._on.count):
-                    orders = channels | {"index": index, "count": self._on.count}
-                    tasks.start_soon(self._run_with_restarts, starter, orders, feed)
+                    config = channels | {"index": index, "count": self._on.count}
+                    tasks.start_soon(self._run_with_restarts, starter, config, feed)
         except BaseExceptionGroup as group:
             raise first_exception(group, WorkerFailed) from None
 
-    async def _run_with_restarts(self, starter: _Spawner, orders: dict[str, Any], feed: Feed | None) -> None:
+    async def _run_with_restarts(self, starter: _Spawner, config: dict[str, Any], feed: Feed | None) -> None:
         """Have one worker run until its stage returns."""
-        incarnation = 0
+        restart = 0
         while True:
-            child = await self._run_once(starter, orders | {"incarnation": incarnation}, feed)
+            child = await self._run_once(starter, config | {"incarnation": restart}, feed)
             if child.finished:
                 return
             if child.failure is not None:
                 raise WorkerFailed(f"{child.how}\n\nIn the worker:\n\n{child.failure.traceback}")
-            log.warning("worker_died", how=child.how, restarts_left=self._on.restarts - incarnation)
-            if incarnation == self._on.restarts:
+            log.warning("worker_died", how=child.how, restarts_left=self._on.restarts - restart)
+            if restart == self._on.restarts:
                 raise WorkerFailed(f"{child.how}; it was to be started anew {self._on.restarts} times at most")
-            incarnation += 1
+            restart += 1
 
-    async def _run_once(self, starter: _Spawner, orders: dict[str, Any], feed: Feed | None) -> _Child:
+    async def _run_once(self, starter: _Spawner, config: dict[str, Any], feed: Feed | None) -> _Child:
         """Start one process and stay with it until it is no more."""
-        child = await self._start(starter, orders)
+        child = await self._start(starter, config)
         try:
             await self._watch(child, feed)
-            self._listener.ended(child.orders.name, child.how, connected=child.connected)
+            self._listener.ended(child.config.name, child.how, connected=child.connected)
         finally:
             child.close()
         return child
 
-    async def _start(self, starter: _Spawner, orders: dict[str, Any]) -> _Child:
-        name = self._name_of(orders["index"], orders["incarnation"])
+    async def _start(self, starter: _Spawner, config: dict[str, Any]) -> _Child:
+        name = self._name_of(config["index"], config["incarnation"])
         page = self._listener.open(name)
         try:
-            child = await starter.start(orders | {"name": name, "stage": self._name, "account": page})
+            child = await starter.start(config | {"name": name, "stage": self._name, "account": page})
         except BaseException:
             self._listener.ended(name, f"{name} could not be started", connected=False)
             raise
         finally:
             os.close(page)
-        self._children[orders["index"]] = child
+        self._children[config["index"]] = child
         log.info("worker_started", worker=name, pid=child.pid)
         return child
 
@@ -358,12 +358,12 @@ class Supervisor:
         """A process whose stage is done has to end in time."""
         await child.done.wait()
         await anyio.sleep(self._on.stop_timeout_s)
-        log.warning("worker_exit_timeout", worker=child.orders.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
+        log.warning("worker_exit_timeout", worker=child.config.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
         child.signal(signal.SIGKILL)
 
     async def _feed(self, child: _Child, feed: Feed) -> None:
         await child.serving.wait()
-        await feed(child.orders.name, child.url)
+        await feed(child.config.name, child.url)
 
     async def _stop(self, child: _Child) -> None:
         """Whatever happened: the process ends, and is remembered as what it was."""

@@ -47,7 +47,7 @@ from .worker_messages import (
     WorkerConfig,
     WorkerEvent,
     WorkerReport,
-    framed,
+    encode_event,
 )
 from .worker_payload import open_payload
 
@@ -56,7 +56,7 @@ __all__ = ["die_with", "main", "refuse_while_importing_main"]
 LONGEST_TRACEBACK = 32_000
 """Characters: what a worker tells fits its pipe, so that telling never blocks."""
 
-NEWS_EVERY_S = 0.1
+REPORT_INTERVAL_S = 0.1
 """How often at most observations are passed on, together with a record or after a failed rollout."""
 
 PR_SET_PDEATHSIG = 1
@@ -100,22 +100,22 @@ def refuse_while_importing_main() -> None:
 
 def main(encoded: str) -> None:
     """Run a stage as `encoded`, the `WorkerConfig`, say."""
-    orders = msgspec.json.decode(encoded, type=WorkerConfig)
-    die_with(orders.parent)
+    config = msgspec.json.decode(encoded, type=WorkerConfig)
+    die_with(config.parent)
     signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
-    for fd in (orders.job, orders.account, orders.word):
+    for fd in (config.payload, config.counters, config.event):
         os.set_inheritable(fd, False)
     try:
-        stopped = anyio.run(_run, _load(orders), orders)
+        stopped = anyio.run(_run, _load(config), config)
     except BaseException as error:
         cause = single_exception(error)
-        _tell(orders, Failed(_told(cause), _traceback(cause)))
+        _tell(config, Failed(_told(cause), _traceback(cause)))
         if not isinstance(cause, Exception):
             raise
         sys.exit(1)
     if stopped:
         _end_by_sigterm()
-    _tell(orders, Finished())
+    _tell(config, Finished())
 
 
 def die_with(parent: int) -> None:
@@ -133,18 +133,18 @@ def _end_by_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _load(orders: WorkerConfig) -> Any:
+def _load(config: WorkerConfig) -> Any:
     """Return the stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
     global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
-    file = open_payload(orders.job)
+    file = open_payload(config.payload)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:
-        _tell(orders, Starting(f"importing {script}"))
+        _tell(config, Starting(f"importing {script}"))
     _importing_main = True
     spawn.prepare(preparation)
     _importing_main = False
-    _tell(orders, Starting(f"unpickling {orders.stage} and importing what it needs"))
+    _tell(config, Starting(f"unpickling {config.stage} and importing what it needs"))
     return pickle.load(file)  # noqa: S301 (as above)
 
 
@@ -171,25 +171,25 @@ def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
     return start
 
 
-def _tell(orders: WorkerConfig, word: WorkerEvent) -> None:
+def _tell(config: WorkerConfig, event: WorkerEvent) -> None:
     with suppress(BrokenPipeError):
-        os.write(orders.word, framed(word))
+        os.write(config.event, encode_event(event))
 
 
 # -- running the stage ---------------------------------------------------------------------------------------------
 
 
-async def _run(stage: Any, orders: WorkerConfig) -> bool:
+async def _run(stage: Any, config: WorkerConfig) -> bool:
     """Run `stage` until it returns or SIGTERM comes; returns whether it was SIGTERM."""
-    with mmap.mmap(orders.account, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
-        account = SharedCounters(page, orders.name)
-        ledger = _ReportingLedger() if orders.inbox_kind else Ledger(account)
-        context = Context(ledger, Metrics(), Worker(orders.index, orders.count, orders.incarnation))
+    with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
+        counters = SharedCounters(page, config.name)
+        ledger = _ReportingLedger() if config.inbox_kind else Ledger(counters)
+        context = Context(ledger, Metrics(), Worker(config.index, config.count, config.restart))
         try:
             with entered(context):
-                await _run_connected(stage, orders, context)
+                await _run_connected(stage, config, context)
         finally:
-            account.close()
+            counters.close()
     return scope.cancel_called
 
 
@@ -206,35 +206,35 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
-async def _run_connected(stage: Any, orders: WorkerConfig, context: Context) -> None:
-    _tell(orders, Starting(f"connecting to {orders.outbox_url}"))
+async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> None:
+    _tell(config, Starting(f"connecting to {config.outbox_url}"))
     async with connect(
-        orders.outbox_url, RECORDS[orders.outbox_kind], name=orders.name, heartbeat_timeout_s=None
+        config.outbox_url, RECORDS[config.outbox_kind], name=config.name, heartbeat_timeout_s=None
     ) as sender:
-        _tell(orders, Connected())
+        _tell(config, Connected())
         sender.on_ended(context.ledger.settle)
-        news = _ReportSender(sender, context)
-        admits_to = None if orders.inbox_kind else context.ledger
-        outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=news.pass_on_if_due))
+        report = _ReportSender(sender, context)
+        admits_to = None if config.inbox_kind else context.ledger
+        outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=report.flush_if_due))
         try:
-            with context.ledger.calling_on_failure(news.pass_on_if_due):
-                await _run_stage(stage, orders, context, outbox)
+            with context.ledger.calling_on_failure(report.flush_if_due):
+                await _run_stage(stage, config, context, outbox)
         except Exception as error:
             if not consists_of(error, sender.failure):
                 raise
             # The parent's stage has had enough: this one is done too.
         finally:
-            news.pass_on()
+            report.flush()
             await outbox.close_all()
 
 
-async def _run_stage(stage: Any, orders: WorkerConfig, context: Context, outbox: CountingSendChannel[Any]) -> None:
-    if orders.inbox_kind:
-        async with _served(orders) as inbox:
-            with report_waits(context.metrics, orders.stage, lambda: _waited(outbox, inbox)):
+async def _run_stage(stage: Any, config: WorkerConfig, context: Context, outbox: CountingSendChannel[Any]) -> None:
+    if config.inbox_kind:
+        async with _served(config) as inbox:
+            with report_waits(context.metrics, config.stage, lambda: _waited(outbox, inbox)):
                 await stage.run(inbox, outbox)
     else:
-        with report_waits(context.metrics, orders.stage, lambda: _waited(outbox)):
+        with report_waits(context.metrics, config.stage, lambda: _waited(outbox)):
             await stage.run(outbox)
 
 
@@ -243,17 +243,17 @@ def _waited(outbox: CountingSendChannel[Any], inbox: Any = None) -> tuple[float,
 
 
 @asynccontextmanager
-async def _served(orders: WorkerConfig) -> AsyncIterator[Any]:
+async def _served(config: WorkerConfig) -> AsyncIterator[Any]:
     async with serve(
         "shm://",
-        RECORDS[orders.inbox_kind],
-        capacity=orders.inbox_capacity,
-        capacity_bytes=orders.inbox_capacity_bytes,
+        RECORDS[config.inbox_kind],
+        capacity=config.inbox_capacity,
+        capacity_bytes=config.inbox_capacity_bytes,
         max_senders=1,
-        name=orders.name,
+        name=config.name,
         heartbeat_timeout_s=None,
     ) as inbox:
-        _tell(orders, Serving(inbox.url))
+        _tell(config, Serving(inbox.url))
         yield inbox
 
 
@@ -267,14 +267,14 @@ class _ReportSender:
         self._reasons: dict[str, dict[str, int]] = {}
         """What was told last."""
 
-    def pass_on_if_due(self) -> None:
+    def flush_if_due(self) -> None:
         """After a record or a failed rollout, but not after each of many."""
         now = time.monotonic()
-        if now - self._last >= NEWS_EVERY_S:
+        if now - self._last >= REPORT_INTERVAL_S:
             self._last = now
-            self.pass_on()
+            self.flush()
 
-    def pass_on(self) -> None:
+    def flush(self) -> None:
         """Everything since the last time."""
         metrics, ledger = self._context.metrics, self._context.ledger
         endings: list[Ending] = []

@@ -17,7 +17,7 @@ import msgspec
 
 from ...schemas import GroupId, TrajectoryId
 from ...schemas.errors import UNREADABLE
-from ..channels.heartbeat import SILENT
+from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.remote_receiver import PeerListener
 from ..channels.shared_memory import scratch
@@ -37,7 +37,7 @@ _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 RUN_ENDED = "in flight when the run ended"
 
-OnSilent: TypeAlias = Callable[[str, str], None]
+OnUnresponsive: TypeAlias = Callable[[str, str], None]
 """Is told of a worker that is lost and still there, and why: whoever started it ends it."""
 
 
@@ -85,12 +85,12 @@ class _SharedCounters(_ExitState):
 class SourceAccounting:
     """The books of a source's workers."""
 
-    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, passage: EdgeCounter) -> None:
+    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._passage = passage
+        self._counter = counter
         self._pages: dict[str, _SharedCounters] = {}
-        self.on_silent: OnSilent = _unheeded
+        self.on_unresponsive: OnUnresponsive = _unheeded
 
     def open(self, worker: str) -> int:
         """A page for the counters of `worker`; see `WorkerListener.open`."""
@@ -107,23 +107,23 @@ class SourceAccounting:
         if copies := self._ledger.take_over(record, peer.ended, page.account if page else None):
             record = exclude(record, copies)
         if record is not None:
-            self._passage.count(record)
+            self._counter.count(record)
         return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
         """A worker's metrics and reasons join those of the run; see `PeerListener`."""
-        news = _read(peer, payload)
-        if news.observations is not None:
-            self._metrics.merge(news.observations)
+        report = _read(peer, payload)
+        if report.observations is not None:
+            self._metrics.merge(report.observations)
         if page := self._pages.get(peer.name):
-            page.account.reasons = news.reasons
+            page.account.reasons = report.reasons
             self._ledger.failures_changed()
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
         """Everything was received that a lost worker had published; see `PeerListener`."""
         self.parted(peer)
-        if peer.silent_for is not None:
-            self.on_silent(peer.name, SILENT.format(peer.silent_for))
+        if peer.unresponsive_s is not None:
+            self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
 
     def parted(self, peer: Peer) -> None:
         """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""
@@ -178,12 +178,12 @@ class _InFlight(_ExitState):
 class RelayAccounting:
     """The books of a middle stage's workers."""
 
-    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, passage: EdgeCounter) -> None:
+    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._passage = passage
+        self._counter = counter
         self._workers: dict[str, _InFlight] = {}
-        self.on_silent: OnSilent = _unheeded
+        self.on_unresponsive: OnUnresponsive = _unheeded
 
     def open(self, worker: str) -> int:
         """Note that `worker` begins, with empty hands; see `WorkerListener.open`."""
@@ -204,24 +204,24 @@ class RelayAccounting:
     def received(self, peer: Peer, record: Any) -> Any:
         """A worker is done with `record`; see `PeerListener`."""
         self.returned(peer.name, record)
-        self._passage.count(record)
+        self._counter.count(record)
         return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
         """A worker's metrics and endings join those of the run; see `PeerListener`."""
-        news = _read(peer, payload)
-        if news.observations is not None:
-            self._metrics.merge(news.observations)
+        report = _read(peer, payload)
+        if report.observations is not None:
+            self._metrics.merge(report.observations)
         if hands := self._workers.get(peer.name):
-            for ending in news.endings:
+            for ending in report.endings:
                 taken = hands.take(ending.group, ending.repetitions)
                 self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
         """Everything was received that a lost worker had published; see `PeerListener`."""
         self.parted(peer)
-        if peer.silent_for is not None:
-            self.on_silent(peer.name, SILENT.format(peer.silent_for))
+        if peer.unresponsive_s is not None:
+            self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
 
     def parted(self, peer: Peer) -> None:
         """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""

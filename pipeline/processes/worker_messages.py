@@ -26,7 +26,7 @@ __all__ = [
     "WorkerEvent",
     "WorkerReport",
     "decode_events",
-    "framed",
+    "encode_event",
 ]
 
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
@@ -44,11 +44,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`SourceEnv`."""
     parent: int
     """Process id of the parent."""
-    job: int
+    payload: int
     """Descriptor of the pickled stage."""
-    account: int
+    counters: int
     """Descriptor of the page for the ledger's counters."""
-    word: int
+    event: int
     """Descriptor of the pipe to the parent."""
     outbox_url: str
     outbox_kind: str
@@ -58,7 +58,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     inbox_capacity_bytes: int
     index: int
     count: int
-    incarnation: int
+    restart: int
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
@@ -118,9 +118,9 @@ _LENGTH_BYTES = 4
 _decode = msgspec.msgpack.Decoder(WorkerEvent).decode
 
 
-def framed(word: WorkerEvent) -> bytes:
-    """`word` as it travels on the pipe."""
-    encoded = msgspec.msgpack.encode(word)
+def encode_event(event: WorkerEvent) -> bytes:
+    """`event` as it travels on the pipe."""
+    encoded = msgspec.msgpack.encode(event)
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 

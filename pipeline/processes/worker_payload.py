@@ -22,18 +22,18 @@ __all__ = ["interpreter_command", "open_payload", "write_payload"]
 def write_payload(value: object) -> int:
     """Return the descriptor of a new anonymous file with the two pickles. Blocks."""
     pickled = pickle.dumps(value)
-    job = scratch("job")
-    with open(job, "wb", closefd=False) as file:
+    payload = scratch("job")
+    with open(payload, "wb", closefd=False) as file:
         file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
         file.write(pickled)
-    return job
+    return payload
 
 
-def open_payload(job: int) -> io.BytesIO:
+def open_payload(payload: int) -> io.BytesIO:
     """Return what the file holds, and close its descriptor."""
-    size = os.fstat(job).st_size
-    file = io.BytesIO(os.pread(job, size, 0))  # siblings share the descriptor's position
-    os.close(job)
+    size = os.fstat(payload).st_size
+    file = io.BytesIO(os.pread(payload, size, 0))  # siblings share the descriptor's position
+    os.close(payload)
     return file
 
 

@@ -47,27 +47,29 @@ class Workers:
 
     def __init__(
         self,
-        link: StageNode,
+        node: StageNode,
         on: Processes,
         context: Context,
-        passage: EdgeCounter,
+        counter: EdgeCounter,
         *,
         before: StageNode | None,
         after: StageNode,
     ) -> None:
-        self._link = link
+        self._link = node
         self._on = on
         self._after = after
         """The stage that receives what they send."""
-        self._heard = WaitAggregator(context.metrics, link.name)
+        self._heard = WaitAggregator(context.metrics, node.name)
         """Where their metrics arrive."""
         self._feeder = (
-            None if before is None else _Feeder(before, RelayAccounting(context.ledger, self._heard, passage))
+            None if before is None else _Feeder(before, RelayAccounting(context.ledger, self._heard, counter))
         )
         """Hands records to them; None for a source."""
-        self._books = self._feeder.books if self._feeder else SourceAccounting(context.ledger, self._heard, passage)
-        self._supervisor = Supervisor(link.name, link.stage, on, self._books)
-        self._books.on_silent = self._supervisor.kill
+        self._accounting = (
+            self._feeder.accounting if self._feeder else SourceAccounting(context.ledger, self._heard, counter)
+        )
+        self._supervisor = Supervisor(node.name, node.stage, on, self._accounting)
+        self._accounting.on_unresponsive = self._supervisor.kill
         self._outlet: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
         self._held: ExitStack
@@ -86,7 +88,7 @@ class Workers:
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
             max_senders=self._on.count * (2 if self._on.restarts else 1),
-            listener=self._books,
+            listener=self._accounting,
             name=self._after.name,
             heartbeat_timeout_s=SILENCE_S,
         ) as self._outlet:
@@ -134,7 +136,7 @@ class Workers:
 
     def close(self) -> None:
         """The run is over: what they still hold is lost."""
-        self._books.close()
+        self._accounting.close()
         if self._feeder is not None:
             self._feeder.close()
 
@@ -142,8 +144,8 @@ class Workers:
 class _Feeder:
     """Hands records to the workers of a middle stage."""
 
-    def __init__(self, before: StageNode, books: RelayAccounting) -> None:
-        self.books = books
+    def __init__(self, before: StageNode, accounting: RelayAccounting) -> None:
+        self.accounting = accounting
         self.record_type = wire_type(before.stage)
         self.inbox: ReceiveChannel[Any]
         """Where the records come from; all workers share it."""
@@ -165,11 +167,11 @@ class _Feeder:
         return self._unhanded.popleft() if self._unhanded else None
 
     async def _hand(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
-        self.books.handed(worker, record)
+        self.accounting.handed(worker, record)
         try:
             await outbox.send(record)
         except BaseException:
-            self.books.returned(worker, record)
+            self.accounting.returned(worker, record)
             self._unhanded.append(record)
             raise
 

@@ -76,4 +76,4 @@ class TorchPolicy:
 
 def _seed(seed: int, worker: Worker) -> int:
     """A seed of its own for every worker, also after a restart."""
-    return as_seed([seed, worker.index, worker.incarnation])
+    return as_seed([seed, worker.index, worker.restart])

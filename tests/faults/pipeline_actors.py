@@ -51,7 +51,7 @@ class Middle:
     """A path to the log."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        if self.cell.role == "middle" and not current().worker.incarnation:
+        if self.cell.role == "middle" and not current().worker.restart:
             log = Log(os.open(self.log, os.O_WRONLY))  # for as long as the process lives
             await self._be_struck(Striker(self.cell, log), inbox, outbox)
         else:

@@ -333,6 +333,6 @@ async def test_a_sender_that_is_cut_off_can_send_nothing_more() -> None:
                 await inbox.receive()
             line: Any = outbox
             with anyio.fail_after(30):
-                await line.severed()
+                await line.disconnected()
             assert isinstance(outbox.failure, PeerClosed)
         await still_works(inbox)

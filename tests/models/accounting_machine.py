@@ -76,8 +76,8 @@ class _BooksMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.passage = self.ledger_type(), EdgeCounter()
-        self.books = self.books_type(self.ledger, Metrics(), self.passage)
+        self.ledger, self.counter = self.ledger_type(), EdgeCounter()
+        self.accounting = self.books_type(self.ledger, Metrics(), self.counter)
         self.processes: list[_Process] = []
         self.prompts = self.passed = 0
         for _ in range(2):
@@ -86,7 +86,7 @@ class _BooksMachine(RuleBasedStateMachine):
     def start(self) -> None:
         name = f"Sample, process {len(self.processes)}"
         process = _Process(name, peer(name))
-        self._opened(process, self.books.open(name))
+        self._opened(process, self.accounting.open(name))
         self.processes.append(process)
 
     def _opened(self, process: _Process, page: int) -> None:
@@ -98,7 +98,7 @@ class _BooksMachine(RuleBasedStateMachine):
     def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:  # noqa: ARG002 (each is handed over once)
         return set()
 
-    def _hear(self, process: _Process, news: bytes) -> None:
+    def _hear(self, process: _Process, report: bytes) -> None:
         raise NotImplementedError
 
     def _settle(self, process: _Process) -> None:
@@ -120,10 +120,10 @@ class _BooksMachine(RuleBasedStateMachine):
     def _arrive(self, process: _Process) -> None:
         what = process.wire.popleft()
         if isinstance(what, bytes):
-            self.books.observed(process.peer, what)
+            self.accounting.observed(process.peer, what)
             self._hear(process, what)
         else:
-            passed = self.books.received(process.peer, what)
+            passed = self.accounting.received(process.peer, what)
             copies = self._copies_in(what)
             expected = [one for one in what.ids if one not in copies]
             hold(COPIES, (passed.ids if passed else []) == expected, f"{what} came as {passed}: {copies} had come")
@@ -142,7 +142,7 @@ class _BooksMachine(RuleBasedStateMachine):
     def reap(self, pick: int) -> None:
         process = any_of([each for each in self.processes if not each.alive and not each.reaped], pick)
         process.reaped = True
-        self.books.ended(process.name, process.how)
+        self.accounting.ended(process.name, process.how)
         self._settle_if_known(process)
 
     @precondition(lambda self: any(not process.alive and not process.drained for process in self.processes))
@@ -153,9 +153,9 @@ class _BooksMachine(RuleBasedStateMachine):
             self._arrive(process)
         process.drained = True
         if said_goodbye:
-            self.books.parted(process.peer)
+            self.accounting.parted(process.peer)
         else:
-            self.books.lost(process.peer, PeerLost("its door is closed"))
+            self.accounting.lost(process.peer, PeerLost("its door is closed"))
         self._settle_if_known(process)
 
     def _settle_if_known(self, process: _Process) -> None:
@@ -166,7 +166,7 @@ class _BooksMachine(RuleBasedStateMachine):
     def balanced(self) -> None:
         balance = self.ledger.balance()
         hold(BALANCED, balance.balanced and balance.in_flight >= 0, balance)
-        hold(COUNTED, self.passage.trajectories == self.passed, f"{self.passage.trajectories} of {self.passed}")
+        hold(COUNTED, self.counter.trajectories == self.passed, f"{self.counter.trajectories} of {self.passed}")
         self._check(balance.admitted, balance.in_flight, balance.reasons)
 
     def _check(self, admitted: int, in_flight: int, reasons: dict[str, dict[str, int]]) -> None:
@@ -258,8 +258,8 @@ class SourceMachine(_BooksMachine):
     def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:
         return self.arrived.intersection(record.ids)
 
-    def _hear(self, process: _Process, news: bytes) -> None:
-        self.counts[process.name].told = msgspec.msgpack.decode(news, type=WorkerReport).reasons["failed"]
+    def _hear(self, process: _Process, report: bytes) -> None:
+        self.counts[process.name].told = msgspec.msgpack.decode(report, type=WorkerReport).reasons["failed"]
 
     def _settle(self, process: _Process) -> None:
         counts = self.counts[process.name]
@@ -280,8 +280,8 @@ class SourceMachine(_BooksMachine):
         hold(TOLD, reasons["failed"] == dict(+told), f"{reasons['failed']}, but {told}")
 
     def teardown(self) -> None:
-        self.books.close("the run ended")
-        self.books.close("the run ended twice")
+        self.accounting.close("the run ended")
+        self.accounting.close("the run ended twice")
         balance = self.ledger.balance()
         hold(BALANCED, is_broken() or balance.in_flight == self.ledger.in_flight == self.passed, balance)
         for counts in self.counts.values():
@@ -293,7 +293,7 @@ class RelayMachine(_BooksMachine):
     """Workers of a middle stage count nothing: here is noted what is with whom."""
 
     books_type = RelayAccounting
-    books: RelayAccounting
+    accounting: RelayAccounting
 
     def __init__(self) -> None:
         self.held: dict[str, list[TrajectoryGroup]] = {}
@@ -313,9 +313,9 @@ class RelayMachine(_BooksMachine):
         process, record = any_of(self._alive(), pick), self._new_group(size)
         self.ledger.admit(record.id, range(size))
         self.admitted += size
-        self.books.handed(process.name, record)
+        self.accounting.handed(process.name, record)
         if fails:
-            self.books.returned(process.name, record)
+            self.accounting.returned(process.name, record)
         else:
             self.held[process.name].append(record)
             self.with_it[process.name].update(record.ids)
@@ -340,13 +340,15 @@ class RelayMachine(_BooksMachine):
         others = [process for process in self._alive() if process.name != owner]
         if others:
             ending = Ending(one.group, [one.repetition_id], "failed", "not its own")
-            self.books.observed(any_of(others, pick).peer, msgspec.msgpack.encode(WorkerReport(None, [ending], {})))
+            self.accounting.observed(
+                any_of(others, pick).peer, msgspec.msgpack.encode(WorkerReport(None, [ending], {}))
+            )
 
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         self.with_it[process.name] -= set(record.ids)
 
-    def _hear(self, process: _Process, news: bytes) -> None:
-        for ending in msgspec.msgpack.decode(news, type=WorkerReport).endings:
+    def _hear(self, process: _Process, report: bytes) -> None:
+        for ending in msgspec.msgpack.decode(report, type=WorkerReport).endings:
             ids = {TrajectoryId(*ending.group, repetition) for repetition in ending.repetitions}
             self.with_it[process.name] -= ids
             self.ended[ending.state, ending.reason] += len(ids)
@@ -362,8 +364,8 @@ class RelayMachine(_BooksMachine):
         hold(TOLD, told == +self.ended, f"{told}, but {self.ended}")
 
     def teardown(self) -> None:
-        self.books.close("the run ended")
-        self.books.close("the run ended twice")
+        self.accounting.close("the run ended")
+        self.accounting.close("the run ended twice")
         left = sum(len(ids) for ids in self.with_it.values())
         balance = self.ledger.balance()
         hold(BALANCED, is_broken() or balance.in_flight == self.admitted - self.ended.total() - left, balance)

@@ -443,7 +443,7 @@ class State(NamedTuple):
 
     lines: tuple[tuple[int, ...], ...]
     """Of each producer's place, the lines of its processes, one after another."""
-    books: int
+    accounting: int
     receiver: bool
     """Whether the receiver lives."""
 
@@ -465,7 +465,7 @@ class Channel:
         line: type[Line] = Line,
     ) -> None:
         self._lines: Moments[Line] = Moments()
-        self._books: Moments[WorkerListener] = Moments()
+        self._accounting: Moments[WorkerListener] = Moments()
         make = partial(line, table=table, copies=copies)
         self._firsts = [self._lines.first(partial(make, each)) for each in (sizes, sizes_after_restart) if each]
         """The moment at which a line begins, by how often its producer was started anew."""
@@ -475,10 +475,10 @@ class Channel:
         """The steps of each line's moment, and whether they are faults."""
         self._checked: set[int] = set()
         """Moments of the books that were looked at."""
-        books = self._books.first(partial(WorkerListener, ledger))
+        accounting = self._accounting.first(partial(WorkerListener, ledger))
         for place in range(producers):
-            books = self._books.after(books, ("open", (place, 0)))[0]
-        self.start = State(((self._firsts[0],),) * producers, books, receiver=True)
+            accounting = self._accounting.after(accounting, ("open", (place, 0)))[0]
+        self.start = State(((self._firsts[0],),) * producers, accounting, receiver=True)
 
     def search(self) -> int:
         """Look at every state; returns how many there are.
@@ -491,8 +491,8 @@ class Channel:
     def _steps(self, state: State) -> Iterator[tuple[object, State]]:
         may_kill = self._killed(state) < self._kills
         for place, lines in enumerate(state.lines):
-            for incarnation, line in enumerate(lines):
-                worker = place, incarnation
+            for restart, line in enumerate(lines):
+                worker = place, restart
                 for step, fault in self._steps_of(line):
                     if may_kill or not fault:
                         yield (worker, step), self._after(state, worker, step)
@@ -511,14 +511,14 @@ class Channel:
         return known
 
     def _after(self, state: State, worker: Worker, step: Step) -> State:
-        place, incarnation = worker
-        lines, books = state.lines[place], state.books
-        line, told = self._lines.after(lines[incarnation], step)
+        place, restart = worker
+        lines, accounting = state.lines[place], state.accounting
+        line, told = self._lines.after(lines[restart], step)
         if told is not None:
             operation, *arguments = told
-            books = self._books.after(books, (operation, worker, *arguments))[0]
-        lines = (*lines[:incarnation], line, *lines[incarnation + 1 :])
-        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), books, state.receiver)
+            accounting = self._accounting.after(accounting, (operation, worker, *arguments))[0]
+        lines = (*lines[:restart], line, *lines[restart + 1 :])
+        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), accounting, state.receiver)
 
     def _killed(self, state: State) -> int:
         return sum(not self._lines[line].alive for lines in state.lines for line in lines)
@@ -528,19 +528,19 @@ class Channel:
 
     def _restarted(self, state: State, place: int) -> State:
         lines = (*state.lines[place], self._firsts[len(state.lines[place])])
-        books = self._books.after(state.books, ("open", (place, len(lines) - 1)))[0]
-        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), books, state.receiver)
+        accounting = self._accounting.after(state.accounting, ("open", (place, len(lines) - 1)))[0]
+        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), accounting, state.receiver)
 
     def _receiver_died(self, state: State) -> State:
         lines = tuple(tuple(self._lines.after(line, ("receiver_dies",))[0] for line in each) for each in state.lines)
-        return State(lines, self._books.after(state.books, ("trainer_dies",))[0], receiver=False)
+        return State(lines, self._accounting.after(state.accounting, ("trainer_dies",))[0], receiver=False)
 
     def _check(self, state: State) -> None:
-        if state.books not in self._checked:
-            self._books[state.books].check()
-            self._checked.add(state.books)
+        if state.accounting not in self._checked:
+            self._accounting[state.accounting].check()
+            self._checked.add(state.accounting)
         lines = [line for each in state.lines for line in each]
         if all(fault for line in lines for _, fault in self._steps_of(line)):
             for line in lines:
                 self._lines[line].check_rest()
-            self._books[state.books].check_rest()
+            self._accounting[state.accounting].check_rest()

@@ -319,11 +319,11 @@ class ReleasesGoByPlace(Channel):
 
     def _after(self, state: State, worker: Worker, step: Step) -> State:
         after = super()._after(state, worker, step)
-        place, incarnation = worker
-        if step[0] == "release" and incarnation + 1 < len(after.lines[place]):
-            lease = self._lines[state.lines[place][incarnation]].leases[step[1]]
+        place, restart = worker
+        if step[0] == "release" and restart + 1 < len(after.lines[place]):
+            lease = self._lines[state.lines[place][restart]].leases[step[1]]
             said = ("hear_of_anothers", lease.slot, lease.generation)
-            after = super()._after(after, (place, incarnation + 1), said)
+            after = super()._after(after, (place, restart + 1), said)
         return after
 
 
@@ -417,7 +417,7 @@ class CountsTwice(SourceAccounting):
     """A record that is received passes twice."""
 
     def received(self, peer: Any, record: Any) -> Any:
-        self._passage.count(record)
+        self._counter.count(record)
         return super().received(peer, record)
 
 

@@ -76,7 +76,7 @@ def test_a_group_larger_than_a_batch_is_found_through_the_stages_between() -> No
 def test_a_byte_budget_smaller_than_one_record_is_found() -> None:
     told = complaint(source(BigGroups(1)).then(Pass(), capacity_bytes=40_000).then(Pack()).sink(Train()))
 
-    assert "BigGroups → Pass: a group may take 45000 bytes (5000 tokens), and the joint holds 40000" in told
+    assert "BigGroups → Pass: a group may take 45000 bytes (5000 tokens), and the edge holds 40000" in told
 
 
 def test_behind_a_stage_that_packs_the_size_of_groups_bounds_nothing() -> None:

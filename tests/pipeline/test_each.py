@@ -75,4 +75,4 @@ def test_less_than_one_call_at_a_time_is_refused() -> None:
 def test_the_stage_is_called_like_the_function_and_knows_what_it_returns() -> None:
     info = each(double).stage_info()
 
-    assert (info.name, info.sends) == ("double", int)
+    assert (info.name, info.output_type) == ("double", int)

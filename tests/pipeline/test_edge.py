@@ -23,23 +23,23 @@ def test_the_trajectories_of_a_batch_are_those_of_its_groups() -> None:
 
 async def test_behind_a_source_records_are_admitted_and_counted() -> None:
     ledger = Ledger()
-    passage = EdgeCounter(ledger)
+    counter = EdgeCounter(ledger)
     sender, receiver = memory_channel[object](8)
 
-    async with CountingSendChannel(sender, passage) as outbox, receiver:
+    async with CountingSendChannel(sender, counter) as outbox, receiver:
         await outbox.send(group(instance_id="a"))
         outbox.send_nowait(TrainBatch.pack([group(instance_id="b")]))
         await outbox.send("neither")
 
-    assert ledger.in_flight == passage.trajectories == 4
+    assert ledger.in_flight == counter.trajectories == 4
 
 
 async def test_what_a_source_sends_twice_goes_once() -> None:
     ledger = Ledger()
-    passage = EdgeCounter(ledger)
+    counter = EdgeCounter(ledger)
     sender, receiver = memory_channel[TrajectoryGroup](8)
 
-    async with CountingSendChannel(sender, passage) as outbox, receiver:
+    async with CountingSendChannel(sender, counter) as outbox, receiver:
         await outbox.send(group(repetition_ids=[0, 1]))
         outbox.send_nowait(group(repetition_ids=[1, 0]))
         await outbox.send(group(repetition_ids=[1, 2]))
@@ -49,7 +49,7 @@ async def test_what_a_source_sends_twice_goes_once() -> None:
         assert receiver.statistics().items == 0
 
     assert came == [[0, 1], [2]]
-    assert ledger.in_flight == passage.trajectories == 3
+    assert ledger.in_flight == counter.trajectories == 3
     assert ledger.balance().reasons["rejected"] == {"in flight already": 5}
 
 
@@ -72,15 +72,15 @@ async def test_a_source_may_send_again_what_was_not_sent() -> None:
 
 
 async def test_what_found_no_room_is_not_counted() -> None:
-    passage = EdgeCounter()
+    counter = EdgeCounter()
     sender, receiver = memory_channel[object](1)
 
-    async with CountingSendChannel(sender, passage) as outbox, receiver:
+    async with CountingSendChannel(sender, counter) as outbox, receiver:
         outbox.send_nowait(group())
         with pytest.raises(ChannelFull):
             outbox.send_nowait(group())
 
-    assert passage.trajectories == 2
+    assert counter.trajectories == 2
 
 
 async def test_closing_all_closes_the_clones_too() -> None:

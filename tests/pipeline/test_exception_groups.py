@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from penstock.pipeline.exception_groups import alone, consists_of, first_exception, single_exception
+from penstock.pipeline.exception_groups import consists_of, first_exception, single_exception, unwrap_single
 
 
 def test_the_only_exception_is_found_however_deep() -> None:
@@ -23,7 +23,7 @@ async def test_what_a_single_task_fails_of_comes_out_with_its_own_cause() -> Non
     async def fail() -> None:
         raise ValueError("the failure") from KeyError("its cause")
 
-    with pytest.raises(ValueError, match="the failure") as failed, alone():
+    with pytest.raises(ValueError, match="the failure") as failed, unwrap_single():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fail)
 

@@ -334,7 +334,7 @@ async def test_a_flow_is_a_source() -> None:
 
 
 async def test_a_flow_in_place_of_a_source_is_the_same_as_its_stages() -> None:
-    assert source(source(Count(1)).then(Double())).links == source(Count(1)).then(Double()).links
+    assert source(source(Count(1)).then(Double())).nodes == source(Count(1)).then(Double()).nodes
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ async def test_statistics_say_what_each_stage_waits_for() -> None:
     statistics = await when_all_wait(source(Groups(10)).then(DropOdd()).sink(Stall(), capacity=1))
 
     assert [stage.waiting_for for stage in statistics.stages] == ["credit from DropOdd", "credit from Stall", ""]
-    assert [joint.channel.fill for joint in statistics.joints] == [1.0, 1.0]
+    assert [edge.channel.fill for edge in statistics.edges] == [1.0, 1.0]
     assert all(stage.state == "running" for stage in statistics.stages)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack
 
 from penstock import SendChannel, TrainBatch, TrajectoryGroup, each, here, source
-from penstock.pipeline.stage_node import StageNode, name_of, named, sends, wire_type
+from penstock.pipeline.stage_node import StageNode, name_of, named, output_type, wire_type
 
 
 async def judge(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -13,14 +13,14 @@ async def judge(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def test_what_a_stage_sends_is_read_from_its_outbox() -> None:
-    assert sends(Count(1)) is int
-    assert sends(Pack()) is TrainBatch
-    assert sends(Collect()) is None
+    assert output_type(Count(1)) is int
+    assert output_type(Pack()) is TrainBatch
+    assert output_type(Collect()) is None
 
 
 def test_what_a_flow_sends_is_what_its_last_stage_sends() -> None:
-    assert sends(source(Groups(1)).then(Pack())) is TrainBatch
-    assert sends(source(Groups(1)).then(each(judge))) is TrajectoryGroup
+    assert output_type(source(Groups(1)).then(Pack())) is TrainBatch
+    assert output_type(source(Groups(1)).then(each(judge))) is TrajectoryGroup
 
 
 def test_a_stage_that_does_not_say_is_taken_to_send_groups() -> None:
@@ -30,7 +30,7 @@ def test_a_stage_that_does_not_say_is_taken_to_send_groups() -> None:
     class Unresolved:
         async def run(self, outbox: SendChannel[Unknown]) -> None: ...  # type: ignore[name-defined]  # noqa: F821 (so it is)
 
-    assert sends(Untyped()) is sends(Unresolved()) is None
+    assert output_type(Untyped()) is output_type(Unresolved()) is None
     assert wire_type(Untyped()) is TrajectoryGroup
 
 

@@ -118,7 +118,7 @@ class Stop:
 
 async def test_a_stop_ends_the_sink_s_stream_whatever_waits_there() -> None:
     sink = Stop([], [])
-    run = Run(source(Forever()).sink(sink).links, Context())
+    run = Run(source(Forever()).sink(sink).nodes, Context())
     sink.runs.append(run)
 
     await run.run()
@@ -139,7 +139,7 @@ class FailWhenCancelled:
 
 async def test_a_stage_before_the_sink_that_fails_of_a_stop_is_a_warning() -> None:
     sink = Stop([], [])
-    run = Run(source(FailWhenCancelled()).sink(sink).links, Context())
+    run = Run(source(FailWhenCancelled()).sink(sink).nodes, Context())
     sink.runs.append(run)
 
     with capture_logs() as logs:
@@ -158,7 +158,7 @@ class FailAtTheEnd(Stop):
 
 async def test_a_sink_that_cannot_write_its_checkpoint_fails_the_run() -> None:
     sink = FailAtTheEnd([], [])
-    run = Run(source(Forever()).sink(sink).links, Context())
+    run = Run(source(Forever()).sink(sink).nodes, Context())
     sink.runs.append(run)
 
     with pytest.raises(StageFailed, match="FailAtTheEnd raised OSError: the disk is full"):
@@ -167,7 +167,7 @@ async def test_a_sink_that_cannot_write_its_checkpoint_fails_the_run() -> None:
 
 async def test_a_run_that_is_stopped_before_it_began_opens_nothing() -> None:
     collect = Collect()
-    run = Run(source(Count(3)).sink(collect).links, Context())
+    run = Run(source(Count(3)).sink(collect).nodes, Context())
 
     run.stop("SIGINT")
     await run.run()

@@ -30,7 +30,7 @@ def peer(name: str = WORKER) -> Peer:
     return Peer(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", name, 7), lambda _: None, 1)
 
 
-def news(
+def report(
     observations: Observations | None = None,
     endings: list[Ending] | None = None,
     reasons: dict[str, dict[str, int]] | None = None,
@@ -42,9 +42,9 @@ class Source:
     """A source's worker as the books see it: it writes its page, and what it sends is received."""
 
     def __init__(self) -> None:
-        self.ledger, self.metrics, self.passage = Ledger(), Metrics(), EdgeCounter()
-        self.books = SourceAccounting(self.ledger, self.metrics, self.passage)
-        fd = self.books.open(WORKER)
+        self.ledger, self.metrics, self.counter = Ledger(), Metrics(), EdgeCounter()
+        self.accounting = SourceAccounting(self.ledger, self.metrics, self.counter)
+        fd = self.accounting.open(WORKER)
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         self.account = SharedCounters(self._memory)
         os.close(fd)
@@ -52,11 +52,11 @@ class Source:
     def close(self) -> None:
         self.account.close()
         self._memory.close()
-        self.books.close()
+        self.accounting.close()
 
     def sends(self, record: TrajectoryGroup) -> None:
         self.account.admit(len(record))
-        self.books.received(peer(), record)
+        self.accounting.received(peer(), record)
 
 
 @pytest.fixture
@@ -75,19 +75,19 @@ def test_what_a_worker_samples_is_in_flight_before_it_arrives(source: Source) ->
 def test_what_arrives_is_in_these_books_and_counted_once(source: Source) -> None:
     source.sends(group())
 
-    assert source.ledger.balance().in_flight == source.ledger.in_flight == source.passage.trajectories == 2
+    assert source.ledger.balance().in_flight == source.ledger.in_flight == source.counter.trajectories == 2
 
 
 def test_of_what_arrives_twice_only_the_rest_goes_on(source: Source) -> None:
     source.sends(group(repetition_ids=[0, 1]))
     source.account.admit(4)
 
-    rest = source.books.received(peer(), group(repetition_ids=[1, 2]))
-    nothing = source.books.received(peer(), group(repetition_ids=[0, 2]))
+    rest = source.accounting.received(peer(), group(repetition_ids=[1, 2]))
+    nothing = source.accounting.received(peer(), group(repetition_ids=[0, 2]))
 
     assert rest.repetition_ids.tolist() == [2]
     assert nothing is None
-    assert source.passage.trajectories == source.ledger.balance().in_flight == 3
+    assert source.counter.trajectories == source.ledger.balance().in_flight == 3
     assert source.ledger.balance().reasons["rejected"] == {"in flight already": 3}
 
 
@@ -99,8 +99,8 @@ def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
     source.sends(group())
     source.account.admit(3)
     steps: list[Callable[[], None]] = [
-        lambda: source.books.lost(peer(), PeerLost()),
-        lambda: source.books.ended(WORKER, KILLED),
+        lambda: source.accounting.lost(peer(), PeerLost()),
+        lambda: source.accounting.ended(WORKER, KILLED),
     ]
     first, second = steps if drained_first else reversed(steps)
 
@@ -115,9 +115,9 @@ def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
 
 def test_the_page_of_a_worker_that_died_before_it_connected_is_not_kept(source: Source) -> None:
     pages = _mapped_pages()
-    os.close(source.books.open("a second worker"))
+    os.close(source.accounting.open("a second worker"))
 
-    source.books.ended("a second worker", KILLED, connected=False)
+    source.accounting.ended("a second worker", KILLED, connected=False)
 
     assert _mapped_pages() == pages
 
@@ -131,7 +131,7 @@ def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(sourc
     source.account.end("failed", 3)
     source.account.end("filtered", 1)
 
-    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+    source.accounting.observed(peer(), report(reasons={"failed": {"timeout": 2}}))
 
     balance = source.ledger.balance()
     assert balance.reasons["failed"] == {"timeout": 2, f"in {WORKER}": 1}
@@ -142,26 +142,26 @@ def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(sourc
 def test_reasons_outlive_their_worker(source: Source) -> None:
     source.account.admit(2)
     source.account.end("failed", 2)
-    source.books.observed(peer(), news(reasons={"failed": {"timeout": 2}}))
+    source.accounting.observed(peer(), report(reasons={"failed": {"timeout": 2}}))
 
-    source.books.close()
+    source.accounting.close()
 
     assert source.ledger.balance().reasons["failed"] == {"timeout": 2}
 
 
 def test_metrics_of_a_worker_join_those_of_the_run(source: Source) -> None:
-    source.books.observed(peer(), news(Observations({"reward": (3.0, 2.0)}, {}, {}, {}, {})))
+    source.accounting.observed(peer(), report(Observations({"reward": (3.0, 2.0)}, {}, {}, {}, {})))
 
     assert source.metrics.emit(1)["reward"] == 1.5
 
 
 def test_news_that_are_none_are_refused_as_a_breach_of_the_protocol(source: Source) -> None:
     with pytest.raises(ProtocolMismatch, match="expected the news of a worker from Sample 1/2"):
-        source.books.observed(peer(), b"no news")
+        source.accounting.observed(peer(), b"no news")
 
 
 def test_a_sender_that_is_no_worker_is_admitted_here(source: Source) -> None:
-    source.books.received(peer("a stranger"), group())
+    source.accounting.received(peer("a stranger"), group())
 
     assert source.ledger.balance().admitted == 2
 
@@ -170,31 +170,31 @@ class Middle:
     """A middle stage's worker as the books see it."""
 
     def __init__(self) -> None:
-        self.ledger, self.passage = Ledger(), EdgeCounter()
-        self.books = RelayAccounting(self.ledger, Metrics(), self.passage)
-        os.close(self.books.open(WORKER))
+        self.ledger, self.counter = Ledger(), EdgeCounter()
+        self.accounting = RelayAccounting(self.ledger, Metrics(), self.counter)
+        os.close(self.accounting.open(WORKER))
         self.group = group(completion_lengths=[1, 2, 3])
         self.ledger.admit(self.group.id, [0, 1, 2])
-        self.books.handed(WORKER, self.group)
+        self.accounting.handed(WORKER, self.group)
 
 
 def test_what_comes_back_from_a_middle_worker_is_not_lost_with_it() -> None:
     middle = Middle()
 
-    middle.books.received(peer(), middle.group)
-    middle.books.lost(peer(), PeerLost())
-    middle.books.ended(WORKER, KILLED)
+    middle.accounting.received(peer(), middle.group)
+    middle.accounting.lost(peer(), PeerLost())
+    middle.accounting.ended(WORKER, KILLED)
 
     assert middle.ledger.balance().ended["lost"] == 0
-    assert middle.passage.trajectories == 3
+    assert middle.counter.trajectories == 3
 
 
 def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost() -> None:
     middle = Middle()
 
-    middle.books.observed(peer(), news(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
-    middle.books.ended(WORKER, KILLED)
-    middle.books.parted(peer())
+    middle.accounting.observed(peer(), report(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
+    middle.accounting.ended(WORKER, KILLED)
+    middle.accounting.parted(peer())
 
     balance = middle.ledger.balance()
     assert balance.reasons["filtered"] == {"too short": 2}
@@ -206,7 +206,7 @@ def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
     other = group(instance_id="other")
     middle.ledger.admit(other.id, [0, 1])
 
-    middle.books.observed(peer(), news(endings=[Ending(other.id, [0, 1], "filtered", "not its own")]))
+    middle.accounting.observed(peer(), report(endings=[Ending(other.id, [0, 1], "filtered", "not its own")]))
 
     assert middle.ledger.balance().ended["filtered"] == 0
 
@@ -214,8 +214,8 @@ def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
 def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
     middle = Middle()
 
-    middle.books.returned(WORKER, middle.group)
-    middle.books.close()
+    middle.accounting.returned(WORKER, middle.group)
+    middle.accounting.close()
 
     assert middle.ledger.in_flight == 3
 
@@ -223,18 +223,18 @@ def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
 @pytest.mark.parametrize("kind", [SourceAccounting, RelayAccounting])
 def test_closing_twice_is_fine(kind: type[SourceAccounting | RelayAccounting]) -> None:
     ledger = Ledger()
-    books: WorkerListener = kind(ledger, Metrics(), EdgeCounter())
-    os.close(books.open(WORKER))
+    accounting: WorkerListener = kind(ledger, Metrics(), EdgeCounter())
+    os.close(accounting.open(WORKER))
 
-    books.close()
-    books.close()
+    accounting.close()
+    accounting.close()
 
     assert ledger.balance().in_flight == 0
 
 
 def test_a_lost_trajectory_stays_lost_however_late_the_rest_of_its_group_ends() -> None:
     middle = Middle()
-    middle.books.close("the run ended")
+    middle.accounting.close("the run ended")
 
     with pytest.raises(LedgerImbalance, match="is not in flight"):
         middle.ledger.end([TrajectoryId(*middle.group.id, 0)], "trained")

@@ -3,12 +3,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.pipeline.processes.worker_messages import Failed, Finished, Serving, WorkerEvent, decode_events, framed
+from penstock.pipeline.processes.worker_messages import (
+    Failed,
+    Finished,
+    Serving,
+    WorkerEvent,
+    decode_events,
+    encode_event,
+)
 
 
 def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:
     said: list[WorkerEvent] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
-    stream = b"".join(framed(word) for word in said)
+    stream = b"".join(encode_event(event) for event in said)
     buffer = bytearray()
     heard: list[object] = []
 

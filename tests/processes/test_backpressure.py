@@ -76,7 +76,7 @@ async def test_a_trainer_that_stands_still_stops_its_sources_within_the_budget_o
     await pipeline.run(ledger=ledger)
     stopped, in_flight = await halting
 
-    channel = stopped.joints[0].channel
+    channel = stopped.edges[0].channel
     assert channel.items == WORKERS * CAPACITY
     assert (channel.capacity, channel.capacity_bytes) == (WORKERS * CAPACITY, WORKERS * CAPACITY_BYTES)
     assert channel.nbytes <= WORKERS * CAPACITY_BYTES

@@ -48,7 +48,7 @@ def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str]
     assert kept.subreaper.wait() == 0
     with os.fdopen(kept.words) as lines:
         word, value = [*lines][-1].split()
-    os.close(kept.orders)
+    os.close(kept.config)
 
     assert describe_end(word, int(value)) == told
 

@@ -24,7 +24,7 @@ class Sample:
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         worker = current().worker
         for number in range(worker.index, self.count, worker.count):
-            await outbox.send(group(instance_id=f"{number}.{worker.incarnation}", seed=number))
+            await outbox.send(group(instance_id=f"{number}.{worker.restart}", seed=number))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SampleOneEach:
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         worker = current().worker
         for number in range(self.count):
-            if worker.index == 1 and not worker.incarnation and number == self.count // 2:
+            if worker.index == 1 and not worker.restart and number == self.count // 2:
                 await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
                 os.kill(os.getpid(), signal.SIGKILL)
             name = str(number)
@@ -67,12 +67,12 @@ class SampleAndDie(Sample):
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         context = current()
-        if context.worker.index or context.worker.incarnation >= self.lives:
+        if context.worker.index or context.worker.restart >= self.lives:
             return await super().run(outbox)
         for number in range(self.after):
-            await outbox.send(group(instance_id=f"doomed {number}.{context.worker.incarnation}"))
+            await outbox.send(group(instance_id=f"doomed {number}.{context.worker.restart}"))
         await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
-        context.ledger.admit(group(instance_id=f"unsent.{context.worker.incarnation}").id, [0, 1])
+        context.ledger.admit(group(instance_id=f"unsent.{context.worker.restart}").id, [0, 1])
         if self.signal:
             os.kill(os.getpid(), self.signal)
             await anyio.sleep_forever()
@@ -217,7 +217,7 @@ class Judge:
         worker, seen = current().worker, 0
         async for record in inbox:
             seen += 1
-            if self.mortal and seen == 3 and not worker.incarnation:
+            if self.mortal and seen == 3 and not worker.restart:
                 os.kill(os.getpid(), self.signal)
             current().metrics.total("judged", 1)
             if int(record.instance_id.partition(".")[0]) % 5:

@@ -8,7 +8,7 @@ from tests.pipeline.flow_stages import Collect, Groups, Pack
 
 from penstock import Context, SinkTrainer, TrainBatch, source
 from penstock.errors import InvalidPipeline, RunInUse
-from penstock.pipeline.resumption import kept_in
+from penstock.pipeline.resumption import with_checkpoints
 from penstock.training import ResumePoint
 
 
@@ -46,7 +46,7 @@ def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
         def with_checkpoints(self, folder: Path, gathering: object) -> tuple[object, ResumePoint]:  # noqa: ARG002 (the hook's)
             return self, ResumePoint(0, {})
 
-    links = source(Groups(1)).sink(Keeping()).links
+    links = source(Groups(1)).sink(Keeping()).nodes
 
-    with kept_in(tmp_path, links, Context()), pytest.raises(RunInUse, match="expected one run at a time"):
-        kept_in(tmp_path, links, Context()).__enter__()
+    with with_checkpoints(tmp_path, links, Context()), pytest.raises(RunInUse, match="expected one run at a time"):
+        with_checkpoints(tmp_path, links, Context()).__enter__()

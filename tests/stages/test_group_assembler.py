@@ -58,22 +58,22 @@ def contents(record: TrajectoryGroup) -> tuple[bytes, dict[str, tuple[str, bytes
 
 
 class Assembling:
-    """A GroupAssembler in virtual time, fed through the joint behind a source, or past it."""
+    """A GroupAssembler in virtual time, fed through the edge behind a source, or past it."""
 
     def __init__(self, stage: GroupAssembler, *, room: int = 100) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger()
         self.context = Context(ledger=self.ledger)
         self.stage = stage
-        self.past_the_joint, self._inbox = memory_channel[TrajectoryGroup](100)
+        self.past_the_edge, self._inbox = memory_channel[TrajectoryGroup](100)
         self._outbox, self.out = memory_channel[TrajectoryGroup](room)
-        self.joint = CountingSendChannel(self.past_the_joint, EdgeCounter(self.ledger))
+        self.edge = CountingSendChannel(self.past_the_edge, EdgeCounter(self.ledger))
 
     def run(self, play: Callable[[], Awaitable[None]]) -> None:
         """Play while the stage runs."""
 
         async def played() -> None:
-            async with self.past_the_joint, self._inbox, self.out, anyio.create_task_group() as tasks:
+            async with self.past_the_edge, self._inbox, self.out, anyio.create_task_group() as tasks:
                 with entered(self.context):
                     tasks.start_soon(self._run)
                 await play()
@@ -87,7 +87,7 @@ class Assembling:
 
     async def feed(self, *given: TrajectoryGroup) -> None:
         for record in given:
-            await self.joint.send(record)
+            await self.edge.send(record)
         await anyio.wait_all_tasks_blocked()
 
     def came(self) -> list[TrajectoryGroup]:
@@ -96,7 +96,7 @@ class Assembling:
 
     async def rest(self) -> list[TrajectoryGroup]:
         """What leaves at the end of the stream."""
-        await self.joint.aclose()
+        await self.edge.aclose()
         return [record async for record in self.out]
 
     @property
@@ -338,7 +338,7 @@ def test_a_copy_of_what_waits_is_rejected_and_not_merged() -> None:
 
     async def play() -> None:
         await assembling.feed(piece("a", 0), piece("a", 1))
-        await assembling.past_the_joint.send(piece("a", 0, 1).with_rewards([9, 9]))
+        await assembling.past_the_edge.send(piece("a", 0, 1).with_rewards([9, 9]))
         await assembling.feed(piece("a", 2))
         assert contents(assembling.came()[0]) == contents(whole("a"))
 
@@ -353,7 +353,7 @@ def test_of_a_piece_that_came_in_part_the_rest_is_taken() -> None:
     async def play() -> None:
         await assembling.feed(piece("a", 0))
         await assembling.feed(piece("a", 0, 1))
-        await assembling.past_the_joint.send(piece("a", 1, 2))
+        await assembling.past_the_edge.send(piece("a", 1, 2))
         await anyio.wait_all_tasks_blocked()
         assert contents(assembling.came()[0]) == contents(whole("a"))
 
@@ -367,7 +367,7 @@ def test_what_comes_again_when_its_group_has_left_is_late_and_begins_nothing() -
     async def play() -> None:
         await assembling.feed(*pieces("a"))
         (left,) = assembling.came()
-        await assembling.feed(piece("a", 0))  # in flight: the joint stops it
+        await assembling.feed(piece("a", 0))  # in flight: the edge stops it
         assembling.ledger.end(left, "stale", "for a test")
         await assembling.feed(*pieces("a"))
         assert await assembling.rest() == []
@@ -408,7 +408,7 @@ def test_everything_that_happens_is_counted() -> None:
 
     async def play() -> None:
         await assembling.feed(whole("a"), piece("b", 0), piece("c", 0), piece("d", 0))
-        await assembling.past_the_joint.send(piece("d", 0))
+        await assembling.past_the_edge.send(piece("d", 0))
         await assembling.feed(piece("b", 1, 2))
         emitted = metrics(assembling.context)
         assert emitted.pop("waiting_bytes") == piece("c", 0).nbytes + piece("d", 0).nbytes

@@ -421,7 +421,7 @@ async def test_logprobs_that_are_not_finite_end_the_run() -> None:
 
 
 async def test_no_two_workers_and_no_restarted_worker_ever_use_the_same_name() -> None:
-    workers = [Worker(0, 2), Worker(1, 2), Worker(1, 2, incarnation=1), Worker(1, 2, incarnation=2)]
+    workers = [Worker(0, 2), Worker(1, 2), Worker(1, 2, restart=1), Worker(1, 2, restart=2)]
 
     names = [group.instance_id for worker in workers for group in await sampled(source(groups=8), worker)]
 

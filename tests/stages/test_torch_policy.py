@@ -198,7 +198,7 @@ async def test_equal_seeds_repeat_and_workers_differ() -> None:
 
     assert await texts(Worker(0, 2)) == first
     assert await texts(Worker(1, 2)) != first
-    assert await texts(Worker(0, 2, incarnation=1)) != first
+    assert await texts(Worker(0, 2, restart=1)) != first
     assert await texts(Worker(0, 2), seed=1) != first
 
 

@@ -44,4 +44,4 @@ async def use() -> None:
     source(Sample(), on=4)  # refused: a number for a placement
     source(Sample()).then(Pack(), capacity=2.5)  # refused: half a record
     source(Sample()).then(Batcher(max_tokens=64)).then(AdvantageNormalizer("grpo"))  # refused: the wrong order
-    source(Sample(), capacity=2)  # refused: no joint leads to a source
+    source(Sample(), capacity=2)  # refused: no edge leads to a source

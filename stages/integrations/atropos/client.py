@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from ....pipeline.channels.channel import SendChannel
 from ....pipeline.context import current
 from ....pipeline.errors import InvalidConfig
-from ....pipeline.exception_groups import alone
+from ....pipeline.exception_groups import unwrap_single
 from ....pipeline.repetition_sets import mask_of
 from ....pipeline.telemetry import get_logger
 from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
@@ -139,7 +139,7 @@ class AtroposClient(Config, frozen=True):
         """
         http_api = load_http_api("AtroposClient")
         timeouts = {"request_timeout_s": self.request_timeout_s, "reconnect_timeout_s": self.reconnect_timeout_s}
-        with alone():
+        with unwrap_single():
             async with (
                 http_api.open(self.api_url, token=self.token, ca=self.ca, **timeouts) as api,
                 anyio.create_task_group() as tasks,

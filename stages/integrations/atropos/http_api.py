@@ -86,9 +86,7 @@ class HttpApi:
         draw = jitter(current().worker)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
             client = ServerClient(url, session, BACKOFF, request_timeout_s=request_timeout_s, draw=draw)
-            yield cls(
-                client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s
-            )
+            yield cls(client, draw, request_timeout_s=request_timeout_s, reconnect_timeout_s=reconnect_timeout_s)
 
     # -- as a trainer --------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from ....pipeline.errors import (
     RecordTooLarge,
     TooManySenders,
 )
-from ....pipeline.exception_groups import alone
+from ....pipeline.exception_groups import unwrap_single
 from ....pipeline.telemetry import get_logger
 from ....pipeline.waiting import Waiters
 from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
@@ -112,7 +112,7 @@ async def submitting(
     async with load_http_api("submit").open(url, token=token, ca=ca, **timeouts) as api:
         await api.greet()
         sender = ShmSender(without_token(url), api.shm_url, name)
-        with alone():
+        with unwrap_single():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(sender.run)
                 try:

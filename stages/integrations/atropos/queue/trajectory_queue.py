@@ -83,7 +83,7 @@ class TrajectoryQueue(Generic[G]):
 
     def reset(self) -> None:
         """Forget everything: the trainer, all environments and all groups."""
-        self.incarnation = secrets.token_hex(8)
+        self.restart = secrets.token_hex(8)
         """Names this queue since it was made or reset; no other has the same."""
         self.step = 0
         """The trainer's step: `batch` counts it; a pipeline that takes groups sets it."""
@@ -397,7 +397,7 @@ class TrajectoryQueue(Generic[G]):
             self._leave(queued)
         self.step += 1
         self._formed += 1
-        return PreparedBatch(self._formed, f"{self.incarnation}.{self._formed}", groups)
+        return PreparedBatch(self._formed, f"{self.restart}.{self._formed}", groups)
 
     def _awaited_minima(self) -> dict[int, int]:
         """Return the minima that batches wait for.

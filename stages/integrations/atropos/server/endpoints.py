@@ -247,8 +247,8 @@ class Endpoints(Generic[G]):
             for submission in received.submissions:
                 self.refuse(submission.env_id, error)
             raise
-        accepted_by = self.queue.incarnation
-        if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.incarnation:
+        accepted_by = self.queue.restart
+        if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.restart:
             self.queue.remember_undelivered(self._now(), digest, receipt)  # the same will come again
         return received, receipt
 

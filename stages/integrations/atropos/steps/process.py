@@ -150,7 +150,7 @@ class EnvProcess:
             return
         self.error = error
         if self._kept is not None:
-            os.close(self._kept.orders)  # which has the subreaper end the process
+            os.close(self._kept.config)  # which has the subreaper end the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
