@@ -156,7 +156,7 @@ class _Assembling:
     def _settled(self, parted: Sequence[Flush]) -> list[TrajectoryGroup]:
         leaving = [group for parting in parted if (group := self._settle(parting)) is not None]
         self._context.metrics.gauge("assembler/pending_groups", self._assembly.groups)
-        self._context.metrics.gauge("assembler/pending_groups_bytes", self._assembly.nbytes)
+        self._context.metrics.gauge("assembler/pending_bytes", self._assembly.nbytes)
         return leaving
 
     def _settle(self, parting: Flush) -> TrajectoryGroup | None:

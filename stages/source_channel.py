@@ -238,7 +238,7 @@ class _Unsaved:
             self._absent.add(peer.member)
         self.on_gone()
 
-    def parted(self, peer: Peer) -> None:
+    def closed(self, peer: Peer) -> None:
         """One that said goodbye waits to hear what is saved; see `PeerListener`."""
         self._absent.discard(peer.member)
         if peer.awaits_saved and peer not in self._awaiting_next:
@@ -246,7 +246,7 @@ class _Unsaved:
         self._changed.wake_all()
         self.on_gone()
 
-    def departed(self, peer: Peer) -> None:
+    def disconnected(self, peer: Peer) -> None:
         """One that said goodbye left, having heard that all is saved, or was cut off; see `PeerListener`."""
         if peer in self._hearing and peer.awaits_saved:
             self._absent.add(peer.member)

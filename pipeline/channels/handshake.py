@@ -85,8 +85,7 @@ async def request_session(connection: Conversation, hello: Connect) -> Accept:
 
 
 async def offer_segment(connection: Conversation, offer: SegmentOffer | Ready, fd: int | None = None) -> None:
-    """Answer an `Accept` with the segment `offer` and its `fd`, or with `Ready` over tcp; wait for the receiver's
-    answer.
+    """Answer an `Accept` with the segment `offer` and its `fd`, or with `Ready` over tcp; wait for the answer.
 
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.

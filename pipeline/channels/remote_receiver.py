@@ -80,16 +80,16 @@ class PeerListener(Protocol):
         """The sender died; all that it had published was received before."""
         ...
 
-    def parted(self, peer: Peer) -> None:
+    def closed(self, peer: Peer) -> None:
         """The sender said goodbye; all that it had sent was received before."""
         ...
 
-    def departed(self, peer: Peer) -> None:
+    def disconnected(self, peer: Peer) -> None:
         """The connection has ended of a sender that had said goodbye."""
         ...
 
 
-Notice: TypeAlias = PeerLost | Literal["parted", "departed"]
+Notice: TypeAlias = PeerLost | Literal["closed", "disconnected"]
 """No more will come from a sender: it died, or said goodbye; or it had, and now its connection has ended."""
 
 Event: TypeAlias = tuple[Peer, Bundle | Notice]
@@ -350,7 +350,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         elif self._members is not None:
             self._members.done(peer.member)
         if self._listener is not None:
-            self._arrivals.append((peer, "parted"))
+            self._arrivals.append((peer, "closed"))
         self._credit_returner.give(peer)
         self._send(peer, CloseAck())
 
@@ -400,7 +400,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
             peer.given_up = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
         elif self._listener is not None and not peer.disconnected_for_error:
-            self._arrivals.append((peer, "departed"))
+            self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
         self._waiting.wake_all()
         return peer.given_up
@@ -497,7 +497,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             elif self._members is None:
                 raise notice
         elif self._listener is not None:
-            tell = self._listener.parted if notice == "parted" else self._listener.departed
+            tell = self._listener.closed if notice == "closed" else self._listener.disconnected
             tell(peer)
 
     def _take(self, peer: Peer, bundle: Bundle) -> R | None:

@@ -1,8 +1,9 @@
-"""The parent's side of a stage that runs in processes: children are started, watched, started anew, and stopped.
+"""Start, watch, restart and stop the processes of a stage; the parent's side.
 
-A child is watched by a pidfd, which says the moment it ends and can never mean another process; only what was started
-here is ever signalled. To stop: SIGTERM, a deadline, SIGKILL. A child that dies is replaced as often as its placement
-allows; one whose stage raised ends the run. Knows processes, not what they hold: that is noted by `WorkerListener`.
+A child is watched by a pidfd, which is readable as soon as the process ends and never denotes another process; only
+processes that were started here are signalled. A child is stopped with SIGTERM, and after a deadline with SIGKILL. A
+child that dies is restarted as often as its placement allows; one whose stage raised ends the run. The supervisor knows
+processes; `WorkerAccounting` knows which trajectories they hold.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
 from ..channels.socket_directory import sweep
+from ..context import Worker
 from ..errors import WorkerFailed
 from ..exception_groups import first_exception
 from ..outcome import SWALLOWED
@@ -28,7 +30,18 @@ from ..statistics import WorkerState, WorkerStatistics
 from ..telemetry import get_logger
 from .placement import Processes
 from .worker import refuse_while_importing_main
-from .worker_messages import Connected, Failed, Finished, Serving, Starting, WorkerConfig, WorkerEvent, decode_events
+from .worker_accounting import WorkerAccounting
+from .worker_messages import (
+    Connected,
+    Failed,
+    Finished,
+    Serving,
+    Starting,
+    WorkerChannels,
+    WorkerConfig,
+    WorkerEvent,
+    decode_events,
+)
 from .worker_payload import interpreter_command, write_payload
 
 __all__ = ["Supervisor"]
@@ -43,22 +56,10 @@ Feed: TypeAlias = Callable[[str, str], Awaitable[None]]
 """What a middle stage's worker is fed with while it lives: (name of the worker, URL that it serves)."""
 
 
-class WorkerListener(Protocol):
-    """Who keeps the books of the workers."""
-
-    def open(self, worker: str) -> int:
-        """`worker` is about to be started; returns a page for its counters as a descriptor that the caller closes."""
-        ...
-
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
-        """`worker` is no more; where it never `connected`, there is nothing of it to be received."""
-        ...
-
-
 class _Child:
     """One process that was started here, until it has been reaped."""
 
-    def __init__(self, config: WorkerConfig, popen: subprocess.Popen[bytes], event: int) -> None:
+    def __init__(self, config: WorkerConfig, popen: subprocess.Popen[bytes], events: int) -> None:
         self.config = config
         self.pid = popen.pid
         self.state: WorkerState = "starting"
@@ -81,9 +82,9 @@ class _Child:
         """Why it was killed although it had not been told to stop; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
-        self._events = event
+        self._events = events
         self._buffer = bytearray()
-        os.set_blocking(event, False)
+        os.set_blocking(events, False)
 
     @property
     def running(self) -> bool:
@@ -123,7 +124,7 @@ class _Child:
                 self.phase = phase
             case Connected():
                 self.state, self.connected = "running", True
-                if not self.config.inbox_kind:
+                if not self.config.channels.inbox_kind:
                     self.started.set()
             case Serving(url):
                 self.url = url
@@ -163,7 +164,7 @@ class _Child:
     @property
     def may_leave_sockets(self) -> bool:
         """Whether the sockets that it served may still lie about."""
-        return bool(self.config.inbox_kind) and not self.finished and self.failure is None
+        return bool(self.config.channels.inbox_kind) and not self.finished and self.failure is None
 
     @property
     def how(self) -> str:
@@ -199,8 +200,10 @@ class _Spawner:
     It has a thread of its own: a child is killed when the thread that started it ends, so it must be one that stays.
     """
 
-    def __init__(self, stage: object) -> None:
+    def __init__(self, name: str, stage: object, channels: WorkerChannels) -> None:
+        self._name = name
         self._stage = stage
+        self._channels = channels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
         self._payload = -1
 
@@ -212,9 +215,9 @@ class _Spawner:
         os.close(self._payload)
         self._thread.shutdown(wait=False)
 
-    async def start(self, config: dict[str, Any]) -> _Child:
-        """A process that follows `config`, which lack what is known here only."""
-        return _Child(*await self._in_thread(self._popen, config))
+    async def start(self, name: str, worker: Worker, counters: int) -> _Child:
+        """Start a process."""
+        return _Child(*await self._in_thread(self._popen, name, worker, counters))
 
     async def _in_thread(self, function: Callable[..., R], *arguments: Any) -> R:
         """Call a function that blocks. Not to be cancelled: a child that was started is never forgotten."""
@@ -223,32 +226,41 @@ class _Spawner:
             await asyncio.wait([future])
         return future.result()
 
-    def _popen(self, config: dict[str, Any]) -> tuple[WorkerConfig, subprocess.Popen[bytes], int]:
-        hears, says = os.pipe2(os.O_CLOEXEC)
+    def _popen(self, name: str, worker: Worker, counters: int) -> tuple[WorkerConfig, subprocess.Popen[bytes], int]:
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
-            filled = WorkerConfig(parent=os.getpid(), payload=self._payload, event=says, **config)
+            config = WorkerConfig(
+                name=name,
+                stage=self._name,
+                worker=worker,
+                channels=self._channels,
+                parent=os.getpid(),
+                payload=self._payload,
+                counters=counters,
+                events=write_end,
+            )
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(filled).decode()),
+                interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(config).decode()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(filled.payload, filled.counters, filled.event),
+                pass_fds=(config.payload, config.counters, config.events),
                 process_group=0,
             )
         except BaseException:
-            os.close(hears)
+            os.close(read_end)
             raise
         finally:
-            os.close(says)
-        return filled, popen, hears
+            os.close(write_end)
+        return config, popen, read_end
 
 
 class Supervisor:
     """The workers of one stage."""
 
-    def __init__(self, name: str, stage: object, on: Processes, listener: WorkerListener) -> None:
+    def __init__(self, name: str, stage: object, on: Processes, accounting: WorkerAccounting) -> None:
         self._name = name
         self._stage = stage
         self._on = on
-        self._listener = listener
+        self._accounting = accounting
         self._children: dict[int, _Child] = {}
         """The last process of each worker, by index."""
 
@@ -262,7 +274,7 @@ class Supervisor:
             name=self._name_of(index),
             pid=child.pid if child else None,
             state=child.state if child else "starting",
-            restarts=child.config.restart if child else 0,
+            restarts=child.config.worker.restart if child else 0,
             starting=child.phase if child and child.state == "starting" else "",
         )
 
@@ -276,30 +288,32 @@ class Supervisor:
             if child.config.name == worker:
                 child.kill(why)
 
-    async def run(self, channels: dict[str, Any], feed: Feed | None = None) -> None:
+    async def run(self, channels: WorkerChannels, feed: Feed | None = None) -> None:
         """Run the workers until the stage has returned in all of them.
 
         Args:
-            channels: the part of the workers' `WorkerConfig` that says what they are connected to.
+            channels: what the workers are connected to.
             feed: sends records to a worker that serves an inbox of its own.
 
         Raises:
-            WorkerFailed: the stage raised in a worker, or a worker died once too often.
+            WorkerFailed: the stage raised in a worker, or a worker died more often than it may be restarted.
         """
         refuse_while_importing_main()
         try:
-            async with _Spawner(self._stage) as starter, anyio.create_task_group() as tasks:
+            async with (
+                _Spawner(self._name, self._stage, channels) as spawner,
+                anyio.create_task_group() as tasks,
+            ):
                 for index in range(self._on.count):
-                    config = channels | {"index": index, "count": self._on.count}
-                    tasks.start_soon(self._run_with_restarts, starter, config, feed)
+                    tasks.start_soon(self._run_with_restarts, spawner, index, feed)
         except BaseExceptionGroup as group:
             raise first_exception(group, WorkerFailed) from None
 
-    async def _run_with_restarts(self, starter: _Spawner, config: dict[str, Any], feed: Feed | None) -> None:
-        """Have one worker run until its stage returns."""
+    async def _run_with_restarts(self, spawner: _Spawner, index: int, feed: Feed | None) -> None:
+        """Run one worker until its stage returns."""
         restart = 0
         while True:
-            child = await self._run_once(starter, config | {"incarnation": restart}, feed)
+            child = await self._run_once(spawner, Worker(index, self._on.count, restart), feed)
             if child.finished:
                 return
             if child.failure is not None:
@@ -309,27 +323,27 @@ class Supervisor:
                 raise WorkerFailed(f"{child.how}; it was to be started anew {self._on.restarts} times at most")
             restart += 1
 
-    async def _run_once(self, starter: _Spawner, config: dict[str, Any], feed: Feed | None) -> _Child:
-        """Start one process and stay with it until it is no more."""
-        child = await self._start(starter, config)
+    async def _run_once(self, spawner: _Spawner, worker: Worker, feed: Feed | None) -> _Child:
+        """Start one process, and wait until it has ended and its exit is accounted for."""
+        child = await self._start(spawner, worker)
         try:
             await self._watch(child, feed)
-            self._listener.ended(child.config.name, child.how, connected=child.connected)
+            self._accounting.ended(child.config.name, child.how, connected=child.connected)
         finally:
             child.close()
         return child
 
-    async def _start(self, starter: _Spawner, config: dict[str, Any]) -> _Child:
-        name = self._name_of(config["index"], config["incarnation"])
-        page = self._listener.open(name)
+    async def _start(self, spawner: _Spawner, worker: Worker) -> _Child:
+        name = self._name_of(worker.index, worker.restart)
+        counters = self._accounting.open(name)
         try:
-            child = await starter.start(config | {"name": name, "stage": self._name, "account": page})
+            child = await spawner.start(name, worker, counters)
         except BaseException:
-            self._listener.ended(name, f"{name} could not be started", connected=False)
+            self._accounting.ended(name, f"{name} could not be started", connected=False)
             raise
         finally:
-            os.close(page)
-        self._children[config["index"]] = child
+            os.close(counters)
+        self._children[worker.index] = child
         log.info("worker_started", worker=name, pid=child.pid)
         return child
 

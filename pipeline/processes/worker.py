@@ -29,7 +29,7 @@ import msgspec
 from ...schemas import GroupId, TrajectoryGroup, TrajectoryId
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..context import Context, Worker, entered
+from ..context import Context, entered
 from ..edge import CountingSendChannel, EdgeCounter
 from ..errors import StageFailed
 from ..exception_groups import consists_of, single_exception
@@ -103,7 +103,7 @@ def main(encoded: str) -> None:
     config = msgspec.json.decode(encoded, type=WorkerConfig)
     die_with(config.parent)
     signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
-    for fd in (config.payload, config.counters, config.event):
+    for fd in (config.payload, config.counters, config.events):
         os.set_inheritable(fd, False)
     try:
         stopped = anyio.run(_run, _load(config), config)
@@ -173,7 +173,7 @@ def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
 
 def _tell(config: WorkerConfig, event: WorkerEvent) -> None:
     with suppress(BrokenPipeError):
-        os.write(config.event, encode_event(event))
+        os.write(config.events, encode_event(event))
 
 
 # -- running the stage ---------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ async def _run(stage: Any, config: WorkerConfig) -> bool:
     """Run `stage` until it returns or SIGTERM comes; returns whether it was SIGTERM."""
     with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
         counters = SharedCounters(page, config.name)
-        ledger = _ReportingLedger() if config.inbox_kind else Ledger(counters)
-        context = Context(ledger, Metrics(), Worker(config.index, config.count, config.restart))
+        ledger = _ReportingLedger() if config.channels.inbox_kind else Ledger(counters)
+        context = Context(ledger, Metrics(), config.worker)
         try:
             with entered(context):
                 await _run_connected(stage, config, context)
@@ -207,14 +207,14 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
 
 
 async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> None:
-    _tell(config, Starting(f"connecting to {config.outbox_url}"))
+    _tell(config, Starting(f"connecting to {config.channels.outbox_url}"))
     async with connect(
-        config.outbox_url, RECORDS[config.outbox_kind], name=config.name, heartbeat_timeout_s=None
+        config.channels.outbox_url, RECORDS[config.channels.outbox_kind], name=config.name, heartbeat_timeout_s=None
     ) as sender:
         _tell(config, Connected())
         sender.on_ended(context.ledger.settle)
         report = _ReportSender(sender, context)
-        admits_to = None if config.inbox_kind else context.ledger
+        admits_to = None if config.channels.inbox_kind else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=report.flush_if_due))
         try:
             with context.ledger.calling_on_failure(report.flush_if_due):
@@ -229,7 +229,7 @@ async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> 
 
 
 async def _run_stage(stage: Any, config: WorkerConfig, context: Context, outbox: CountingSendChannel[Any]) -> None:
-    if config.inbox_kind:
+    if config.channels.inbox_kind:
         async with _served(config) as inbox:
             with report_waits(context.metrics, config.stage, lambda: _waited(outbox, inbox)):
                 await stage.run(inbox, outbox)
@@ -246,9 +246,9 @@ def _waited(outbox: CountingSendChannel[Any], inbox: Any = None) -> tuple[float,
 async def _served(config: WorkerConfig) -> AsyncIterator[Any]:
     async with serve(
         "shm://",
-        RECORDS[config.inbox_kind],
-        capacity=config.inbox_capacity,
-        capacity_bytes=config.inbox_capacity_bytes,
+        RECORDS[config.channels.inbox_kind],
+        capacity=config.channels.inbox_capacity,
+        capacity_bytes=config.channels.inbox_capacity_bytes,
         max_senders=1,
         name=config.name,
         heartbeat_timeout_s=None,

@@ -1,8 +1,8 @@
-"""What workers hold, in the books of the run: what they admitted, what was handed to them, what was lost with them.
+"""Account for the trajectories that workers hold: those they admitted, those handed to them, those lost with them.
 
-A source's worker keeps its own counters in a page that it shares with this process (`ledger.SharedCounters`), so that
-they can be read after it was killed. A middle stage's worker keeps none: the trajectories that are handed to it stay in
-the books of this process, and here is noted which of them are with whom.
+A source's worker counts in a page that it shares with this process (`SharedCounters`), so its counts can be read after
+it was killed. A middle stage's worker counts nothing: the trajectories that are handed to it stay in the ledger of this
+process, and the accounting records which worker has which of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,6 @@ from ...schemas import GroupId, TrajectoryId
 from ...schemas.errors import UNREADABLE
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
-from ..channels.remote_receiver import PeerListener
 from ..channels.shared_memory import scratch
 from ..edge import EdgeCounter, trajectories_of
 from ..errors import PeerLost, ProtocolMismatch
@@ -29,7 +28,7 @@ from ..telemetry import MetricsReceiver, get_logger
 from .shared_counters import SharedCounters
 from .worker_messages import WorkerReport
 
-__all__ = ["RelayAccounting", "SourceAccounting", "WorkerListener"]
+__all__ = ["WorkerAccounting"]
 
 log = get_logger("penstock.pipeline")
 
@@ -38,130 +37,26 @@ _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 RUN_ENDED = "in flight when the run ended"
 
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
-"""Is told of a worker that is lost and still there, and why: whoever started it ends it."""
-
-
-class WorkerListener(PeerListener, Protocol):
-    """Who is told what happens to workers and to what they hold."""
-
-    def open(self, worker: str) -> int:
-        """`worker` is about to be started; returns a page for its counters as a descriptor that the caller closes."""
-        ...
-
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
-        """`worker` is no more; `how` is the reason for which all that it still holds is lost.
-
-        One that never `connected` sent nothing, and no channel will tell that everything of it was received.
-        """
-        ...
-
-    def close(self, reason: str = RUN_ENDED) -> None:
-        """The run is over: what any worker still holds is lost."""
-        ...
+"""Called with the name of a worker that is lost although its process exists, and the reason; kills the process."""
 
 
 @dataclass(slots=True, eq=False)
-class _ExitState:
-    """What a worker holds can be settled when two things are known, in whichever order they come."""
+class _Worker:
+    """One process of the stage, until everything that it held is accounted for."""
 
-    how: str = ""
-    """How the worker ended; empty while it runs."""
-    drained: bool = False
-    """Whether everything was received that it sent."""
-
-    @property
-    def settled(self) -> bool:
-        return bool(self.how) and self.drained
-
-
-@dataclass(slots=True, eq=False)
-class _SharedCounters(_ExitState):
-    """The counters of a source's worker."""
-
-    account: SharedCounters = field(kw_only=True)
-    memory: mmap.mmap = field(kw_only=True)
-
-
-class SourceAccounting:
-    """The books of a source's workers."""
-
-    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter) -> None:
-        self._ledger = ledger
-        self._metrics = metrics
-        self._counter = counter
-        self._pages: dict[str, _SharedCounters] = {}
-        self.on_unresponsive: OnUnresponsive = _unheeded
-
-    def open(self, worker: str) -> int:
-        """A page for the counters of `worker`; see `WorkerListener.open`."""
-        fd = _page()
-        memory = mmap.mmap(fd, mmap.PAGESIZE)
-        page = _SharedCounters(account=SharedCounters(memory, worker), memory=memory)
-        self._pages[worker] = page
-        self._ledger.open_account(page.account)
-        return fd
-
-    def received(self, peer: Peer, record: Any) -> Any:
-        """Trajectories cross into the books of this process, except for copies; see `PeerListener`."""
-        page = self._pages.get(peer.name)
-        if copies := self._ledger.take_over(record, peer.ended, page.account if page else None):
-            record = exclude(record, copies)
-        if record is not None:
-            self._counter.count(record)
-        return record
-
-    def observed(self, peer: Peer, payload: bytes) -> None:
-        """A worker's metrics and reasons join those of the run; see `PeerListener`."""
-        report = _read(peer, payload)
-        if report.observations is not None:
-            self._metrics.merge(report.observations)
-        if page := self._pages.get(peer.name):
-            page.account.reasons = report.reasons
-            self._ledger.failures_changed()
-
-    def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
-        """Everything was received that a lost worker had published; see `PeerListener`."""
-        self.parted(peer)
-        if peer.unresponsive_s is not None:
-            self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
-
-    def parted(self, peer: Peer) -> None:
-        """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""
-        if page := self._pages.get(peer.name):
-            page.drained = True
-            self._settle(peer.name, page)
-
-    def departed(self, peer: Peer) -> None:
-        """Its parent knows when a worker is gone; see `PeerListener`."""
-
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
-        """A worker is no more; see `WorkerListener.ended`."""
-        page = self._pages[worker]
-        page.how, page.drained = how, page.drained or not connected
-        self._settle(worker, page)
-
-    def close(self, reason: str = RUN_ENDED) -> None:
-        """The run is over; see `WorkerListener.close`."""
-        for worker, page in list(self._pages.items()):
-            page.how, page.drained = page.how or reason, True
-            self._settle(worker, page)
-
-    def _settle(self, worker: str, page: _SharedCounters) -> None:
-        if page.settled:
-            del self._pages[worker]
-            _warn(worker, self._ledger.close_account(page.account, page.how), page.how)
-            page.memory.close()
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight(_ExitState):
-    """What is with the worker of a middle stage."""
-
+    counters: SharedCounters | None = None
+    """The counters of a source's worker; None for a middle stage's."""
+    memory: mmap.mmap | None = None
+    """The page of the counters."""
     held: dict[GroupId, set[int]] = field(default_factory=dict)
-    """The repetitions of each prompt."""
+    """The repetitions of each prompt that were handed to a middle stage's worker and did not come back."""
+    reason: str = ""
+    """How the process ended; empty while it runs."""
+    drained: bool = False
+    """Whether every record that it sent was received."""
 
     def take(self, group: GroupId, repetitions: Iterable[int]) -> set[int]:
-        """Note that these are not here any more; returns those that were."""
+        """Remove repetitions from `held`, and return those that were there."""
         held = self.held.get(group, set())
         taken = held.intersection(repetitions)
         held -= taken
@@ -169,106 +64,119 @@ class _InFlight(_ExitState):
             self.held.pop(group, None)
         return taken
 
-    @property
-    def ids(self) -> list[TrajectoryId]:
-        """All that is held."""
-        return [TrajectoryId(*group, repetition) for group, held in self.held.items() for repetition in held]
 
+class WorkerAccounting:
+    """Account for the workers of one stage. A `PeerListener` of the channel on which they send."""
 
-class RelayAccounting:
-    """The books of a middle stage's workers."""
-
-    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter) -> None:
+    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter, *, source: bool) -> None:
+        self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self._ledger = ledger
         self._metrics = metrics
         self._counter = counter
-        self._workers: dict[str, _InFlight] = {}
-        self.on_unresponsive: OnUnresponsive = _unheeded
+        self._source = source
+        """Whether the stage is a source, whose workers admit trajectories themselves."""
+        self._workers: dict[str, _Worker] = {}
 
     def open(self, worker: str) -> int:
-        """Note that `worker` begins, with empty hands; see `WorkerListener.open`."""
-        self._workers[worker] = _InFlight()
-        return _page()
+        """Begin to account for `worker`; return a page for its counters as a descriptor that the caller closes."""
+        fd = scratch("account")
+        os.ftruncate(fd, mmap.PAGESIZE)
+        self._workers[worker] = opened = _Worker()
+        if self._source:
+            opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
+            opened.counters = SharedCounters(opened.memory, worker)
+            self._ledger.open_account(opened.counters)
+        return fd
 
     def handed(self, worker: str, record: Any) -> None:
-        """`record` is on its way to `worker`."""
+        """Record that `record` is being sent to `worker`."""
         for group, repetitions in trajectories_of(record):
             self._workers[worker].held.setdefault(group, set()).update(repetitions)
 
     def returned(self, worker: str, record: Any) -> None:
-        """`record` is not with `worker`: it could not be handed over, or came back."""
-        if hands := self._workers.get(worker):
+        """Record that `worker` does not have `record`: it could not be sent, or came back."""
+        if known := self._workers.get(worker):
             for group, repetitions in trajectories_of(record):
-                hands.take(group, repetitions)
+                known.take(group, repetitions)
 
     def received(self, peer: Peer, record: Any) -> Any:
-        """A worker is done with `record`; see `PeerListener`."""
-        self.returned(peer.name, record)
-        self._counter.count(record)
+        """Take a record over from a worker, without the trajectories that the ledger has already.
+
+        See `PeerListener`.
+        """
+        if not self._source:
+            self.returned(peer.name, record)
+        else:
+            known = self._workers.get(peer.name)
+            if copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
+                record = exclude(record, copies)
+        if record is not None:
+            self._counter.count(record)
         return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """A worker's metrics and endings join those of the run; see `PeerListener`."""
+        """Merge a worker's metrics, reasons and ends into those of the run; see `PeerListener`."""
         report = _read(peer, payload)
         if report.observations is not None:
             self._metrics.merge(report.observations)
-        if hands := self._workers.get(peer.name):
-            for ending in report.endings:
-                taken = hands.take(ending.group, ending.repetitions)
-                self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
+        known = self._workers.get(peer.name)
+        if known is None:
+            return
+        if known.counters is not None:
+            known.counters.reasons = report.reasons
+            self._ledger.failures_changed()
+        for ending in report.endings:  # a worker can end only what it was handed
+            taken = known.take(ending.group, ending.repetitions)
+            self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
 
-    def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the parent knows better how it died)
-        """Everything was received that a lost worker had published; see `PeerListener`."""
-        self.parted(peer)
+    def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the supervisor knows better how it died)
+        """Record that everything was received which a lost worker had published; see `PeerListener`."""
+        self.closed(peer)
         if peer.unresponsive_s is not None:
             self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
 
-    def parted(self, peer: Peer) -> None:
-        """Everything was received that a worker sent before it said goodbye; see `PeerListener`."""
-        if hands := self._workers.get(peer.name):
-            hands.drained = True
-            self._settle(peer.name, hands)
+    def closed(self, peer: Peer) -> None:
+        """Record that everything was received which a worker sent before it closed; see `PeerListener`."""
+        if known := self._workers.get(peer.name):
+            known.drained = True
+            self._settle(peer.name, known)
 
-    def departed(self, peer: Peer) -> None:
-        """Its parent knows when a worker is gone; see `PeerListener`."""
+    def disconnected(self, peer: Peer) -> None:
+        """Do nothing: the supervisor knows when a worker has ended; see `PeerListener`."""
 
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
-        """A worker is no more; see `WorkerListener.ended`."""
-        hands = self._workers[worker]
-        hands.how, hands.drained = how, hands.drained or not connected
-        self._settle(worker, hands)
+    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+        """Record that the process of `worker` ended; all that it still holds is lost, for `reason`.
+
+        A worker that never `connected` sent nothing, and no channel will report that all of it was received.
+        """
+        known = self._workers[worker]
+        known.reason, known.drained = reason, known.drained or not connected
+        self._settle(worker, known)
 
     def close(self, reason: str = RUN_ENDED) -> None:
-        """The run is over; see `WorkerListener.close`."""
-        for worker, hands in list(self._workers.items()):
-            hands.how, hands.drained = hands.how or reason, True
-            self._settle(worker, hands)
+        """Account for every worker as if it had ended, for `reason`: the run is over."""
+        for worker, known in list(self._workers.items()):
+            known.reason, known.drained = known.reason or reason, True
+            self._settle(worker, known)
 
-    def _settle(self, worker: str, hands: _InFlight) -> None:
-        if hands.settled:
-            del self._workers[worker]
-            self._ledger.end(hands.ids, "lost", hands.how)
-            _warn(worker, len(hands.ids), hands.how)
-
-
-def _unheeded(worker: str, why: str) -> None:
-    """Nobody looks after the workers."""
-
-
-def _page() -> int:
-    fd = scratch("account")
-    os.ftruncate(fd, mmap.PAGESIZE)
-    return fd
+    def _settle(self, worker: str, known: _Worker) -> None:
+        """End what `worker` holds as lost, once its process has ended and all that it sent was received."""
+        if not (known.reason and known.drained):
+            return
+        del self._workers[worker]
+        held = [TrajectoryId(*group, repetition) for group, held in known.held.items() for repetition in held]
+        self._ledger.end(held, "lost", known.reason)
+        lost = len(held)
+        if known.counters is not None and known.memory is not None:
+            lost += self._ledger.close_account(known.counters, known.reason)
+            known.memory.close()
+        if lost:
+            report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end: nothing went wrong
+            report("trajectories_lost", worker=worker, count=lost, reason=known.reason)
 
 
 def _read(peer: Peer, payload: bytes) -> WorkerReport:
     try:
         return _decode_report(payload)
     except UNREADABLE as error:
-        raise ProtocolMismatch(f"expected the news of a worker from {peer.name}, got {error}") from None
-
-
-def _warn(worker: str, lost: int, reason: str) -> None:
-    if lost:
-        tell = log.info if reason == RUN_ENDED else log.warning  # what was in flight at the end is no cause for concern
-        tell("trajectories_lost", worker=worker, count=lost, reason=reason)
+        raise ProtocolMismatch(f"expected the report of a worker from {peer.name}, got {error}") from None

@@ -1,7 +1,7 @@
-"""What a worker and its parent tell each other, apart from the records: orders, words, and news.
+"""Messages between a worker and its parent, apart from the records.
 
-WorkerConfig travel on the command line, words on an inherited pipe, news with the records on their channel. Only the
-stage itself is pickled, from the parent to the child that it starts; what a child says is strictly decoded.
+The configuration travels on the command line, events on an inherited pipe, reports with the records on their channel.
+Only the stage itself is pickled, by the parent for the child that it starts; messages of a child are strictly decoded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import msgspec
 
 from ...schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from ..context import Worker
 from ..ledger import EndState
 from ..telemetry import Observations
 
@@ -22,6 +24,7 @@ __all__ = [
     "Finished",
     "Serving",
     "Starting",
+    "WorkerChannels",
     "WorkerConfig",
     "WorkerEvent",
     "WorkerReport",
@@ -35,30 +38,36 @@ RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
 """What travels between processes, by the name that is told to a worker."""
 
 
+class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
+    """The channels of a stage's workers; the same for all of them."""
+
+    outbox_url: str
+    outbox_kind: str
+    """Key of `RECORDS`."""
+    inbox_kind: str = ""
+    """Key of `RECORDS`; empty for a source. A worker serves its inbox itself."""
+    inbox_capacity: int = REMOTE_CAPACITY
+    """Records."""
+    inbox_capacity_bytes: int = REMOTE_CAPACITY_BYTES
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told on its command line."""
+    """The configuration of one process, on its command line."""
 
     name: str
     """`SourceEnv 2/4`."""
     stage: str
     """`SourceEnv`."""
+    worker: Worker
+    channels: WorkerChannels
     parent: int
     """Process id of the parent."""
     payload: int
     """Descriptor of the pickled stage."""
     counters: int
     """Descriptor of the page for the ledger's counters."""
-    event: int
+    events: int
     """Descriptor of the pipe to the parent."""
-    outbox_url: str
-    outbox_kind: str
-    inbox_kind: str
-    """Empty for a source."""
-    inbox_capacity: int
-    inbox_capacity_bytes: int
-    index: int
-    count: int
-    restart: int
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):

@@ -26,13 +26,14 @@ from ..statistics import WorkerStatistics
 from ..telemetry import WaitAggregator
 from .placement import Processes
 from .supervisor import Supervisor
-from .worker_accounting import RelayAccounting, SourceAccounting
+from .worker_accounting import WorkerAccounting
+from .worker_messages import WorkerChannels
 
 __all__ = ["Workers"]
 
-SILENCE_S = DEFAULT_HEARTBEAT_TIMEOUT_S
-"""How long a worker may be silent on the channel behind it before it is killed. Nobody else gives up: a worker waits
-for its parent as long as that exists, and its feed for it, which may be long in loading a model."""
+WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
+"""How long a worker may be unresponsive on its output channel before it is killed. The other ends wait without bound: a
+worker waits for its parent as long as that exists, and its feed waits for the worker, which may be loading a model."""
 
 WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
 """File descriptors that a worker takes here (its process, its word, its door, its socket), that its feed takes, and
@@ -55,22 +56,18 @@ class Workers:
         before: StageNode | None,
         after: StageNode,
     ) -> None:
-        self._link = node
+        self._node = node
         self._on = on
         self._after = after
         """The stage that receives what they send."""
         self._heard = WaitAggregator(context.metrics, node.name)
         """Where their metrics arrive."""
-        self._feeder = (
-            None if before is None else _Feeder(before, RelayAccounting(context.ledger, self._heard, counter))
-        )
+        self._accounting = WorkerAccounting(context.ledger, self._heard, counter, source=before is None)
+        self._feeder = None if before is None else _Feeder(before, self._accounting)
         """Hands records to them; None for a source."""
-        self._accounting = (
-            self._feeder.accounting if self._feeder else SourceAccounting(context.ledger, self._heard, counter)
-        )
         self._supervisor = Supervisor(node.name, node.stage, on, self._accounting)
         self._accounting.on_unresponsive = self._supervisor.kill
-        self._outlet: RemoteReceiver[Any]
+        self._receiver: RemoteReceiver[Any]
         """Where they send; open within `serve`."""
         self._held: ExitStack
         """File descriptors that they will need, from `serve` until they run."""
@@ -84,18 +81,18 @@ class Workers:
         """
         async with serve(
             "shm://",
-            wire_type(self._link.stage),
+            wire_type(self._node.stage),
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
             max_senders=self._on.count * (2 if self._on.restarts else 1),
             listener=self._accounting,
             name=self._after.name,
-            heartbeat_timeout_s=SILENCE_S,
-        ) as self._outlet:
-            self._outlet.keep_open()  # workers die and are started anew, so how many will come and go is not known
-            purpose = f"the workers of {self._link.name} ({self._on.count})"
+            heartbeat_timeout_s=WORKER_HEARTBEAT_TIMEOUT_S,
+        ) as self._receiver:
+            self._receiver.keep_open()  # workers die and are started anew, so how many will come and go is not known
+            purpose = f"the workers of {self._node.name} ({self._on.count})"
             with held(self._descriptors, purpose, ", or run fewer workers") as self._held:
-                yield self._outlet
+                yield self._receiver
 
     @property
     def _descriptors(self) -> int:
@@ -112,18 +109,17 @@ class Workers:
         feed = None
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
-        await self._supervisor.run(self._channels(self._outlet.url), feed)
-        self._outlet.let_end()
+        await self._supervisor.run(self._channels(self._receiver.url), feed)
+        self._receiver.let_end()
 
-    def _channels(self, outbox_url: str) -> dict[str, Any]:
-        """What the workers are told about their channels."""
-        return {
-            "outbox_url": outbox_url,
-            "outbox_kind": wire_type(self._link.stage).schema.kind,
-            "inbox_kind": self._feeder.record_type.schema.kind if self._feeder else "",
-            "inbox_capacity": self._link.capacity or REMOTE_CAPACITY,
-            "inbox_capacity_bytes": self._link.capacity_bytes or REMOTE_CAPACITY_BYTES,
-        }
+    def _channels(self, outbox_url: str) -> WorkerChannels:
+        return WorkerChannels(
+            outbox_url=outbox_url,
+            outbox_kind=wire_type(self._node.stage).schema.kind,
+            inbox_kind=self._feeder.record_type.schema.kind if self._feeder else "",
+            inbox_capacity=self._node.capacity or REMOTE_CAPACITY,
+            inbox_capacity_bytes=self._node.capacity_bytes or REMOTE_CAPACITY_BYTES,
+        )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """The workers now."""
@@ -144,7 +140,7 @@ class Workers:
 class _Feeder:
     """Hands records to the workers of a middle stage."""
 
-    def __init__(self, before: StageNode, accounting: RelayAccounting) -> None:
+    def __init__(self, before: StageNode, accounting: WorkerAccounting) -> None:
         self.accounting = accounting
         self.record_type = wire_type(before.stage)
         self.inbox: ReceiveChannel[Any]

@@ -18,7 +18,7 @@ from penstock.pipeline.channels import shm
 from penstock.pipeline.channels.segment import SegmentWriter
 from penstock.pipeline.channels.shm import SlotReader
 from penstock.pipeline.processes import supervisor
-from penstock.pipeline.processes.worker_accounting import RelayAccounting
+from penstock.pipeline.processes.worker_accounting import WorkerAccounting
 
 __all__ = ["MUTANTS", "mutate"]
 
@@ -60,7 +60,7 @@ def _a_death_is_taken_for_a_goodbye() -> None:
 
 
 def _nobody_asks_what_a_dead_worker_held() -> None:
-    _replace(RelayAccounting, "_settle", lambda _: lambda *_: None)
+    _replace(WorkerAccounting, "_settle", lambda _: lambda *_: None)
 
 
 def _sockets_of_the_dead_stay() -> None:

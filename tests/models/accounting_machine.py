@@ -1,4 +1,4 @@
-"""`SourceAccounting` and `RelayAccounting` against what happened to workers that are killed and started anew.
+"""`WorkerAccounting` against what happened to workers that are killed and started anew.
 
 A worker is gone in two ways at once, which are told in either order: its process was reaped, and all was received that
 it had published. What it held is settled when both are known, once, and never with what its successor holds.
@@ -24,7 +24,7 @@ from penstock.errors import PeerLost
 from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.edge import EdgeCounter
 from penstock.pipeline.processes.shared_counters import EndState, SharedCounters
-from penstock.pipeline.processes.worker_accounting import RelayAccounting, SourceAccounting
+from penstock.pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.pipeline.processes.worker_messages import Ending, WorkerReport
 from penstock.schemas.control import PROTOCOL_VERSION, Connect
 from penstock.testing import group
@@ -71,13 +71,14 @@ def peer(name: str) -> Peer:
 class _BooksMachine(RuleBasedStateMachine):
     """What both have in common: processes come and go."""
 
-    books_type: ClassVar[type[SourceAccounting | RelayAccounting]]
+    accounting_type: type[WorkerAccounting] = WorkerAccounting
+    is_source: ClassVar[bool]
     ledger_type: type[Ledger] = Ledger
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger, self.counter = self.ledger_type(), EdgeCounter()
-        self.accounting = self.books_type(self.ledger, Metrics(), self.counter)
+        self.accounting = self.accounting_type(self.ledger, Metrics(), self.counter, source=self.is_source)
         self.processes: list[_Process] = []
         self.prompts = self.passed = 0
         for _ in range(2):
@@ -153,7 +154,7 @@ class _BooksMachine(RuleBasedStateMachine):
             self._arrive(process)
         process.drained = True
         if said_goodbye:
-            self.accounting.parted(process.peer)
+            self.accounting.closed(process.peer)
         else:
             self.accounting.lost(process.peer, PeerLost("its door is closed"))
         self._settle_if_known(process)
@@ -193,7 +194,7 @@ class _Counts:
 class SourceMachine(_BooksMachine):
     """Workers of a source count in pages."""
 
-    books_type = SourceAccounting
+    is_source = True
 
     def __init__(self) -> None:
         self.counts: dict[str, _Counts] = {}
@@ -292,8 +293,7 @@ class SourceMachine(_BooksMachine):
 class RelayMachine(_BooksMachine):
     """Workers of a middle stage count nothing: here is noted what is with whom."""
 
-    books_type = RelayAccounting
-    accounting: RelayAccounting
+    is_source = False
 
     def __init__(self) -> None:
         self.held: dict[str, list[TrajectoryGroup]] = {}

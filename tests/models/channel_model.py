@@ -4,7 +4,7 @@ Two producers with a segment of three slots each send to one receiver. A produce
 descriptors travel in order; the receiver leases, trains, and lets go in any order; releases travel back. Any producer
 may be killed between any two steps, with what its socket had not carried yet, and is started anew with a segment of its
 own; the receiver may be killed as well. What a `Line` does around the table is what `SlotWriter`, `SenderConnection`
-and `RemoteReceiver` do, without their sockets; the books are those that `SourceAccounting` keeps, without its pages.
+and `RemoteReceiver` do, without their sockets; the books are those that `WorkerAccounting` keeps, without its pages.
 
 A rule is checked in every state; RULES lists them all.
 """
@@ -24,7 +24,7 @@ from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.testing import group
 
-__all__ = ["RULES", "Channel", "Line", "WorkerListener"]
+__all__ = ["RULES", "Channel", "Line"]
 
 SLOTS = 3
 
@@ -69,7 +69,7 @@ def expected(function_of: str, error: Exception) -> Broken:
 class Line:
     """One connection: a producer's process, its segment, and what the receiver knows of them.
 
-    The step methods change it, and return what the books are to be told: an operation of `WorkerListener` without its
+    The step methods change it, and return what the books are to be told: an operation of `_Accounting` without its
     worker.
     """
 
@@ -342,7 +342,7 @@ def _batch(worker: Worker, sequence: int) -> TrainBatch:
     return TrainBatch.pack([_record(worker, sequence)])
 
 
-class WorkerListener:
+class _Accounting:
     """The ledgers of all processes, and beside them, plainly, what happened."""
 
     def __init__(self, ledger: type[Ledger] = Ledger) -> None:
@@ -465,7 +465,7 @@ class Channel:
         line: type[Line] = Line,
     ) -> None:
         self._lines: Moments[Line] = Moments()
-        self._accounting: Moments[WorkerListener] = Moments()
+        self._accounting: Moments[_Accounting] = Moments()
         make = partial(line, table=table, copies=copies)
         self._firsts = [self._lines.first(partial(make, each)) for each in (sizes, sizes_after_restart) if each]
         """The moment at which a line begins, by how often its producer was started anew."""
@@ -475,7 +475,7 @@ class Channel:
         """The steps of each line's moment, and whether they are faults."""
         self._checked: set[int] = set()
         """Moments of the books that were looked at."""
-        accounting = self._accounting.first(partial(WorkerListener, ledger))
+        accounting = self._accounting.first(partial(_Accounting, ledger))
         for place in range(producers):
             accounting = self._accounting.after(accounting, ("open", (place, 0)))[0]
         self.start = State(((self._firsts[0],),) * producers, accounting, receiver=True)

@@ -82,7 +82,7 @@ from penstock.errors import IllegalTransition
 from penstock.pipeline.channels.memory import _Queue
 from penstock.pipeline.channels.slots import SlotTable, Span
 from penstock.pipeline.group_buffer import GroupBuffer
-from penstock.pipeline.processes.worker_accounting import RelayAccounting, SourceAccounting
+from penstock.pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.pipeline.waiting import Waiters
 
 # -- faults of the slot table ------------------------------------------------------------------------------------------
@@ -378,27 +378,27 @@ class WakesOneTooMany(Waiters):
 # -- faults of the books -----------------------------------------------------------------------------------------------
 
 
-class DoesNotWaitForWhatWasPublished(SourceAccounting):
+class DoesNotWaitForWhatWasPublished(WorkerAccounting):
     """What a worker held is settled as soon as it was reaped."""
 
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
-        self._pages[worker].drained = True
-        super().ended(worker, how, connected=connected)
+    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+        self._workers[worker].drained = True
+        super().ended(worker, reason, connected=connected)
 
 
-class DoesNotWaitForTheReaper(RelayAccounting):
+class DoesNotWaitForTheReaper(WorkerAccounting):
     """What a worker held is settled as soon as all was received."""
 
-    def parted(self, peer: Any) -> None:
-        self._workers[peer.name].how = "unknown"
-        super().parted(peer)
+    def closed(self, peer: Any) -> None:
+        self._workers[peer.name].reason = "unknown"
+        super().closed(peer)
 
-    def ended(self, worker: str, how: str, *, connected: bool = True) -> None:
+    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
         if worker in self._workers:
-            super().ended(worker, how, connected=connected)
+            super().ended(worker, reason, connected=connected)
 
 
-class BelievesAnyEnding(RelayAccounting):
+class BelievesAnyEnding(WorkerAccounting):
     """A worker may end what another was handed."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
@@ -406,14 +406,14 @@ class BelievesAnyEnding(RelayAccounting):
             super().observed(accounting_machine.peer(name), payload)
 
 
-class ForgetsReasons(SourceAccounting):
+class ForgetsReasons(WorkerAccounting):
     """What a worker tells is not noted."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
         """Nothing."""
 
 
-class CountsTwice(SourceAccounting):
+class CountsTwice(WorkerAccounting):
     """A record that is received passes twice."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -421,7 +421,7 @@ class CountsTwice(SourceAccounting):
         return super().received(peer, record)
 
 
-class PassesCopiesOn(SourceAccounting):
+class PassesCopiesOn(WorkerAccounting):
     """What the ledger refuses goes on."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -429,7 +429,7 @@ class PassesCopiesOn(SourceAccounting):
         return record
 
 
-class DropsTheRestOfACopy(SourceAccounting):
+class DropsTheRestOfACopy(WorkerAccounting):
     """Of what is a copy in part nothing goes on."""
 
     def received(self, peer: Any, record: Any) -> Any:
@@ -681,22 +681,22 @@ MUTANTS = [
     ),
     Mutant(
         DoesNotWaitForWhatWasPublished,
-        machine(SourceMachine, books_type=DoesNotWaitForWhatWasPublished),
+        machine(SourceMachine, accounting_type=DoesNotWaitForWhatWasPublished),
         accounting_machine.SETTLED,
         accounting_machine.TOLD,
     ),
-    Mutant(ForgetsReasons, machine(SourceMachine, books_type=ForgetsReasons), accounting_machine.TOLD),
-    Mutant(CountsTwice, machine(SourceMachine, books_type=CountsTwice), accounting_machine.COUNTED),
-    Mutant(PassesCopiesOn, machine(SourceMachine, books_type=PassesCopiesOn), accounting_machine.COPIES),
-    Mutant(DropsTheRestOfACopy, machine(SourceMachine, books_type=DropsTheRestOfACopy), accounting_machine.COPIES),
+    Mutant(ForgetsReasons, machine(SourceMachine, accounting_type=ForgetsReasons), accounting_machine.TOLD),
+    Mutant(CountsTwice, machine(SourceMachine, accounting_type=CountsTwice), accounting_machine.COUNTED),
+    Mutant(PassesCopiesOn, machine(SourceMachine, accounting_type=PassesCopiesOn), accounting_machine.COPIES),
+    Mutant(DropsTheRestOfACopy, machine(SourceMachine, accounting_type=DropsTheRestOfACopy), accounting_machine.COPIES),
     Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), accounting_machine.BALANCED),
     Mutant(
         DoesNotWaitForTheReaper,
-        machine(RelayMachine, books_type=DoesNotWaitForTheReaper),
+        machine(RelayMachine, accounting_type=DoesNotWaitForTheReaper),
         accounting_machine.SETTLED,
         or_rule=accounting_machine.TOLD,
     ),
-    Mutant(BelievesAnyEnding, machine(RelayMachine, books_type=BelievesAnyEnding), accounting_machine.SETTLED),
+    Mutant(BelievesAnyEnding, machine(RelayMachine, accounting_type=BelievesAnyEnding), accounting_machine.SETTLED),
 ]
 
 

@@ -16,7 +16,7 @@ from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
 from penstock.pipeline.channels.peer import Peer
 from penstock.pipeline.edge import EdgeCounter
 from penstock.pipeline.processes.shared_counters import SharedCounters
-from penstock.pipeline.processes.worker_accounting import RelayAccounting, SourceAccounting, WorkerListener
+from penstock.pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.pipeline.processes.worker_messages import Ending, WorkerReport
 from penstock.pipeline.telemetry import Observations
 from penstock.schemas.control import PROTOCOL_VERSION, Connect
@@ -43,7 +43,7 @@ class Source:
 
     def __init__(self) -> None:
         self.ledger, self.metrics, self.counter = Ledger(), Metrics(), EdgeCounter()
-        self.accounting = SourceAccounting(self.ledger, self.metrics, self.counter)
+        self.accounting = WorkerAccounting(self.ledger, self.metrics, self.counter, source=True)
         fd = self.accounting.open(WORKER)
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         self.account = SharedCounters(self._memory)
@@ -155,8 +155,8 @@ def test_metrics_of_a_worker_join_those_of_the_run(source: Source) -> None:
     assert source.metrics.emit(1)["reward"] == 1.5
 
 
-def test_news_that_are_none_are_refused_as_a_breach_of_the_protocol(source: Source) -> None:
-    with pytest.raises(ProtocolMismatch, match="expected the news of a worker from Sample 1/2"):
+def test_a_report_that_is_none_is_refused_as_a_breach_of_the_protocol(source: Source) -> None:
+    with pytest.raises(ProtocolMismatch, match="expected the report of a worker from Sample 1/2"):
         source.accounting.observed(peer(), b"no news")
 
 
@@ -171,7 +171,7 @@ class Middle:
 
     def __init__(self) -> None:
         self.ledger, self.counter = Ledger(), EdgeCounter()
-        self.accounting = RelayAccounting(self.ledger, Metrics(), self.counter)
+        self.accounting = WorkerAccounting(self.ledger, Metrics(), self.counter, source=False)
         os.close(self.accounting.open(WORKER))
         self.group = group(completion_lengths=[1, 2, 3])
         self.ledger.admit(self.group.id, [0, 1, 2])
@@ -194,7 +194,7 @@ def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost(
 
     middle.accounting.observed(peer(), report(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
     middle.accounting.ended(WORKER, KILLED)
-    middle.accounting.parted(peer())
+    middle.accounting.closed(peer())
 
     balance = middle.ledger.balance()
     assert balance.reasons["filtered"] == {"too short": 2}
@@ -220,10 +220,10 @@ def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
     assert middle.ledger.in_flight == 3
 
 
-@pytest.mark.parametrize("kind", [SourceAccounting, RelayAccounting])
-def test_closing_twice_is_fine(kind: type[SourceAccounting | RelayAccounting]) -> None:
+@pytest.mark.parametrize("is_source", [True, False])
+def test_closing_twice_is_fine(is_source: bool) -> None:  # noqa: FBT001 (a parameter)
     ledger = Ledger()
-    accounting: WorkerListener = kind(ledger, Metrics(), EdgeCounter())
+    accounting = WorkerAccounting(ledger, Metrics(), EdgeCounter(), source=is_source)
     os.close(accounting.open(WORKER))
 
     accounting.close()

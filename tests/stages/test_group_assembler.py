@@ -411,12 +411,22 @@ def test_everything_that_happens_is_counted() -> None:
         await assembling.past_the_edge.send(piece("d", 0))
         await assembling.feed(piece("b", 1, 2))
         emitted = metrics(assembling.context)
-        assert emitted.pop("waiting_bytes") == piece("c", 0).nbytes + piece("d", 0).nbytes
-        assert emitted == {"whole": 1, "evicted": 1, "shrunk": 1, "duplicate": 1, "late": 2, "waiting": 2}
+        assert emitted.pop("pending_bytes") == piece("c", 0).nbytes + piece("d", 0).nbytes
+        assert emitted == {
+            "whole": 1,
+            "evicted": 1,
+            "truncated_groups": 1,
+            "duplicate": 1,
+            "late": 2,
+            "pending_groups": 2,
+        }
         await anyio.sleep(60)
         await assembling.feed(piece("e", 0))
         await assembling.rest()
-        assert metrics(assembling.context).items() >= {"overdue": 2, "left_over": 1, "shrunk": 3, "waiting": 0}.items()
+        assert (
+            metrics(assembling.context).items()
+            >= {"overdue": 2, "left_over": 1, "truncated_groups": 3, "pending_groups": 0}.items()
+        )
 
     assembling.run(play)
 

@@ -86,11 +86,11 @@ class _Senders:
     def lost(self, peer: Peer, error: PeerLost) -> None:
         log.warning("environment_lost", env_id=self._env_ids.pop(peer, None), reason=str(error))
 
-    def parted(self, peer: Peer) -> None:
+    def closed(self, peer: Peer) -> None:
         self._env_ids.pop(peer, None)
 
-    def departed(self, peer: Peer) -> None:
-        """Ignore it; `parted` came before. See `PeerListener`."""
+    def disconnected(self, peer: Peer) -> None:
+        """Ignore it; `closed` came before. See `PeerListener`."""
 
 
 def _env_id(group: TrajectoryGroup) -> int | None:
