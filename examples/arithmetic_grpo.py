@@ -44,7 +44,7 @@ async def reinforce(run: Run) -> None:
     async with WeightPublisher(run.model) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
         make_env = partial(TrainingProblems, run.seed)
-        env = SourceEnv(make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
+        env = SourceEnv(make_env, policy, TOKENIZER, max_completion_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
         run.pipeline = (
             source(env, on=processes(2))
             .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))

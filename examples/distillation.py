@@ -44,7 +44,9 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
         async with WeightPublisher(model) as publisher:
             policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=seed)
             make_env = partial(TrainingProblems, seed)
-            env = partial(SourceEnv, make_env, policy, TOKENIZER, max_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
+            env = partial(
+                SourceEnv, make_env, policy, TOKENIZER, max_completion_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2
+            )
             if teacher:  # no group: answers are not compared with each other
                 recipe = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
                 judged = source(env(group_size=1)).then(Teacher(recipe, TOKENIZER, top_k=4, concurrency=256))

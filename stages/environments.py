@@ -30,7 +30,7 @@ __all__ = [
     "EnvironmentFailed",
     "GenerateFn",
     "OutsideEnvironment",
-    "Rollout",
+    "RolloutResult",
     "ScoredDataset",
     "StepEnvironment",
     "Task",
@@ -46,7 +46,7 @@ class EnvironmentFailed(PenstockError):
     """An environment raised, or gave what nothing can be made of; `__cause__` is what it raised."""
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One finished trajectory, turn by turn."""
 
     turns: Sequence[NDArray[np.int32] | Completion]
@@ -93,7 +93,7 @@ class OutsideEnvironment(Protocol):
     """Brings rollouts that were sampled elsewhere; goes with `NoOpPolicy`."""
 
     def rollout(self, task: int, repetition: int, /) -> Any:
-        """The `repetition`-th `Rollout` of prompt number `task`."""
+        """The `repetition`-th `RolloutResult` of prompt number `task`."""
         ...
 
 
@@ -106,7 +106,7 @@ GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awa
 class Task(Protocol):
     """One prompt of an environment."""
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:
+    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:
         """Roll out once.
 
         Raises:
@@ -236,13 +236,13 @@ class _DatasetTask:
         self._caller = caller
         self._tokenizer = tokenizer
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
+    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
         answer = await speak([self._prompt])
         if answer is None:
-            return Rollout(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
+            return RolloutResult(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
         text = _text(self._tokenizer, answer)
         reward = await self._caller(partial(self._dataset.score_answer, text, self._entry), _reward)
-        return Rollout(
+        return RolloutResult(
             turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason, turn_rewards=[reward]
         )
 
@@ -365,11 +365,11 @@ class _Episode:
         self._tokenizer = tokenizer
         self._seed = seed
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (all repetitions begin alike)
+    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
         async with self._copies.acquire() as env:
             return await self._played(env, speak)
 
-    async def _played(self, env: _Copy, speak: GenerateFn) -> Rollout:
+    async def _played(self, env: _Copy, speak: GenerateFn) -> RolloutResult:
         turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
@@ -384,7 +384,7 @@ class _Episode:
             turns.append(step.observation)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # nobody answered it
-        return Rollout(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
+        return RolloutResult(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
@@ -407,8 +407,8 @@ class _OutsideTask:
         self._number = number
         self._caller = caller
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> Rollout:  # noqa: ARG002 (nobody is asked to speak)
-        rollout: Rollout = await self._caller(partial(self._env.rollout, self._number, repetition), _checked)
+    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (nobody is asked to speak)
+        rollout: RolloutResult = await self._caller(partial(self._env.rollout, self._number, repetition), _checked)
         return rollout
 
 
@@ -426,10 +426,10 @@ def _reward(value: Any) -> float:
     return reward
 
 
-def _checked(rollout: Any) -> Rollout:
+def _checked(rollout: Any) -> RolloutResult:
     """A rollout from outside, its arrays converted and held to what a group expects."""
-    if not isinstance(rollout, Rollout):
-        raise TypeError(f"expected a Rollout, got {type(rollout).__name__}")
+    if not isinstance(rollout, RolloutResult):
+        raise TypeError(f"expected a RolloutResult, got {type(rollout).__name__}")
     turns = [_checked_turn(turn) for turn in rollout.turns]
     if not turns or isinstance(turns[0], Completion) or not len(turns[0]):
         raise InvalidRecord("turns: expected a prompt of at least one token first")

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ..schemas import InvalidRecord
 from .engines.policies import Completion
-from .environments import Rollout
+from .environments import RolloutResult
 
 __all__ = ["columns_of", "said_anything", "tokens_of"]
 
 
-def columns_of(rollouts: Sequence[Rollout], *, turn_rewards: bool = False) -> dict[str, Any]:
+def columns_of(rollouts: Sequence[RolloutResult], *, turn_rewards: bool = False) -> dict[str, Any]:
     """The token columns of `rollouts`, one sequence each: what the policy did not sample has no loss and no logprob.
 
     Args:
@@ -48,7 +48,7 @@ def columns_of(rollouts: Sequence[Rollout], *, turn_rewards: bool = False) -> di
 
 
 def _token_rewards(
-    rollouts: Sequence[Rollout], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+    rollouts: Sequence[RolloutResult], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """[N] what each turn of the policy earned, where it ends; `ends` tells behind which token.
 
@@ -84,7 +84,7 @@ def _versions(
     return versions
 
 
-def said_anything(rollout: Rollout) -> bool:
+def said_anything(rollout: RolloutResult) -> bool:
     """Whether the policy sampled a token."""
     return any(isinstance(turn, Completion) and len(turn.tokens) for turn in rollout.turns)
 

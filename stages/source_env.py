@@ -34,7 +34,7 @@ from ..pipeline.telemetry import get_logger
 from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
-from .environments import Environment, EnvironmentFailed, Rollout, Task, Tasks, open_tasks
+from .environments import Environment, EnvironmentFailed, RolloutResult, Task, Tasks, open_tasks
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, said_anything, tokens_of
 
@@ -62,7 +62,7 @@ class SourceEnv:
     """Between the environment's text and the policy's tokens; an outside environment needs none."""
     group_size: int = 8
     """Rollouts a prompt."""
-    max_tokens: int = 512
+    max_completion_tokens: int = 512
     """Tokens that the policy may sample in one turn."""
     max_length: int | None = None
     """Tokens that a whole sequence may have, prompt and observations included: at so many it ends, with LENGTH."""
@@ -116,7 +116,8 @@ class SourceEnv:
         Raises:
             InvalidConfig: naming the field.
         """
-        normalize_counts(self, "group_size", "max_tokens", "max_length", "concurrency", "threads", "step_groups")
+        normalize_counts(self, "group_size", "max_completion_tokens", "max_length")
+        normalize_counts(self, "concurrency", "threads", "step_groups")
         normalize_counts(self, "max_lag", "groups", "first_task", least=0)
         normalize_numbers(self, "temperature", "rollout_timeout_s")
         if self.step_groups is not None and self.max_lag is None:
@@ -313,16 +314,18 @@ class _RolloutScheduler:
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
-    async def _rolled_out(self, group: GroupId, task: Task | None) -> dict[int, Rollout]:
+    async def _rolled_out(self, group: GroupId, task: Task | None) -> dict[int, RolloutResult]:
         """The rollouts of one prompt that succeed, by repetition."""
-        rollouts: dict[int, Rollout] = {}
+        rollouts: dict[int, RolloutResult] = {}
         if task is not None:
             async with anyio.create_task_group() as repetitions:
                 for repetition in range(self._source.group_size):
                     repetitions.start_soon(self._attempt, task, TrajectoryId(*group, repetition), rollouts)
         return dict(sorted(rollouts.items()))
 
-    def _sampled(self, group: GroupId, number: int, rollouts: dict[int, Rollout], began: float) -> TrajectoryGroup:
+    def _sampled(
+        self, group: GroupId, number: int, rollouts: dict[int, RolloutResult], began: float
+    ) -> TrajectoryGroup:
         """The group of what succeeded, observed."""
         self._context.metrics.mean("timing_s/rollout", anyio.current_time() - began)
         sampled = self._assembled(group, number, rollouts)
@@ -340,7 +343,7 @@ class _RolloutScheduler:
         self._drop(ids, "failed", self._timed_out)
         return None
 
-    async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, Rollout]) -> None:
+    async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
         """Roll out once; what succeeds is put into `rollouts`, what does not has ended."""
         async with self._rollouts:
             with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
@@ -361,13 +364,13 @@ class _RolloutScheduler:
     async def _speak(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
         """Let the policy answer to `turns`; None where `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
-        allowance = self._source.max_tokens
+        allowance = self._source.max_completion_tokens
         if self._source.max_length is not None:
             allowance = min(allowance, self._source.max_length - len(prompt))
         if allowance < 1:
             return None
         (completion,) = await self._engine.generate(
-            [prompt], max_tokens=allowance, temperature=self._source.temperature
+            [prompt], max_completion_tokens=allowance, temperature=self._source.temperature
         )
         return completion
 
@@ -388,7 +391,7 @@ class _RolloutScheduler:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _assembled(self, group: GroupId, number: int, rollouts: dict[int, Rollout]) -> TrajectoryGroup:
+    def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
         """The group of what succeeded, by repetition."""
         succeeded = list(rollouts.values())
         source = self._source
@@ -398,11 +401,15 @@ class _RolloutScheduler:
             rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta={"task": number, "temperature": source.temperature, "max_tokens": source.max_tokens},
+            meta={
+                "task": number,
+                "temperature": source.temperature,
+                "max_completion_tokens": source.max_completion_tokens,
+            },
             **columns_of(succeeded, turn_rewards=source.turn_rewards),
         )
 
-    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[Rollout]) -> None:
+    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[RolloutResult]) -> None:
         metrics = self._context.metrics
         completion_lengths = group.completion_lengths()
         metrics.total("rollout/trajectories", len(group))

@@ -56,21 +56,21 @@ class FakePolicy(NoOpEngine):
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        max_tokens: int,
+        max_completion_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,  # noqa: ARG002 (the protocol's)
     ) -> list[Completion]:
         version = self.versions[len(self.prompts)] if self.versions else self.version
         texts = [Letters().decode(prompt.tolist()) for prompt in prompts]
         self.prompts += texts
-        self.requests.append((max_tokens, temperature))
+        self.requests.append((max_completion_tokens, temperature))
         await self.wait()
-        return [said(self.answer(text), max_tokens, version) for text in texts]
+        return [said(self.answer(text), max_completion_tokens, version) for text in texts]
 
 
-def said(text: str, max_tokens: int = 99, version: int = 7) -> Completion:
+def said(text: str, max_completion_tokens: int = 99, version: int = 7) -> Completion:
     """`text` and the end token, as far as the allowance goes."""
-    tokens = np.array([*Letters().encode(text), 0][:max_tokens], np.int32)
+    tokens = np.array([*Letters().encode(text), 0][:max_completion_tokens], np.int32)
     return Completion(
         tokens=tokens,
         logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),

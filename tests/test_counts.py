@@ -108,7 +108,15 @@ MAKING: dict[str, Callable[..., Any]] = {
 """How each is made with all that it needs, but for the number that is tried."""
 
 RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "EdgeStatistics", "KVCache", "PaddedBatch"}
-RESULTS |= {"PipelineStatistics", "RemoteReceiver", "RemoteSender", "Report", "ResumePoint", "RewardInput", "Rollout"}
+RESULTS |= {
+    "PipelineStatistics",
+    "RemoteReceiver",
+    "RemoteSender",
+    "Report",
+    "ResumePoint",
+    "RewardInput",
+    "RolloutResult",
+}
 RESULTS |= {"RunningServer", "Scored", "StageInfo", "StageStatistics", "TokenizerIdentity", "TrainBatch", "Trajectory"}
 RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
 """Values that are handed over and bound nothing, and ends that penstock makes."""

@@ -6,9 +6,16 @@ from .stages.environments import (
     Environment,
     EnvironmentFailed,
     OutsideEnvironment,
-    Rollout,
+    RolloutResult,
     ScoredDataset,
     StepEnvironment,
 )
 
-__all__ = ["Environment", "EnvironmentFailed", "OutsideEnvironment", "Rollout", "ScoredDataset", "StepEnvironment"]
+__all__ = [
+    "Environment",
+    "EnvironmentFailed",
+    "OutsideEnvironment",
+    "RolloutResult",
+    "ScoredDataset",
+    "StepEnvironment",
+]

@@ -107,8 +107,8 @@ _id_decoder = msgspec.json.Decoder(TokenId)
 class StreamedCompletion:
     """One completion, event by event."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, max_completion_tokens: int) -> None:
+        self._max_completion_tokens = max_completion_tokens
         """What was asked for at most."""
         self.done = False
         """Whether the server has said why it stopped."""
@@ -142,8 +142,8 @@ class StreamedCompletion:
         self._tokens += ids
         if ids and self.done:
             raise ProtocolMismatch(f"expected no token after the finish_reason, got {len(ids)}")
-        if len(self._tokens) > self._max_tokens:
-            raise ProtocolMismatch(f"expected at most {self._max_tokens} tokens, got {len(self._tokens)}")
+        if len(self._tokens) > self._max_completion_tokens:
+            raise ProtocolMismatch(f"expected at most {self._max_completion_tokens} tokens, got {len(self._tokens)}")
         if ids and self._logprobs is not None:
             given = choice.logprobs.token_logprobs if choice.logprobs else None
             if given is None:

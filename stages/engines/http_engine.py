@@ -134,22 +134,22 @@ class HttpEngine:
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        max_tokens: int,
+        max_completion_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,
     ) -> list[Completion]:
         """One completion a prompt, in order; see `Engine.generate`. Cancelled, it has the server stop sampling them.
 
         Raises:
-            ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
+            ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
             EngineRefused: the server will not sample this, or its weights could not be updated.
             EngineTimedOut: it took too long, at every attempt.
             EngineFailed: it failed, at every attempt.
             NobodyListens: it was not there, at any attempt.
             ProtocolMismatch: it answered with what is no completion, or with no token ids.
         """
-        check_request(prompts, max_tokens, temperature)
-        body = {"max_tokens": max_tokens, "temperature": 0.0 if greedy else temperature}
+        check_request(prompts, max_completion_tokens, temperature)
+        body = {"max_tokens": max_completion_tokens, "temperature": 0.0 if greedy else temperature}
         with_logprobs = greedy or temperature == 1 or self._tempered
         completions: dict[int, Completion] = {}
         failures: list[Exception] = []
@@ -192,8 +192,8 @@ class HttpEngine:
         current().metrics.total("rollout/tokens", len(completion.tokens))
         return completion
 
-    async def _streamed(self, body: bytes, max_tokens: int) -> StreamedCompletion:
-        said, events = StreamedCompletion(max_tokens), Events()
+    async def _streamed(self, body: bytes, max_completion_tokens: int) -> StreamedCompletion:
+        said, events = StreamedCompletion(max_completion_tokens), Events()
         async with self._client.stream("/v1/completions", body) as pieces:
             async for piece in pieces:
                 for data in events.feed(piece):

@@ -74,7 +74,7 @@ class Engine(Protocol):
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        max_tokens: int,
+        max_completion_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,
     ) -> list[Completion]:
@@ -82,7 +82,7 @@ class Engine(Protocol):
 
         Args:
             prompts: [P] token ids each, at least one.
-            max_tokens: what a completion may have at most, the end-of-sequence token included.
+            max_completion_tokens: what a completion may have at most, the end-of-sequence token included.
             temperature: divides the logits; `logprobs` are those of the tempered distribution.
             greedy: take the most probable token; `temperature` is left aside, and `logprobs` are the model's own.
         """
@@ -145,7 +145,7 @@ class NoOpEngine:
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        max_tokens: int,  # noqa: ARG002 (the protocol's)
+        max_completion_tokens: int,  # noqa: ARG002 (the protocol's)
         temperature: float = 1.0,  # noqa: ARG002 (the protocol's)
         greedy: bool = False,  # noqa: ARG002 (the protocol's)
     ) -> list[Completion]:
@@ -175,15 +175,15 @@ class NoOpEngine:
         """Leave it to whoever samples."""
 
 
-def check_request(prompts: Sequence[NDArray[np.int32]], max_tokens: int, temperature: float) -> None:
+def check_request(prompts: Sequence[NDArray[np.int32]], max_completion_tokens: int, temperature: float) -> None:
     """Refuse what no engine can generate.
 
     Raises:
-        ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
+        ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
     """
-    if max_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
+    if max_completion_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
         lengths = [len(prompt) for prompt in prompts]
         raise ValueError(
-            f"expected prompts of at least one token, max_tokens >= 1 and temperature > 0, "
-            f"got lengths {lengths}, max_tokens={max_tokens}, temperature={temperature}"
+            f"expected prompts of at least one token, max_completion_tokens >= 1 and temperature > 0, "
+            f"got lengths {lengths}, max_completion_tokens={max_completion_tokens}, temperature={temperature}"
         )

@@ -112,21 +112,23 @@ class TorchEngine:
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        max_tokens: int,
+        max_completion_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,
     ) -> list[Completion]:
         """One completion a prompt, in order; see `Engine.generate`.
 
         Raises:
-            ValueError: a prompt is empty, or `max_tokens` or `temperature` is not above 0.
+            ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
             anyio.ClosedResourceError: the policy was closed meanwhile.
         """
-        check_request(prompts, max_tokens, temperature)
+        check_request(prompts, max_completion_tokens, temperature)
         self._check_open()
         if not prompts:
             return []
-        requests = [Request(np.asarray(prompt, np.int32), max_tokens, temperature, greedy) for prompt in prompts]
+        requests = [
+            Request(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy) for prompt in prompts
+        ]
         call = _Call(requests, asyncio.get_running_loop().create_future())
         self._pending.extend((call, row) for row in range(len(requests)))
         self._asked.set()
@@ -183,7 +185,7 @@ class TorchEngine:
                 return await self._sampled_once(requests)
         raise PeerLost(
             f"expected to sample {len(requests)} rows before their weights are written over, began {ATTEMPTS} times in "
-            f"vain: raise WeightPublisher's release_timeout_s, lower max_rows, or sample with updates='in_flight'"
+            f"vain: raise WeightPublisher's release_timeout_s, lower max_rows, or set weight_updates='in_flight'"
         )
 
     async def _sampled_once(self, requests: list[Request]) -> Sampled:

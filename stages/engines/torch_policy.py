@@ -19,9 +19,9 @@ from ..training.causal_model import CausalModel
 from .policies import Engine
 from .torch_engine import TorchEngine, as_seed
 
-__all__ = ["TorchPolicy", "Updates"]
+__all__ = ["TorchPolicy", "WeightUpdates"]
 
-Updates: TypeAlias = Literal["between_batches", "in_flight"]
+WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]
 """When other weights are taken up: a batch is sampled with one version as a whole, or every token with the newest."""
 
 
@@ -41,7 +41,7 @@ class TorchPolicy:
     version of the weights others."""
     max_rows: int = 256
     """Rows of one batch at most: bounds the memory of the cache."""
-    updates: Updates = "between_batches"
+    weight_updates: WeightUpdates = "between_batches"
     """`in_flight`: a completion goes on with newer weights as soon as there are some, on the keys and values that the
     older ones computed, and `policy_versions` says which sampled each token; a pause does not wait for its end."""
 
@@ -63,7 +63,7 @@ class TorchPolicy:
                 self.eos_id,
                 _seed(self.seed, worker),
                 self.max_rows,
-                in_flight=self.updates == "in_flight",
+                in_flight=self.weight_updates == "in_flight",
             )
             stack.callback(engine.close)
             if self.weights is not None:

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
     prompt: NDArray[np.int32]
     """Token ids, at least one."""
-    max_tokens: int
+    max_completion_tokens: int
     temperature: float = 1.0
     greedy: bool = False
 
@@ -109,7 +109,7 @@ class Batch:
         logprobs = torch.zeros(shape, device=self._generator.device)
         for t, (rows, chosen, logprob) in enumerate(self._drawn):
             tokens[rows, t], logprobs[rows, t] = chosen, logprob
-        limits = np.array([request.max_tokens for request in self._requests])
+        limits = np.array([request.max_completion_tokens for request in self._requests])
         return _cut(tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy(), self._versions, limits, self._eos_id)
 
 
@@ -153,9 +153,9 @@ class _Rows:
         greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
         temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
         return cls(
-            allowance=max(request.max_tokens for request in requests),
+            allowance=max(request.max_completion_tokens for request in requests),
             live=torch.arange(len(requests), device=device),
-            limits=torch.tensor([request.max_tokens for request in requests], device=device),
+            limits=torch.tensor([request.max_completion_tokens for request in requests], device=device),
             inverse_temperature=torch.where(greedy, 1.0, 1.0 / temperature),
             noise=(~greedy).float(),
             finished=torch.zeros(len(requests), dtype=torch.bool, device=device),

@@ -64,7 +64,9 @@ async def sampled(
     environment: AtroposEnvironment, answer: Callable[[str], str], groups: int = 1
 ) -> Driven[TrajectoryGroup]:
     """Return groups of 4 that a source sampled with a scripted policy."""
-    source = SourceEnv(environment, FakePolicy(answer=answer), Letters(), group_size=4, groups=groups, max_tokens=10**6)
+    source = SourceEnv(
+        environment, FakePolicy(answer=answer), Letters(), group_size=4, groups=groups, max_completion_tokens=10**6
+    )
     return await drive_source(source)
 
 

@@ -36,7 +36,7 @@ EOS = 99
 
 
 async def one(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
     return completion
 
 
@@ -373,7 +373,7 @@ async def test_a_run_trains_what_it_samples_at_a_server(tmp_path: Path, sampling
         policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="asked")
         async with WeightFolder(tmp_path / "weights", counting(1)) as folder, policy.open(Worker()) as engine:
             await (
-                source(SourceEnv(Numbers, policy, Letters(), group_size=2, max_tokens=4, concurrency=4))
+                source(SourceEnv(Numbers, policy, Letters(), group_size=2, max_completion_tokens=4, concurrency=4))
                 .then(Batcher(max_tokens=40, max_lag=1))
                 .sink(SinkTrainer(trainer, EnginePublisher(folder, [engine]), sampling=sampling, max_steps=4))
                 .run()

@@ -26,7 +26,7 @@ EOS = 99
 
 
 async def one(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
     return completion
 
 
@@ -269,7 +269,7 @@ async def test_with_updates_in_flight_each_token_says_which_weights_sampled_it()
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(alone.state_dict(), version=1)
         model.before = {2: published(publisher, 2, 20), 3: published(publisher, 3, 30), 5: published(publisher, 4, 40)}
-        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, updates="in_flight")
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, weight_updates="in_flight")
         async with policy.open(Worker()) as engine:
             said = await one(engine)
 
@@ -299,7 +299,7 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
-        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, updates="in_flight")
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, weight_updates="in_flight")
         async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
             assert isinstance(engine, TorchEngine)
 
@@ -310,7 +310,7 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
 
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
             tasks.start_soon(pause, publisher, engine)
-            (said,) = await engine.generate([PROMPT], max_tokens=50, greedy=True)
+            (said,) = await engine.generate([PROMPT], max_completion_tokens=50, greedy=True)
             assert said.policy_versions.tolist() == [1] * 6 + [2] * 44
 
     assert reached[0] == 6
@@ -323,7 +323,7 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         async with (
-            TorchPolicy(lambda: model, EOS, updates="in_flight").open(Worker()) as engine,
+            TorchPolicy(lambda: model, EOS, weight_updates="in_flight").open(Worker()) as engine,
             anyio.create_task_group() as tasks,
         ):
             assert isinstance(engine, TorchEngine)
@@ -334,7 +334,7 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
                     await checkpoint()
 
             model.before = {3: lambda: anyio.from_thread.run(tell)}
-            (said,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+            (said,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
             assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
 
 

@@ -150,7 +150,13 @@ async def run(folder: Path, fate: Fate) -> None:
         policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3)
         make_env = partial(Digits, fate)
         env = SourceEnv(
-            make_env, policy, Tokens(), group_size=GROUP_SIZE, max_tokens=4, max_lag=0, step_groups=STEP_GROUPS
+            make_env,
+            policy,
+            Tokens(),
+            group_size=GROUP_SIZE,
+            max_completion_tokens=4,
+            max_lag=0,
+            step_groups=STEP_GROUPS,
         )
         pipeline = (
             source(env)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 from tests.fake_policy import said
 
-from penstock.environments import Rollout
+from penstock.environments import RolloutResult
 
 
 class AlwaysRaises:
     """Brings no rollout; every message is another one."""
 
-    async def rollout(self, task: int, repetition: int) -> Rollout:
+    async def rollout(self, task: int, repetition: int) -> RolloutResult:
         raise ValueError(f"no simulator for task {task}, repetition {repetition}")
 
 
 class SucceedsOnce:
     """Brings one rollout of each prompt."""
 
-    async def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+    async def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
         if repetition:
             raise ValueError("no simulator")
-        return Rollout(turns=[np.array([1], np.int32), said("x")], reward=1.0)
+        return RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=1.0)

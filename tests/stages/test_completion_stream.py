@@ -41,7 +41,7 @@ def test_what_is_no_log_probability_is_refused(logprob: str) -> None:
     said = b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [%b]}}]}' % logprob.encode()
 
     with pytest.raises(ProtocolMismatch, match="expected a part of a completion as JSON"):
-        StreamedCompletion(max_tokens=8).take(said)
+        StreamedCompletion(max_completion_tokens=8).take(said)
 
 
 def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come() -> None:
@@ -52,7 +52,7 @@ def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come()
 
 
 def taken(*choices: dict[str, Any]) -> StreamedCompletion:
-    said = StreamedCompletion(max_tokens=8)
+    said = StreamedCompletion(max_completion_tokens=8)
     for choice in choices:
         said.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
     said.take(b"[DONE]")

@@ -19,7 +19,7 @@ from penstock.environments import (
     Environment,
     EnvironmentFailed,
     OutsideEnvironment,
-    Rollout,
+    RolloutResult,
     ScoredDataset,
     StepEnvironment,
 )
@@ -34,21 +34,27 @@ def text(turns: Turns) -> list[str]:
     return [Letters().decode((t.tokens if isinstance(t, Completion) else t).tolist()) for t in turns]
 
 
-def saying(*answers: str, max_tokens: int = 99) -> Callable[[Turns], Any]:
+def saying(*answers: str, max_completion_tokens: int = 99) -> Callable[[Turns], Any]:
     """Answers one after another; then there is no token left."""
     left = list(answers)
 
     async def speak(_: Turns) -> Completion | None:
-        return said(left.pop(0), max_tokens) if left else None
+        return said(left.pop(0), max_completion_tokens) if left else None
 
     return speak
 
 
 async def rolled(
-    make_env: Callable[[], Environment], *answers: str, task: int = 0, repetition: int = 0, max_tokens: int = 99
-) -> Rollout:
+    make_env: Callable[[], Environment],
+    *answers: str,
+    task: int = 0,
+    repetition: int = 0,
+    max_completion_tokens: int = 99,
+) -> RolloutResult:
     async with open_tasks(make_env, Letters(), threads=1, seed=100) as tasks:
-        return await (await tasks.task(task)).rollout(repetition, saying(*answers, max_tokens=max_tokens))
+        return await (await tasks.task(task)).rollout(
+            repetition, saying(*answers, max_completion_tokens=max_completion_tokens)
+        )
 
 
 class Sums:
@@ -90,8 +96,8 @@ class Countdown:
 class Recorded:
     """Brings rollouts that were sampled elsewhere."""
 
-    def rollout(self, task: int, repetition: int) -> Rollout:
-        return Rollout(turns=[np.array([task + 1], np.int32), said("x" * (repetition + 1))], reward=0.5)
+    def rollout(self, task: int, repetition: int) -> RolloutResult:
+        return RolloutResult(turns=[np.array([task + 1], np.int32), said("x" * (repetition + 1))], reward=0.5)
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------
@@ -105,7 +111,7 @@ async def test_an_answer_is_scored_without_its_end_token() -> None:
 
 
 async def test_a_cut_answer_is_scored_as_far_as_it_goes() -> None:
-    rollout = await rolled(Sums, "22", task=1, max_tokens=1)
+    rollout = await rolled(Sums, "22", task=1, max_completion_tokens=1)
 
     assert (rollout.reward, rollout.stop_reason) == (1.0, StopReason.LENGTH)
 
@@ -251,8 +257,8 @@ async def test_rollouts_from_outside_come_through_as_they_are() -> None:
     assert rollout.reward == 0.5
 
 
-def bad(**parts: Any) -> Rollout:
-    return msgspec.structs.replace(Rollout(turns=[np.array([1], np.int32), said("x")], reward=0.0), **parts)
+def bad(**parts: Any) -> RolloutResult:
+    return msgspec.structs.replace(RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=0.0), **parts)
 
 
 def short(name: str) -> Completion:
@@ -263,7 +269,7 @@ def short(name: str) -> Completion:
 @pytest.mark.parametrize(
     ("rollout", "cause"),
     [
-        ("words", "expected a Rollout, got str"),
+        ("words", "expected a RolloutResult, got str"),
         (bad(reward=float("nan")), "expected a finite reward, got nan"),
         (bad(turns=[]), "expected a prompt of at least one token first"),
         (bad(turns=[said("x")]), "expected a prompt of at least one token first"),

@@ -118,10 +118,10 @@ def trouble(name: str) -> NDArray[np.int32]:
     return prompt(TROUBLE[name], 3)
 
 
-async def one(
-    opened: Engine, said: NDArray[np.int32] | None = None, *, max_tokens: int = 5, **options: Any
-) -> Completion:
-    (completion,) = await opened.generate([prompt(3) if said is None else said], max_tokens=max_tokens, **options)
+async def one(opened: Engine, said: NDArray[np.int32] | None = None, *, longest: int = 5, **options: Any) -> Completion:
+    (completion,) = await opened.generate(
+        [prompt(3) if said is None else said], max_completion_tokens=longest, **options
+    )
     return completion
 
 
@@ -181,7 +181,7 @@ async def test_token_ids_go_in_and_token_ids_come_out_with_the_models_log_probab
 ) -> None:
     prompts = [prompt(7, 2, 3), prompt(4)] * 10
     async with engine(serve(kind), kind) as opened:
-        completions = await opened.generate(prompts, max_tokens=5)
+        completions = await opened.generate(prompts, max_completion_tokens=5)
 
     for given, completion in zip(prompts, completions, strict=True):
         assert_logprobs(completion, int(given[-1]))
@@ -247,7 +247,7 @@ async def test_no_more_requests_than_the_limit_run_at_once(serve: Serve) -> None
     async with engine(serve("vllm"), concurrency=3) as opened, anyio.create_task_group() as tasks:
         await told(serve("vllm"))
         for _ in range(4):
-            tasks.start_soon(partial(opened.generate, [trouble("never ends")] * 3, max_tokens=10**6))
+            tasks.start_soon(partial(opened.generate, [trouble("never ends")] * 3, max_completion_tokens=10**6))
         await until(serve("vllm"), "running", 3)
         await settle()
         most = (await told(serve("vllm")))["most_running"]
@@ -269,7 +269,7 @@ async def test_a_source_samples_at_a_server(serve: Serve) -> None:
     context = Context()
     with entered(context):
         driven = await drive_source(
-            SourceEnv(Yes, policy(serve("vllm")), Letters(), group_size=4, groups=4, max_tokens=6)
+            SourceEnv(Yes, policy(serve("vllm")), Letters(), group_size=4, groups=4, max_completion_tokens=6)
         )
 
     assert sorted(group.instance_id for group in driven) == ["0", "1", "2", "3"]
@@ -341,7 +341,7 @@ async def test_whoever_stops_listening_has_the_server_stop_sampling(serve: Serve
     async with engine(serve("vllm")) as opened:
         await told(serve("vllm"))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(one, opened, trouble("never ends"), max_tokens=10**6))
+            tasks.start_soon(partial(one, opened, trouble("never ends"), longest=10**6))
             await until(serve("vllm"), "running", 1)
             tasks.cancel_scope.cancel()
         await until(serve("vllm"), "given_up", 1)
@@ -352,7 +352,7 @@ async def test_whoever_stops_listening_has_the_server_stop_sampling(serve: Serve
 async def test_where_one_prompt_is_refused_the_others_are_not_sampled_to_their_end(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
         with pytest.raises(EngineRefused, match="maximum context length"):
-            await opened.generate([trouble("never ends"), trouble("too long")], max_tokens=10**6)
+            await opened.generate([trouble("never ends"), trouble("too long")], max_completion_tokens=10**6)
 
         await until(serve("vllm"), "running", 0)
 
@@ -395,7 +395,7 @@ async def test_new_weights_are_loaded_while_nothing_is_sampled(serve: Serve, kin
     async with engine(serve(kind), kind) as opened:
         await told(serve(kind))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(one, opened, max_tokens=5))
+            tasks.start_soon(partial(one, opened, longest=5))
             await opened.update_weights(weights(tmp_path / "1", 1), 17)
         completion = await one(opened, greedy=True)
         calls = [path for path, _ in (await told(serve(kind)))["calls"]]

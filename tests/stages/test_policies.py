@@ -18,7 +18,7 @@ async def test_a_policy_without_generation_refuses_to_sample_and_says_what_to_do
 
     async with policy.open(Worker()) as engine:
         with pytest.raises(GenerationIsOutside, match=r"got 2 prompts: use an environment with a `rollout` method"):
-            await engine.generate([np.array([1], np.int32)] * 2, max_tokens=4)
+            await engine.generate([np.array([1], np.int32)] * 2, max_completion_tokens=4)
 
 
 async def test_an_engine_without_generation_lets_whoever_trains_say_what_it_likes() -> None:

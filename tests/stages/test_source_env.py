@@ -18,7 +18,7 @@ from tests.fake_policy import FakePolicy, Letters, said
 
 from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
-from penstock.environments import Rollout
+from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, InvalidRecord, LedgerImbalance
 from penstock.policies import Completion, GenerationIsOutside, NoOpPolicy
 from penstock.testing import Driven, VirtualClock, drive, drive_source, entered
@@ -73,8 +73,8 @@ class Broken(Sums):
 class Ready:
     """Brings rollouts at once, on the event loop."""
 
-    async def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
-        return Rollout(turns=[np.array([1], np.int32), said("x")], reward=1.0)
+    async def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
+        return RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=1.0)
 
 
 async def sampled(source: SourceEnv, worker: Worker | None = None) -> Driven[TrajectoryGroup]:
@@ -136,15 +136,15 @@ async def test_a_version_a_token_where_weights_changed_within_a_rollout() -> Non
 
 
 async def test_how_a_group_was_sampled_travels_with_it() -> None:
-    (group,) = await sampled(source(Game, max_tokens=5, temperature=0.5, group_size=2))
+    (group,) = await sampled(source(Game, max_completion_tokens=5, temperature=0.5, group_size=2))
 
-    assert group.meta == {"task": 0, "temperature": 0.5, "max_tokens": 5}
+    assert group.meta == {"task": 0, "temperature": 0.5, "max_completion_tokens": 5}
 
 
 async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
     policy = FakePolicy(answer=lambda _: "a long answer")
 
-    (group,) = await sampled(source(policy=policy, max_tokens=5, temperature=0.5))
+    (group,) = await sampled(source(policy=policy, max_completion_tokens=5, temperature=0.5))
 
     assert policy.requests == [(5, 0.5)] * 3
     assert group.completion_lengths().tolist() == [5, 5, 5]
@@ -154,7 +154,7 @@ async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
 async def test_no_sequence_is_longer_than_max_length() -> None:
     policy = FakePolicy(answer=lambda _: "yes")
 
-    (group,) = await sampled(source(Game, policy, group_size=1, max_tokens=8, max_length=13))
+    (group,) = await sampled(source(Game, policy, group_size=1, max_completion_tokens=8, max_length=13))
 
     assert policy.requests == [(6, 1.0)]
     assert group.lengths().tolist() == [11]
@@ -175,8 +175,10 @@ async def test_a_prompt_that_leaves_no_room_to_answer_is_rejected() -> None:
 
 async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing() -> None:
     class Outside:
-        def rollout(self, task: int, repetition: int) -> Rollout:
-            return Rollout(turns=[np.array([task + 1], np.int32), said("x", version=repetition)], reward=repetition)
+        def rollout(self, task: int, repetition: int) -> RolloutResult:
+            return RolloutResult(
+                turns=[np.array([task + 1], np.int32), said("x", version=repetition)], reward=repetition
+            )
 
     driven = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=2))
 
@@ -187,11 +189,11 @@ async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing
 
 async def test_behavior_logprobs_are_absent_where_whoever_sampled_does_not_say() -> None:
     class Outside:
-        def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+        def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
             completion = said("x")
             if repetition:
                 completion = msgspec.structs.replace(completion, logprobs=None)
-            return Rollout(turns=[np.array([1], np.int32), completion], reward=0.0)
+            return RolloutResult(turns=[np.array([1], np.int32), completion], reward=0.0)
 
     (group,) = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=1))
 
@@ -267,12 +269,12 @@ class Silence:
     def __init__(self, turn_rewards: Sequence[float] | None = (1.0, 2.0, 4.0)) -> None:
         self.turn_rewards = turn_rewards
 
-    def rollout(self, task: int, repetition: int) -> Rollout:  # noqa: ARG002 (the protocol's)
+    def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
         prompt, some = np.array([1], np.int32), said("x")
         nothing = {name: getattr(some, name)[:0] for name in ("tokens", "logprobs", "policy_versions")}
         none = msgspec.structs.replace(some, **nothing)
         turns: list[list[Turn]] = [[prompt, none, some, none], [prompt, some, some, some]]
-        return Rollout(turns=turns[repetition], reward=7.0, turn_rewards=self.turn_rewards)
+        return RolloutResult(turns=turns[repetition], reward=7.0, turn_rewards=self.turn_rewards)
 
 
 async def test_what_a_turn_without_tokens_earned_stays_with_its_sequence() -> None:
@@ -332,7 +334,7 @@ def test_a_rollout_that_takes_too_long_is_counted_failed_and_the_others_go_on() 
     clock = VirtualClock()
 
     class Hanging(Ready):
-        async def rollout(self, task: int, repetition: int) -> Rollout:
+        async def rollout(self, task: int, repetition: int) -> RolloutResult:
             if repetition == 1:
                 await anyio.sleep_forever()
             return await super().rollout(task, repetition)
@@ -480,7 +482,7 @@ async def test_no_more_rollouts_run_at_once_than_allowed(group_size: int, concur
     now, most = 0, 0
 
     class Counting(Ready):
-        async def rollout(self, task: int, repetition: int) -> Rollout:
+        async def rollout(self, task: int, repetition: int) -> RolloutResult:
             nonlocal now, most
             now += 1
             most = max(most, now)
@@ -587,7 +589,7 @@ async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
 
 
 async def test_a_source_tells_how_its_rollouts_went() -> None:
-    driven = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, max_tokens=3))
+    driven = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, max_completion_tokens=3))
 
     metrics = driven.metrics.emit(0)
     assert metrics["rollout/trajectories"] == 6
@@ -620,7 +622,7 @@ def test_a_source_travels_to_workers() -> None:
     ("options", "message"),
     [
         ({"group_size": 0}, "SourceEnv.group_size: expected a whole number of at least 1, got 0"),
-        ({"max_tokens": 0}, "SourceEnv.max_tokens: expected a whole number of at least 1, got 0"),
+        ({"max_completion_tokens": 0}, "SourceEnv.max_completion_tokens: expected a whole number of at least 1, got 0"),
         ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
         ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
         ({"temperature": 0.0}, "SourceEnv.temperature: expected a finite number above 0, got 0.0"),

@@ -56,12 +56,14 @@ async def completions(
     policy: TorchPolicy,
     prompts: Sequence[NDArray[np.int32]],
     *,
-    max_tokens: int = 8,
+    max_completion_tokens: int = 8,
     temperature: float = 1.0,
     greedy: bool = False,
 ) -> list[Completion]:
     async with policy.open(Worker()) as engine:
-        return await engine.generate(prompts, max_tokens=max_tokens, temperature=temperature, greedy=greedy)
+        return await engine.generate(
+            prompts, max_completion_tokens=max_completion_tokens, temperature=temperature, greedy=greedy
+        )
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Counting(TinyModel):
 async def test_behavior_logprobs_are_those_of_a_fresh_forward_pass(temperature: float) -> None:
     policy = TorchPolicy(TinyModel, EOS)
 
-    sampled = await completions(policy, PROMPTS * 4, max_tokens=12, temperature=temperature)
+    sampled = await completions(policy, PROMPTS * 4, max_completion_tokens=12, temperature=temperature)
 
     for given, completion in zip(PROMPTS * 4, sampled, strict=True):
         expected = fresh_logprobs(TinyModel(), given, completion, temperature)
@@ -92,7 +94,7 @@ async def test_behavior_logprobs_are_those_of_a_fresh_forward_pass(temperature: 
 
 
 async def test_a_completion_ends_with_the_end_token_or_at_the_allowance() -> None:
-    sampled = await completions(TorchPolicy(TinyModel, EOS), PROMPTS * 16, max_tokens=6)
+    sampled = await completions(TorchPolicy(TinyModel, EOS), PROMPTS * 16, max_completion_tokens=6)
 
     for completion in sampled:
         ends = (completion.tokens == EOS).tolist()
@@ -151,7 +153,7 @@ async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_com
 
     async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_tokens=50)
+            await engine.generate([prompt(1)], max_completion_tokens=50)
         told.set()
 
     model = Waiting()
@@ -175,7 +177,7 @@ async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
 
     async with policy.open(Worker()) as engine, anyio.create_task_group() as rollouts:
         for token in (1, 2, 4):
-            rollouts.start_soon(partial(engine.generate, [prompt(token)] * 2, max_tokens=2))
+            rollouts.start_soon(partial(engine.generate, [prompt(token)] * 2, max_completion_tokens=2))
 
     assert model.rows == [3, 6]
 
@@ -183,7 +185,9 @@ async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
 async def test_a_batch_is_never_larger_than_max_rows() -> None:
     model = Counting()
 
-    sampled = await completions(TorchPolicy(lambda: model, 99, max_rows=2), [prompt(t) for t in range(5)], max_tokens=1)
+    sampled = await completions(
+        TorchPolicy(lambda: model, 99, max_rows=2), [prompt(t) for t in range(5)], max_completion_tokens=1
+    )
 
     assert model.rows == [2, 2, 1]
     assert [len(completion.tokens) for completion in sampled] == [1] * 5
@@ -192,7 +196,7 @@ async def test_a_batch_is_never_larger_than_max_rows() -> None:
 async def test_equal_seeds_repeat_and_workers_differ() -> None:
     async def texts(worker: Worker, seed: int = 0) -> list[list[int]]:
         async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as engine:
-            return [c.tokens.tolist() for c in await engine.generate(PROMPTS * 4, max_tokens=8)]
+            return [c.tokens.tolist() for c in await engine.generate(PROMPTS * 4, max_completion_tokens=8)]
 
     first = await texts(Worker(0, 2))
 
@@ -207,8 +211,8 @@ async def test_a_model_that_raises_tells_everyone_who_asked_and_the_next_may_ask
 
     async with policy.open(Worker()) as engine:
         with pytest.raises(IndexError):
-            await engine.generate([prompt(1, 2, 4, 5, 6)], max_tokens=1)
-        assert len(await engine.generate([prompt(1)], max_tokens=1)) == 1
+            await engine.generate([prompt(1, 2, 4, 5, 6)], max_completion_tokens=1)
+        assert len(await engine.generate([prompt(1)], max_completion_tokens=1)) == 1
 
 
 async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
@@ -216,8 +220,8 @@ async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
 
     async with TorchPolicy(lambda: model, 99).open(Worker()) as engine:
         with anyio.move_on_after(0):
-            await engine.generate([prompt(1)] * 3, max_tokens=1)
-        await engine.generate([prompt(2), prompt(4)], max_tokens=1)
+            await engine.generate([prompt(1)] * 3, max_completion_tokens=1)
+        await engine.generate([prompt(2), prompt(4)], max_completion_tokens=1)
 
     assert model.rows == [2]
 
@@ -227,7 +231,7 @@ async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds
 
     async def ask(engine: Engine) -> None:
         try:
-            await engine.generate(PROMPTS, max_tokens=2)
+            await engine.generate(PROMPTS, max_completion_tokens=2)
         except anyio.ClosedResourceError as error:
             failures.append(error)
 
@@ -246,7 +250,7 @@ async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
     async def ask(engine: TorchEngine) -> None:
         asked.set()
         with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_tokens=5)
+            await engine.generate([prompt(1)], max_completion_tokens=5)
         told.set()
 
     async with anyio.create_task_group() as tasks:
@@ -256,17 +260,22 @@ async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
         engine.close()
         await told.wait()
         with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_tokens=5)
+            await engine.generate([prompt(1)], max_completion_tokens=5)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "max_tokens", "temperature"), [([prompt()], 1, 1.0), ([prompt(1)], 0, 1.0), ([prompt(1)], 1, 0.0)]
+    ("prompts", "max_completion_tokens", "temperature"),
+    [([prompt()], 1, 1.0), ([prompt(1)], 0, 1.0), ([prompt(1)], 1, 0.0)],
 )
 async def test_what_cannot_be_sampled_is_refused(
-    prompts: list[NDArray[np.int32]], max_tokens: int, temperature: float
+    prompts: list[NDArray[np.int32]], max_completion_tokens: int, temperature: float
 ) -> None:
-    with pytest.raises(ValueError, match="expected prompts of at least one token, max_tokens >= 1 and temperature > 0"):
-        await completions(TorchPolicy(TinyModel, EOS), prompts, max_tokens=max_tokens, temperature=temperature)
+    with pytest.raises(
+        ValueError, match="expected prompts of at least one token, max_completion_tokens >= 1 and temperature > 0"
+    ):
+        await completions(
+            TorchPolicy(TinyModel, EOS), prompts, max_completion_tokens=max_completion_tokens, temperature=temperature
+        )
 
 
 async def test_no_prompts_give_no_completions() -> None:
@@ -297,13 +306,13 @@ async def test_what_is_drawn_depends_on_the_version_and_not_on_what_was_drawn_be
         async with policy.open(Worker()) as engine:
             assert isinstance(engine, TorchEngine)
             if warm:
-                await engine.generate(PROMPTS, max_tokens=5)
+                await engine.generate(PROMPTS, max_completion_tokens=5)
             engine._version = 3  # as where the publisher made another one
-            return [c.tokens.tolist() for c in await engine.generate(PROMPTS, max_tokens=5)]
+            return [c.tokens.tolist() for c in await engine.generate(PROMPTS, max_completion_tokens=5)]
 
     policy = TorchPolicy(TinyModel, EOS, seed=1)
 
     first, again = await drawn(policy, warm=True), await drawn(policy, warm=False)
 
     assert first == again
-    assert first != [c.tokens.tolist() for c in await completions(policy, PROMPTS, max_tokens=5)]
+    assert first != [c.tokens.tolist() for c in await completions(policy, PROMPTS, max_completion_tokens=5)]

@@ -118,7 +118,7 @@ async def opened(url: str) -> AsyncIterator[Engine]:
 
 
 async def greedy(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
     return completion
 
 
