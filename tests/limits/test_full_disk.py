@@ -86,7 +86,7 @@ from penstock.torch import WeightFolder
 from penstock.weights import WeightPublisher
 from penstock.errors import NotWritable
 from penstock.pipeline.journal import open_journal
-from penstock.stages.training.checkpoint import write_checkpoint
+from penstock.training import write_checkpoint
 
 folder = Path(sys.argv[1])
 model = {"weight": np.zeros(2, np.float32)}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from penstock import GroupId
 from penstock.accounting import CommittedPrompts
-from penstock.pipeline.committed_prompts import CommittedState
 
 BLOCK = 1024
 """Numbers that are kept as one, where they have the same mask."""
@@ -35,7 +34,9 @@ MASKS = st.sampled_from([0b1, 0b10, 0b1111, 0b1111_1111, 1 << 65_535])
 
 def back(committed: CommittedPrompts) -> CommittedPrompts:
     """What a checkpoint gives back of it."""
-    return CommittedPrompts.of_state(msgspec.json.decode(msgspec.json.encode(committed.state), type=CommittedState))
+    return CommittedPrompts.of_state(
+        msgspec.json.decode(msgspec.json.encode(committed.state), type=type(committed.state))
+    )
 
 
 @given(st.lists(st.tuples(GROUPS, MASKS), max_size=60), st.lists(GROUPS))

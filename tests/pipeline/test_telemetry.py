@@ -10,7 +10,6 @@ import pytest
 import structlog
 
 from penstock.accounting import JsonlMetrics, Metrics, get_logger
-from penstock.pipeline.telemetry import WaitAggregator, report_waits
 
 
 def test_means_are_sums_over_sums_not_means_of_means() -> None:
@@ -88,40 +87,6 @@ def test_the_jsonl_sink_writes_one_object_a_step(tmp_path: Path) -> None:
     sink({"reward": float("nan")}, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
-
-
-def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_metrics() -> None:
-    run = Metrics()
-    heard = WaitAggregator(run, "Sample")
-
-    for credit_s in (2.0, 0.5):
-        worker = Metrics()
-        worker.total("timing_s/Sample/wait_input", 0.25)
-        worker.total("timing_s/Sample/wait_output", credit_s)
-        worker.total("timing_s/Judge/wait_output", 100)
-        heard.merge(worker.take())
-    heard.merge(Metrics().take())
-
-    assert heard.waited == (0.5, 2.5)
-    emitted = run.emit(1)
-    assert (emitted["timing_s/Sample/wait_input"], emitted["timing_s/Sample/wait_output"]) == heard.waited
-
-
-def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
-    metrics, waited = Metrics(), [1.0, 0.0]
-
-    with report_waits(metrics, "Batcher", lambda: (waited[0], waited[1])):
-        waited[0] = 1.5
-        first = metrics.emit(1)
-        waited[:] = 1.75, 0.5
-        second = metrics.emit(2)
-        waited[1] = 0.75
-    third = metrics.emit(3)
-
-    assert (first["timing_s/Batcher/wait_input"], first["timing_s/Batcher/wait_output"]) == (0.5, 0.0)
-    assert (second["timing_s/Batcher/wait_input"], second["timing_s/Batcher/wait_output"]) == (0.25, 0.5)
-    assert third["timing_s/Batcher/wait_output"] == 0.25
-    assert not metrics.observers
 
 
 # -- events --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import structlog
 import torch
 from safetensors.torch import save_file
 from tests import inference_server
+from tests.backoffs import backoff
 from tests.fake_policy import Letters
 from tests.tiny_model import TinyModel
 
@@ -27,7 +28,6 @@ from penstock.pipeline.policy import engine_sync
 from penstock.pipeline.policy.engine_sync import synced
 from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy
 from penstock.stages.engines import http_engine
-from penstock.stages.engines.backoff import Backoff
 from penstock.torch import TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 
@@ -305,7 +305,7 @@ async def killed_in_the_body(folder: WeightFolder, engine: Engine, server: subpr
 
 async def test_a_server_that_is_killed_in_the_body_hides_nothing(tmp_path: Path) -> None:
     with started(tmp_path, "sglang") as (url, server):
-        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=2, first_s=0.01))
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=backoff(attempts=2, first_s=0.01))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
             await folder.publish(counting(2), 7)
             with pytest.raises(ValueError, match="mine") as raised:
@@ -321,7 +321,7 @@ async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_
     monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.1)
     monkeypatch.setattr(http_engine, "HURRIED_UNDO_S", 0.1)
     with started(tmp_path, "sglang") as (url, server):
-        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=99, first_s=5))
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=backoff(attempts=99, first_s=5))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
             await folder.publish(counting(2), 7)
             with anyio.CancelScope() as scope:

@@ -8,19 +8,23 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
+import numpy as np
 import pytest
 from anyio.abc import UNIXSocketStream
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock.channels import connect, connect_with_replay, serve
-from penstock.errors import OutOfSharedMemory, PeerClosed, PeerLost, TokenizersDiffer
+from penstock.errors import NobodyListens, OutOfSharedMemory, PeerClosed, PeerLost, ProtocolMismatch, TokenizersDiffer
 from penstock.pipeline.channels.control_connection import ControlConnection
 from penstock.pipeline.channels.handshake import offer_segment
 from penstock.pipeline.channels.segment import SegmentWriter
+from penstock.pipeline.policy import weight_publisher, weight_subscriber
 from penstock.policies import TokenizerIdentity, tokenizer_identity
 from penstock.schemas import control
 from penstock.testing import group
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 
 def frame(message: control.Message) -> bytes:
@@ -154,3 +158,43 @@ async def test_a_tokenizer_without_an_identity_is_no_answer() -> None:
         serve("shm://", TrajectoryGroup, tokenizer=object())
     with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
         connect("shm:///nowhere", TrajectoryGroup, tokenizer=object())
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+TENSORS = {"weight": np.zeros((4, 3), np.float32)}
+
+
+async def test_a_subscriber_of_another_protocol_version_is_refused_by_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = weight_publisher._refusal
+    aged = lambda said, **rest: original(msgspec.structs.replace(said, version=99), **rest)  # noqa: E731
+    monkeypatch.setattr(weight_publisher, "_refusal", aged)
+
+    async with WeightPublisher(TENSORS) as publisher:
+        with pytest.raises(ProtocolMismatch, match=f"expected protocol version {control.PROTOCOL_VERSION}, got 99"):
+            async with WeightSubscriber(publisher.url):
+                pass
+
+
+async def test_a_subscriber_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlConnection, "same_user", False)
+
+    async with WeightPublisher(TENSORS) as publisher:
+        with pytest.raises(ProtocolMismatch, match="expected a subscriber that runs as the publisher's user"):
+            async with WeightSubscriber(publisher.url):
+                pass
+
+
+async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_subscriber, "DEFAULT_HEARTBEAT_TIMEOUT_S", 0.01)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "control"))
+        server.listen()
+
+        with pytest.raises(NobodyListens, match=r"got silence for 0\.01 s: is its process stopped"):
+            async with WeightSubscriber(f"weights://{tmp_path}"):
+                pass

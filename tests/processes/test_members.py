@@ -30,7 +30,6 @@ from penstock.errors import (
     StageFailed,
     TooManyMembers,
 )
-from penstock.pipeline.channels.peer import Peer
 from penstock.records import Packer
 from penstock.testing import group
 from penstock.training import write_checkpoint
@@ -349,17 +348,17 @@ async def test_a_lasting_member_that_has_nothing_to_send_says_that_it_is_done(ur
 class SavesAtOnce:
     """Tells senders that what has come is saved."""
 
-    def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
+    def received(self, peer: Any, record: TrajectoryGroup) -> TrajectoryGroup:
         peer.ended(record.id, 1, "saved", 1)
         return record
 
-    def observed(self, peer: Peer, payload: bytes) -> None: ...
+    def observed(self, peer: Any, payload: bytes) -> None: ...
 
-    def lost(self, peer: Peer, error: PeerLost) -> None: ...
+    def lost(self, peer: Any, error: PeerLost) -> None: ...
 
-    def closed(self, peer: Peer) -> None: ...
+    def closed(self, peer: Any) -> None: ...
 
-    def disconnected(self, peer: Peer) -> None: ...
+    def disconnected(self, peer: Any) -> None: ...
 
 
 async def saved_and_cut_off(outbox: ReplayingSender, inbox: RemoteReceiver[TrajectoryGroup]) -> None:

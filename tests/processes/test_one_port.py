@@ -93,7 +93,7 @@ def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     def resolve(_host: str, port: int, **named: Any) -> list[Any]:
         return [each for address in addresses for each in own(address, port, **named)]
 
-    monkeypatch.setattr("penstock.pipeline.channels.tcp_address.socket.getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
 async def arrives(url: str, inbox: Any) -> None:

@@ -224,7 +224,7 @@ async def test_what_was_sampled_while_the_publisher_lost_patience_is_void() -> N
 
 SAMPLING = """
     import sys, anyio, torch
-    from penstock.pipeline.policy.weight_subscriber import WeightSubscriber
+    from penstock.weights import WeightSubscriber
 
     async def main():
         with torch.device("meta"):
@@ -275,7 +275,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_fo
 
 PUBLISHING = """
     import anyio, numpy as np
-    from penstock.pipeline.policy.weight_publisher import WeightPublisher
+    from penstock.weights import WeightPublisher
 
     async def main():
         async with WeightPublisher({"weight": np.ones((4, 4), np.float32)}, name="trainer") as publisher:

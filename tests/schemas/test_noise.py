@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
-from penstock.schemas.noise import NOISE
 from penstock.testing import group
+
+NOISE = 4 * float(np.finfo(np.float32).eps)
+"""The share of what was added up by which rounding may have moved a sum of float32."""
 
 
 def noise(of: TrajectoryGroup) -> list[float]:

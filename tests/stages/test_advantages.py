@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.schemas.noise import rounding
 from penstock.stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from penstock.stages.advantages.zero_advantages import zero_advantages
+from penstock.testing import group
 
 GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]
 
@@ -366,3 +368,13 @@ def test_what_was_taken_stays_as_it_was_while_more_is_seen() -> None:
     assert after.count == 3
     with pytest.raises(FrozenInstanceError):
         taken.count = 4  # type: ignore[misc]
+
+
+def test_what_is_silent_is_left_as_it_is() -> None:
+    once = zero_advantages(
+        group(
+            completion_lengths=[2, 2], advantages=[1.0] * 8, meta={"overrides": [{}, {"set_advantage_to_zero": True}]}
+        )
+    )
+
+    assert zero_advantages(once) is once

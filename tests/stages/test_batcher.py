@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from penstock import AdvantageNormalizer, Batcher, Context, TrainBatch, TrajectoryGroup
 from penstock.channels import memory_channel
 from penstock.errors import InvalidRecord, RecordTooLarge
-from penstock.stages.advantages.zero_advantages import zero_advantages
 from penstock.testing import drive, entered, group
 
 
@@ -294,12 +293,6 @@ async def test_a_sequence_that_its_sender_silenced_trains_nothing_whether_or_not
     if batch.advantages is not None:
         assert not batch.advantages[4:].any()
         assert batch.advantages[2:4].all()
-
-
-def test_what_is_silent_is_left_as_it_is() -> None:
-    once = zero_advantages(group(completion_lengths=[2, 2], advantages=[1.0] * 8, meta=SILENCED))
-
-    assert zero_advantages(once) is once
 
 
 async def test_a_group_of_which_all_was_silenced_is_dropped() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.backoffs import backoff
 from tests.stages.test_teacher import Letters
 
 from penstock import Teacher, TrajectoryGroup
 from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens
-from penstock.stages.engines.backoff import Backoff
-from penstock.stages.teachers import http_teacher
 from penstock.teachers import HttpTeacher
 from penstock.testing import Driven, drive, group
 
@@ -66,8 +65,7 @@ async def taught(url: str, *, model: str = "large", groups: int = 1) -> Driven[T
         for number in range(groups)
     ]
     teacher = HttpTeacher(url=url, model=model, tokenizer=Letters(), api_key="secret")
-    backoff = Backoff(attempts=2, first_s=0.001)
-    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff), given)
+    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff(attempts=2, first_s=0.001)), given)
 
 
 async def test_what_the_server_says_of_a_prompt_becomes_candidates() -> None:
@@ -106,10 +104,7 @@ async def test_what_it_refuses_or_what_is_no_answer_is_a_failure_at_once(reply: 
     assert len(questions) == 1
 
 
-async def test_a_server_that_is_not_there_is_an_error_before_anything_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_teacher, "AT_START", Backoff(attempts=3, first_s=0.001))
+async def test_a_server_that_is_not_there_is_an_error_before_anything_is_asked() -> None:
     async with serving(as_vllm) as (url, questions):
         pass
 

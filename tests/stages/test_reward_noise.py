@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import anyio
 import msgspec
@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.stages.modes import GATHERING, MODES, MODES_OF_LIBRARIES
 
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, TrajectoryGroup
 from penstock.rewards import RewardFunction
-from penstock.schemas.noise import NOISE
-from penstock.stages.advantages.formulas import Mode
-from penstock.stages.advantages.presets import PRESETS, Library
 from penstock.testing import drive, group
 
-GATHERING = ("batch", "reinforce++", "reinforce++-baseline")
-MODES: list[Mode] = list(get_args(Mode))
-OF_LIBRARIES = [(library, mode) for library, preset in PRESETS.items() for mode in preset.modes]
+NOISE = 4 * float(np.finfo(np.float32).eps)
+"""The share of what was added up by which two sums of float32 may differ and still count as equal."""
 
 ISSUED = [1.0, 0.0, 0.0, -2e6]
 CLIPPED = [1.0, 0.0, 0.0, -1.0]
@@ -36,7 +33,7 @@ def of_rewards(rewards: Sequence[float], number: int = 0, **more: Any) -> Trajec
     return msgspec.structs.replace(plain, values=np.zeros(2 * size, np.float32))
 
 
-def normalizer(mode: Mode, preset: Library | None = None, batch_groups: int = 2) -> AdvantageNormalizer:
+def normalizer(mode: Any, preset: Any = None, batch_groups: int = 2) -> AdvantageNormalizer:
     gathers = mode in GATHERING or (mode == "gae" and preset in ("verl", "skyrl"))
     return AdvantageNormalizer(mode, batch_groups=batch_groups if gathers else None, preset=preset)
 
@@ -57,8 +54,8 @@ async def clipped(groups: Sequence[TrajectoryGroup], **config: Any) -> list[Traj
 # -- one reward that was cut off -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("library", "mode"), [*[(None, mode) for mode in MODES], *OF_LIBRARIES], ids=str)
-async def test_a_score_that_was_cut_off_counts_as_the_bound(library: Library | None, mode: Mode) -> None:
+@pytest.mark.parametrize(("library", "mode"), [*[(None, mode) for mode in MODES], *MODES_OF_LIBRARIES], ids=str)
+async def test_a_score_that_was_cut_off_counts_as_the_bound(library: Any, mode: Any) -> None:
     given = [of_rewards(ISSUED), of_rewards([1, 1, 0, 0], 1)]
     plain = [of_rewards(CLIPPED), of_rewards([1, 1, 0, 0], 1)]
 
@@ -146,7 +143,7 @@ DIAGNOSTICS = [{"tokens_seen": [3e7] * 4}, {"up": [3e7, 0, 0, 0], "down": [-3e7,
 @pytest.mark.parametrize("bridged", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
 async def test_a_diagnostic_takes_no_advantage_from_anything(
-    mode: Mode,
+    mode: Any,
     parts: dict[str, list[float]],
     bridged: bool,  # noqa: FBT001 (a case)
 ) -> None:
@@ -183,14 +180,14 @@ async def frac_zero_std(stage: AdvantageNormalizer, groups: Sequence[TrajectoryG
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
-async def test_the_metric_counts_groups_as_they_were_treated(mode: Mode) -> None:
+async def test_the_metric_counts_groups_as_they_were_treated(mode: Any) -> None:
     given = await clipped([of_rewards(ISSUED), of_rewards([1, 1, 1, 1], 1)])
 
     assert await frac_zero_std(normalizer(mode), given) == 0.5
 
 
 @pytest.mark.parametrize("mode", ["grpo", "batch"])
-async def test_a_deviation_that_a_library_takes_for_none_is_counted_as_none(mode: Mode) -> None:
+async def test_a_deviation_that_a_library_takes_for_none_is_counted_as_none(mode: Any) -> None:
     near = [of_rewards([0, 1e-6], number) for number in range(2)]
 
     assert await frac_zero_std(normalizer(mode, "roll"), near) == 1
@@ -246,7 +243,7 @@ def scaled(population: Sequence[float]) -> list[float]:
     return [c / (deviation + 1e-6) for c in apart]
 
 
-def expected(mode: Mode, groups: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+def expected(mode: Any, groups: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
     """The formulas, of rewards as they came out."""
     everything = [pair for rows in groups for pair in rows]
     if mode in ("batch", "reinforce++"):
@@ -275,7 +272,7 @@ def expected(mode: Mode, groups: Sequence[Sequence[tuple[float, float]]]) -> lis
 @settings(max_examples=40)
 @given(batch=st.lists(rows, min_size=1, max_size=3), clip=st.none() | bounds, diagnostic=numbers)
 def test_advantages_are_those_of_the_final_rewards_but_for_equal_ones(
-    mode: Mode, batch: list[list[tuple[float, float]]], clip: tuple[float, float] | None, diagnostic: float
+    mode: Any, batch: list[list[tuple[float, float]]], clip: tuple[float, float] | None, diagnostic: float
 ) -> None:
     config = {} if clip is None else {"clip": list(clip)}
     bridge = RewardBridge.from_config(config, functions=[RewardFunction(_added, name="added", reads_text=False)])

@@ -19,7 +19,6 @@ from tests.failsafe import FAILSAFE_S
 from penstock import Context, GroupId, SinkTrainer, StopReason, TrainBatch
 from penstock.accounting import Ledger
 from penstock.channels import MemoryReceiver, memory_channel
-from penstock.stages.sink_trainer import batch_metrics
 from penstock.testing import batch, drive_sink, entered
 from penstock.training import write_checkpoint
 
@@ -396,7 +395,7 @@ def test_a_foreign_trainer_needs_no_weights_where_generation_is_outside() -> Non
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_says_what_it_holds() -> None:
+async def test_a_batch_says_what_it_holds() -> None:
     made = batch(
         groups=1,
         completion_lengths=[4, 6],
@@ -408,7 +407,11 @@ def test_a_batch_says_what_it_holds() -> None:
         reward_parts={"format": [0.25, 0.75]},
     )
 
-    assert batch_metrics(made, current_version=6) == {
+    emitted: list[dict[str, float]] = []
+    async with fed(*batches(6), made) as (context, inbox):
+        context.metrics.sinks.append(lambda metrics, _: emitted.append(dict(metrics)))
+        await SinkTrainer(Foreign(), max_steps=7).run(inbox)
+    expected = {
         "reward": 0.5,
         "rewards/format": 0.5,
         "response_length/mean": 5,
@@ -425,3 +428,6 @@ def test_a_batch_says_what_it_holds() -> None:
         "advantages/max": 1,
         "advantages/min": -1,
     }
+
+    assert len(emitted) == 7
+    assert {name: emitted[-1][name] for name in expected} == expected

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from penstock import AdvantageNormalizer, GroupId, TrainBatch
 from penstock.errors import InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
-from penstock.stages.losses import LossValue
-from penstock.stages.training.micro_batches import micro_batches
 from penstock.testing import batch, drive, group
 from penstock.torch import KVCache, TorchTrainer
 from penstock.training import Checkpointed, WeightedTrainer
@@ -128,7 +126,6 @@ def test_micro_batches_change_neither_gradient_nor_metrics(loss: Loss) -> None:
 
 def test_sequences_that_share_a_row_are_trained_as_each_alone() -> None:
     packed = made(completion_lengths=[12, 3, 2, 7, 1])
-    shared = micro_batches(packed, {}, None, torch.device("cpu"))
     packed_model, model = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)
     assert packed.advantages is not None
     weights = torch.from_numpy(np.where(packed.loss_mask, packed.advantages, 0))
@@ -137,7 +134,6 @@ def test_sequences_that_share_a_row_are_trained_as_each_alone() -> None:
     torch.autograd.backward(loss)
     metrics = trainer(packed_model, optimizer=SGD, max_grad_norm=None).step(packed)
 
-    assert [part.tokens.shape[0] for part in shared] < [len(packed) // 2 + 1]
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     for moved, parameter in zip(packed_model.parameters(), model.parameters(), strict=True):
         assert parameter.grad is not None
@@ -472,7 +468,7 @@ def in_bfloat16(loss: Loss | None = None) -> tuple[Watched, TorchTrainer]:
 def test_mixed_precision_trains_with_weights_and_log_probabilities_in_float32() -> None:
     seen: set[torch.dtype] = set()
 
-    def watching(scored: Scored) -> LossValue:
+    def watching(scored: Scored) -> Any:
         seen.update((scored.logprobs.dtype, scored.predicted.dtype))
         return AdvantageWeighted()(scored)
 
@@ -552,9 +548,9 @@ def test_what_would_train_backwards_or_not_at_all_is_refused(options: dict[str, 
 
 
 def test_what_a_term_says_is_not_mixed_with_what_the_trainer_says() -> None:
-    def loss(scored: Scored) -> LossValue:
-        value, _ = AdvantageWeighted()(scored)
-        return LossValue(value, {"entropy": Mean(torch.tensor(0.25))})
+    def loss(scored: Scored) -> Any:
+        said = AdvantageWeighted()(scored)
+        return type(said)(said.loss, {"entropy": Mean(torch.tensor(0.25))})
 
     assert trainer(loss=loss).step(made())["entropy"] == 0.25
 
