@@ -249,7 +249,7 @@ def test_an_environment_with_a_minimum_is_waited_for() -> None:
     before = next_batch(made, 0), made.stalls()
     made.submit(0, [group("slow", env_id=0)])
 
-    assert before == (None, ["batches wait for slow_0, which is to have 4 of 8 and has none that waits"])
+    assert before == (None, ["batches wait for slow_0, which must have 4 of 8 and has no group that waits"])
     assert payloads(next_batch(made, 0)) == ["slow", 0]
 
 

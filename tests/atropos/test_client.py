@@ -497,7 +497,7 @@ async def test_an_answer_that_is_no_json_of_the_contract(body: str) -> None:
         error = await failure(server.url)
 
     assert error.situation == "no JSON"
-    assert f"expected the JSON of a Greeting, got {body.encode()!r}" in str(error)
+    assert f"expected the JSON of a RootAnswer, got {body.encode()!r}" in str(error)
     assert server.asked == ["GET /"]
 
 

@@ -197,16 +197,16 @@ def test_the_columns_of_an_environments_group_are_not_copied() -> None:
         (
             "generation_params",
             {"x": float("nan")},
-            "generation_params.*: expected what JSON can say, got other: Out of",
+            "generation_params.*: expected values that JSON can represent, got others: Out of",
         ),
         ("generation_params", ["x"], r"expected `object \| null`, got `array` - at `\$\.generation_params`"),
-        ("overrides", [{"w": float("inf")}, {}], "overrides.*: expected what JSON can say"),
+        ("overrides", [{"w": float("inf")}, {}], "overrides.*: expected values that JSON can represent"),
         ("overrides", [None, {}], r"expected `object`, got `null` - at `\$\.overrides\[0\]`"),
         ("group_overrides", {"stop": "\ud800"}, "expected JSON"),
         (
             "messages",
             [[{"role": "user", "content": "x", "reward": float("nan")}]],
-            "messages.*: expected what JSON can say",
+            "messages.*: expected values that JSON can represent",
         ),
         ("env_id", "seven", r"at `\$\.env_id`"),
     ],
@@ -219,7 +219,9 @@ def test_a_group_that_is_refused_as_json_is_refused_as_a_dict(field: str, value:
 
 
 def test_values_without_a_json_form_are_refused() -> None:
-    with pytest.raises(InvalidRecord, match=r"images.*: expected what JSON can say, got other: Object of type set"):
+    with pytest.raises(
+        InvalidRecord, match=r"images.*: expected values that JSON can represent, got others: Object of type set"
+    ):
         scored_data(NEEDED | {"images": {1}})
 
 

@@ -165,7 +165,7 @@ async def test_where_too_many_bodies_arrive_at_once_the_next_is_asked_to_come_ag
     status, answer = await gateway.ask("POST", "/scored_data", scored())
 
     assert status == 503
-    assert "come again" in answer["detail"]
+    assert "try again later" in answer["detail"]
 
 
 @pytest.mark.parametrize(("spaces", "in_a_thread"), [(0, False), (LARGE_BYTES, True)])
@@ -226,7 +226,7 @@ async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ingest.run, gateway.endpoints)
         await anyio.wait_all_tasks_blocked()
-        waiting = [len(kept) for kept in ingest._kept.values()]
+        waiting = [len(kept) for kept in ingest._retained.values()]
         while (submission := gateway.queue.take(0.0)) is not None:
             taken.append(submission.payload)
             gateway.endpoints.room.wake_all()
@@ -235,4 +235,4 @@ async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> 
 
     assert waiting == [2]
     assert taken == [from_group(group(instance_id=str(number))) for number in range(3)]
-    assert not ingest._kept
+    assert not ingest._retained

@@ -287,7 +287,7 @@ def test_one_with_a_minimum_that_finds_no_room_is_not_waited_for() -> None:
     waited = next_batch(made, 0), made.stalls()
     assert flood(made, 1) == 0
 
-    assert waited == (None, ["batches wait for late_0, which is to have 4 of 8 and has none that waits"])
+    assert waited == (None, ["batches wait for late_0, which must have 4 of 8 and has no group that waits"])
     assert made.stalls() == []
     assert payloads(next_batch(made, 0)) == [0, 0]
     made.submit(0, [group(1, env_id=1)] * 2)

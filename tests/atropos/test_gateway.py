@@ -150,7 +150,7 @@ async def test_after_the_last_step_environments_are_told_so_and_what_they_send_i
             refused = (await talk.get("/status"))["refused"]
             await talk.get(f"/status-env?env_id={second}")
 
-    assert (told["status"], told["rejected"]) == ("received", ["the run is complete: nothing more is trained"])
+    assert (told["status"], told["rejected"]) == ("received", ["the run is complete: no more groups are trained"])
     assert refused == {"sums_0": {"RunComplete": 1}}
     assert not [event for event in logs if event["event"] == "refused"]  # an end is no fault
     assert status["current_step"] == 3

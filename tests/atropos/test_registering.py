@@ -34,7 +34,7 @@ def test_before_a_trainer_registered_there_are_no_batches_and_no_status_of_envir
     made: TrajectoryQueue[Any] = TrajectoryQueue()
 
     for ask in (lambda: next_batch(made, 0), lambda: made.env_status(0, 0)):
-        with pytest.raises(NoTrainer, match="is to call /register first"):
+        with pytest.raises(NoTrainer, match="must call /register first"):
             ask()
 
 

@@ -353,7 +353,7 @@ def troubled() -> Iterator[AtroposEnvironment]:
     [
         ("fail", EnvironmentRaised, "ZeroDivisionError: division"),
         ("exit", EnvironmentRaised, "the environment exited, with 3"),
-        ("drop", NotScored, "expected the environment to score this episode, got nothing"),
+        ("drop", NotScored, "expected the environment to score this episode, got no score"),
         ("infinite", NotScored, "expected a finite score, got inf"),
         ("nonsense", EnvironmentRaised, "expected scored data, a list of them or None, got str"),
         ("logprobs", ModelCallRefused, "got get_logprobs"),
@@ -509,7 +509,7 @@ def test_a_file_finds_what_lies_beside_it_and_its_configuration_is_changed(tmp_p
     [
         ("nowhere", InvalidConfig, "expected package.module:Class or folder/file.py:Class, got 'nowhere'"),
         ("no.such.module:Class", EnvironmentRaised, "No module named 'no'"),
-        ("no/such/file.py:Class", InvalidConfig, "expected a file, got nothing at /.*no/such/file.py"),
+        ("no/such/file.py:Class", InvalidConfig, "expected a file, got none at /.*no/such/file.py"),
         (f"{FILE}:Halving", InvalidConfig, "expected a class Halving in .*, got none"),
         ("collections:UserDict", InvalidConfig, "expected an Atropos environment"),
     ],

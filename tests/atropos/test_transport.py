@@ -84,7 +84,7 @@ async def registered(server: Server, kind: type[Environment] = Environment) -> A
     try:
         yield env
     finally:
-        if (keeper := connection_of(env)._keeper) is not None:
+        if (keeper := connection_of(env)._task) is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
 
@@ -387,7 +387,7 @@ async def test_groups_that_are_lost_with_their_gateway_are_told_to_the_sender() 
             await receiver._inbox.aclose()
 
     async with gateway() as (server, receiver):
-        with pytest.raises(GatewayGone, match=r"got \d that it may not have received when it went away"):
+        with pytest.raises(GatewayGone, match=r"got \d that it may not have received when it disconnected"):
             await submit_to_one_that_goes(server, receiver)
 
 
@@ -398,7 +398,7 @@ async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkey
         await way_in._inbox.aclose()
         monkeypatch.setattr(submitter, "SHM_RECONNECT_TIMEOUT_S", 0.02)
 
-        with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to come back"):
+        with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to return"):
             await send(env, scored_group(1))
 
     assert not server.posted

@@ -1,4 +1,4 @@
-"""AtroposAPIError: a request to a server of the contract that failed, and what to check. Knows no HTTP client."""
+"""AtroposAPIError: a failed request to a server of the contract, with things to check. Knows no HTTP client."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ CHECKS: dict[Situation, tuple[str, ...]] = {
         "is {url} its address, and not the loopback of another host or container?",
     ),
     "timed out": (
-        "does the server answer at all? Try `curl {url}/info`; the original is silent while it reads groups",
-        "does a firewall swallow connections to {host}?",
+        "does the server answer at all? Try `curl {url}/info`; the original does not answer while it reads groups",
+        "does a firewall drop connections to {host}?",
         "is it only slow? Raise `request_timeout_s` (from_yaml and from_config: ATROPOS_TIMEOUT)",
     ),
-    "unreachable": ("is {host} spelled as the network knows it? Try `getent hosts {host}`", "is the network up?"),
+    "unreachable": ("does {host} resolve? Try `getent hosts {host}`", "is the network up?"),
     "certificate": (
         "is the server's certificate signed by a CA of your own? Give the CA's file: `ca`",
         "is the certificate made for {host}, and still valid?",
         "does the server speak https at all? A penstock gateway does when it is given a certificate and a key",
     ),
     "rejected": (
-        "does the answer name a fault of what was sent? Mend it there",
+        "does the answer name a fault of the request? Correct it in the sender",
         "is this a server of Atropos or a penstock gateway? Try `curl {url}/`",
-        "does it want a token? Give it: `token`, PENSTOCK_TOKEN, or in the URL: anyone:<token>@{host}:{port}",
+        "does it require a token? Pass it: `token`, PENSTOCK_TOKEN, or in the URL: anyone:<token>@{host}:{port}",
     ),
     "failed": (
         "what does the log of the server say?",
         "does it still run? Try `curl {url}/status`",
-        "is a score NaN? The original fails so then, and loses the batch",
+        "is a score NaN? The original then fails like this, and loses the batch",
     ),
     "no JSON": (
         "is this a server of Atropos or a penstock gateway, and not another page? Try `curl {url}/`",
@@ -61,7 +61,7 @@ CHECKS: dict[Situation, tuple[str, ...]] = {
 
 
 def without_token(url: str) -> str:
-    """Return `url` without user and password, as it may be shown."""
+    """Return `url` without user and password, for messages and logs."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
@@ -73,7 +73,7 @@ def load_http_api(user: str) -> type[HttpApi]:
         MissingExtra: aiohttp is not installed.
     """
     try:
-        from .http_api import HttpApi  # noqa: PLC0415 (only those who send or receive need the extra)
+        from .http_api import HttpApi  # noqa: PLC0415 (only senders and receivers need the extra)
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"{user} needs {error.name}, which is not installed: pip install 'penstock[http]'"
@@ -82,7 +82,7 @@ def load_http_api(user: str) -> type[HttpApi]:
 
 
 class AtroposAPIError(PenstockError):
-    """A server of the Atropos contract does not answer as it should; the message says what to check.
+    """A server of the Atropos contract does not answer as it should; the message lists things to check.
 
     `situation` is the kind of failure, for programs.
     """
@@ -91,8 +91,10 @@ class AtroposAPIError(PenstockError):
         parts = urlsplit(url)
         method, _, path = request.partition(" ")
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        words = {"url": without_token(url), "host": parts.hostname, "port": port}
-        checks = "; ".join(f"({number}) {check.format_map(words)}" for number, check in enumerate(CHECKS[situation], 1))
+        fields = {"url": without_token(url), "host": parts.hostname, "port": port}
+        checks = "; ".join(
+            f"({number}) {check.format_map(fields)}" for number, check in enumerate(CHECKS[situation], 1)
+        )
         self.situation: Situation = situation
         self.summary = f"{method} {without_token(url)}{path}: {found}"
         """The message without the things to check."""

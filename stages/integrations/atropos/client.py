@@ -1,6 +1,6 @@
-"""AtroposClient: a source that is a trainer to a server of the Atropos contract: the original one, or a gateway.
+"""AtroposClient: a source that acts as the trainer of a server of the Atropos contract: the original one, or a gateway.
 
-It registers, and asks for batches until it has had all that it registered for. To a server that was restarted it
+It registers, and asks for batches until it has received all that it registered for. After a restart of the server it
 registers again, with its current step. A gateway keeps a batch until this client acknowledges that all of it has ended;
 the original server forgets it as soon as it has answered.
 """
@@ -50,7 +50,7 @@ POLLS = Backoff(UNLIMITED, 0.25, 8.0)
 
 
 class AtroposClient(Config, frozen=True):
-    """Receive groups from a server of the Atropos contract, as the trainer that it serves.
+    """Receive groups from a server of the Atropos contract, as its trainer.
 
     `from_yaml` and `from_config`, but not the constructor, read the variables ATROPOS_API_URL and ATROPOS_TIMEOUT.
 
@@ -68,26 +68,26 @@ class AtroposClient(Config, frozen=True):
     num_steps: int
     """Batches of the whole training, those before `starting_step` included; then the stream ends."""
     starting_step: int = 0
-    """Where a training that goes on goes on: `TorchTrainer.steps`."""
+    """Step from which a resumed training continues: `TorchTrainer.steps`."""
     api_url: str = "http://127.0.0.1:8000"
     token: str | None = None
     """Sent as a bearer token; by default PENSTOCK_TOKEN."""
     ca: str | None = None
-    """File with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system."""
+    """File with the certificates of a CA, in PEM, which https:// trusts; None for those of the system."""
     request_timeout_s: float = 30.0
-    """Bound on one attempt at a request; one that fails in passing is made again, eight times in all."""
+    """Bound on one attempt at a request; transient failures are retried, up to eight attempts in all."""
     reconnect_timeout_s: float = 300.0
-    """Bound on the time that a server may be away which has answered before."""
+    """Bound on the time without an answer from a server that has answered before."""
     batch_timeout_s: float | None = 3600.0
     """Bound on the time without a batch while the server answers; None for no bound."""
     lease_s: float | None = 1800.0
-    """How long a gateway waits to hear that all of a batch has ended, before it gives it out again: more than the
-    longest time from poll to optimizer step. What came before is not trained again. None for at most once, as with the
-    original."""
+    """Time that a gateway waits for the acknowledgement of a batch before it leases it again: more than the longest
+    time from poll to optimizer step. Groups that were received before are not trained again. None for at most once, as
+    with the original."""
     candidates: int | None = None
     """Width of a teacher's columns; see `to_group`. The most that any group has, where groups bring candidates."""
     wandb_group: str = ""
-    """What environments are told, as the fields below."""
+    """Sent to environments, like the fields below."""
     wandb_project: str = ""
     checkpoint_dir: str = ""
     save_checkpoint_interval: int = 0
@@ -152,16 +152,16 @@ class _Training:
     """One training, from its registration to the last batch."""
 
     def __init__(
-        self, rules: AtroposClient, api: HttpApi, outbox: SendChannel[TrajectoryGroup], tasks: TaskGroup
+        self, config: AtroposClient, api: HttpApi, outbox: SendChannel[TrajectoryGroup], tasks: TaskGroup
     ) -> None:
-        self._rules = rules
+        self._config = config
         self._api = api
         self._outbox = outbox
         self._tasks = tasks
-        self._step = rules.starting_step
+        self._step = config.starting_step
         """Batches received, those before this training included."""
         self._name = secrets.token_hex(4)
-        """Part of every instance id, so that no other training has the same ids."""
+        """Part of every instance id, so that ids are unique among trainings."""
         self._numbers = count()
         """Of batches without an id."""
         self._sent: dict[str, list[TrajectoryId]] = {}
@@ -169,55 +169,55 @@ class _Training:
 
     async def run(self) -> None:
         """Send every batch, to the last one."""
-        await self._api.greet()
+        await self._api.check_server()
         await self._register()
-        while self._step < self._rules.num_steps:
+        while self._step < self._config.num_steps:
             await self._send(await self._next())
 
     async def _register(self) -> None:
-        fields: dict[str, Any] = {name: getattr(self._rules, name) for name in TrainerRegistration.__struct_fields__}
+        fields: dict[str, Any] = {name: getattr(self._config, name) for name in TrainerRegistration.__struct_fields__}
         fields["starting_step"] = self._step
         await self._api.register(TrainerRegistration(**fields))
 
     async def _next(self) -> BatchAnswer:
         """Return the next batch; the pauses between requests grow while there is none."""
-        rules = self._rules
+        config = self._config
         began = empty_since = time.monotonic()
         pauses = POLLS.pauses(jitter(current().worker))
         while True:
             failures, asked_at = self._api.failures, time.monotonic()
-            answer = await self._api.batch(rules.lease_s)
+            answer = await self._api.batch(config.lease_s)
             if answer.status == "error":
-                log.warning("trainer_not_registered", url=without_token(rules.api_url), step=self._step)
+                log.warning("trainer_unregistered", url=without_token(config.api_url), step=self._step)
                 await self._register()
             elif answer.batch:
                 current().metrics.mean("timing_s/atropos_wait", time.monotonic() - began)
                 return answer
             if answer.status == "error":
                 empty_since = time.monotonic()
-            elif self._api.failures > failures:  # while it is away, the server's queue is not known to be empty
+            elif self._api.failures > failures:  # while the server is unreachable, its queue is not known to be empty
                 empty_since += time.monotonic() - asked_at
-            if rules.batch_timeout_s is not None and time.monotonic() - empty_since > rules.batch_timeout_s:
-                raise self._api.empty(rules.batch_timeout_s)
+            if config.batch_timeout_s is not None and time.monotonic() - empty_since > config.batch_timeout_s:
+                raise self._api.empty(config.batch_timeout_s)
             await anyio.sleep(next(pauses))
 
     async def _send(self, answer: BatchAnswer) -> None:
-        """Send the groups of a batch, one after another: each is decoded while the one before is on its way.
+        """Send the groups of a batch, one after another: each is decoded while the one before is in transit.
 
         The batch counts as a step unless all of it was sent before, in this run or in the one that it continues.
         """
         name = f"{self._name}.{next(self._numbers)}" if answer.batch_id is msgspec.UNSET else answer.batch_id
-        again = name in self._sent
+        duplicate = name in self._sent
         sent = self._sent.get(name, [])
-        new = 0 if again else await self._send_new(answer, name, sent)
-        if not again and answer.batch_id is not msgspec.UNSET:
+        new = 0 if duplicate else await self._send_new(answer, name, sent)
+        if not duplicate and answer.batch_id is not msgspec.UNSET:
             self._sent[name] = sent
-        if again or (sent and not new):
+        if duplicate or (sent and not new):
             log.warning("duplicate_batch", batch=name)
             current().metrics.total("atropos/duplicates")
-        self._step += not again and (new > 0 or not sent)
+        self._step += not duplicate and (new > 0 or not sent)
         if answer.lease is not msgspec.UNSET:
-            self._tasks.start_soon(self._acknowledge, answer.lease, sent, self._step == self._rules.num_steps)
+            self._tasks.start_soon(self._acknowledge, answer.lease, sent, self._step == self._config.num_steps)
 
     async def _send_new(self, answer: BatchAnswer, name: str, sent: list[TrajectoryId]) -> int:
         """Send the groups that the ledger does not know, and return their number; `sent` is filled with all."""
@@ -226,7 +226,7 @@ class _Training:
             try:
                 group = self._group(bytes(piece), f"{name}.{number}")
             except InvalidRecord as error:  # the others of the batch can be trained on
-                log.warning("group_refused", url=without_token(self._rules.api_url), reason=str(error))
+                log.warning("group_refused", url=without_token(self._config.api_url), reason=str(error))
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
@@ -243,7 +243,7 @@ class _Training:
             env="atropos" if scored.env_id is None else f"atropos.{scored.env_id}",
             instance_id=instance_id,
             policy_version=current().ledger.step,
-            candidates=self._rules.candidates,
+            candidates=self._config.candidates,
         )
 
     async def _acknowledge(self, lease: int | str, sent: list[TrajectoryId], last: bool) -> None:  # noqa: FBT001
@@ -260,9 +260,9 @@ class _Training:
 
     async def _end_lease(self, lease: int | str, *, last: bool) -> None:
         try:
-            if last:  # the server counted a batch that came twice as one step: this client knows
+            if last:  # the server's count may differ after a duplicate batch: this client's is right
                 await self._register()
             await self._api.acknowledge(lease)
-        except AtroposAPIError as error:  # at worst the batch comes once more
+        except AtroposAPIError as error:  # at worst the batch is sent once more
             log.warning("not_acknowledged", lease=lease, reason=error.summary)
             current().metrics.total("atropos/not_acknowledged")

@@ -1,7 +1,7 @@
-"""Decoding JSON as Atropos' server does: "7", 7.0 and true are accepted as whole numbers, unknown fields are dropped.
+"""Decode JSON as Atropos' server does: "7", 7.0 and true are accepted as whole numbers, unknown fields are dropped.
 
 A body that fits its type is decoded in one pass. Only one that does not is decoded a second time, value by value, so
-that the coercion costs nothing where none is needed. Knows the types of the contract, and no field of it.
+that the coercion has no cost where none is needed. Knows the types of the contract, and no field of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _coerce(body: bytes, wanted: type[T]) -> T:
 
 
 def _coerce_value(value: Any, wanted: msgspec.inspect.Type) -> Any:
-    """Return `value` with numbers where `wanted` has them, as far as nothing is lost."""
+    """Return `value` with numbers where `wanted` has them and the conversion is exact."""
     match wanted:
         case msgspec.inspect.IntType():
             value = _coerce_number(value, int)
@@ -82,7 +82,7 @@ def _coerce_number(value: Any, wanted: type[int | float]) -> Any:
 
 
 def _explain(body: bytes, error: Exception) -> str:
-    """Return what is wrong with a `body` that is not JSON, and where."""
+    """Return the error message for a `body` that is not JSON, with the place."""
     found = _POSITION.search(str(error))
     if found is None:
         return f"body: expected JSON, got {len(body)} bytes that are none: {_lowered(str(error))}"

@@ -1,8 +1,8 @@
 """The messages of Atropos' HTTP contract: requests and answers of trainers and environments, and scored data.
 
 `decode_scored` accepts what the original server accepts: it checks types, and that each message has a role and a
-content. Whether a group can be trained on is checked in `translation`, and raises `Untrainable`. Knows nothing of
-groups, queues and sockets.
+content. `translation` checks whether a group can be trained on, and raises `Untrainable`. Knows neither groups nor
+queues nor sockets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "EnvReference",
     "EnvRegistration",
     "Fault",
-    "Greeting",
     "Registered",
+    "RootAnswer",
     "ScoredData",
     "ShmAnswer",
     "SubmitAnswer",
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 UNTRAINED = -100
-"""What `masks` hold where nothing trains."""
+"""Value of `masks` at positions that do not train."""
 
 NO_LOGPROB = 1.0
-"""What `inference_logprobs` hold where nothing trains."""
+"""Value of `inference_logprobs` at positions that do not train."""
 
 SHM_PATH = "/shm"
 """Endpoint of a gateway that environments on its host ask for the address of its shared-memory receiver."""
@@ -82,7 +82,7 @@ class EnvReference(msgspec.Struct, frozen=True):
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-class Greeting(msgspec.Struct, frozen=True):
+class RootAnswer(msgspec.Struct, frozen=True):
     """Answers GET /."""
 
     message: str
@@ -101,25 +101,25 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     batch: list[msgspec.Raw] | None
     """Groups, each as JSON; None where there are too few. Empty where no trainer is registered."""
     lease: int | str | msgspec.UnsetType = msgspec.UNSET
-    """What a client that asked for a lease acknowledges; the original server has none."""
+    """Lease to acknowledge, for a client that asked for one; the original server has none."""
     batch_id: str | msgspec.UnsetType = msgspec.UNSET
-    """Beside a lease: stays when the batch is handed out again, under another lease; no other batch ever has it."""
+    """Present beside a lease. It stays the same when the batch is leased again; no other batch has it."""
     status: str | msgspec.UnsetType = msgspec.UNSET
     """`error` where no trainer is registered."""
     message: str | msgspec.UnsetType = msgspec.UNSET
-    """What to do then."""
+    """Instruction that goes with the status `error`."""
 
 
 class SubmitAnswer(msgspec.Struct, frozen=True):
-    """Answers /scored_data and /scored_data_list, as far as a sender needs it."""
+    """Answers /scored_data and /scored_data_list; only the fields that a sender reads."""
 
     status: str
     rejected: tuple[str, ...] = ()
-    """Why groups cannot be trained on; the others were accepted. The original server trains on anything."""
+    """Reasons for groups that cannot be trained on; the others were accepted. The original trains on any group."""
 
 
 class ShmAnswer(msgspec.Struct, frozen=True):
-    """Answers GET /shm, which a gateway alone has."""
+    """Answers GET /shm; only a gateway has this endpoint."""
 
     url: str
     """Address of its shared-memory receiver: argument of `connect`."""
@@ -129,7 +129,7 @@ class ShmAnswer(msgspec.Struct, frozen=True):
 
 
 Fault: TypeAlias = Literal["sequences", "lengths", "masks", "logprobs", "numbers", "teacher", "temperature", "record"]
-"""What keeps a group from being trained on: no sequences; lists of unequal lengths; `masks` that hold another token;
+"""Reason that a group cannot be trained on: no sequences; lists of unequal lengths; `masks` that hold another token;
 log-probabilities above 0; numbers that are not finite or too large; a teacher's candidates; a temperature below 0;
 another rule of `TrajectoryGroup`."""
 
@@ -156,7 +156,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     tokens: Rows
     """[S][L]."""
     masks: Rows
-    """[S][L] −100 where nothing trains, the token elsewhere."""
+    """[S][L] −100 at positions that do not train, the token elsewhere."""
     scores: list[float]
     """[S]."""
     advantages: FloatRows | None = None
@@ -164,7 +164,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     ref_logprobs: FloatRows | None = None
     """[S][L]."""
     inference_logprobs: FloatRows | None = None
-    """[S][L] 1.0 where nothing trains."""
+    """[S][L] 1.0 at positions that do not train."""
     messages: list[list[dict[str, Any]]] | None = None
     """[S][turns], each with a role, a content (which may be null) and any other keys."""
     generation_params: dict[str, Any] | None = None
@@ -224,7 +224,7 @@ def scored_data(values: Mapping[str, Any]) -> ScoredData:
     """Return a group as an environment holds it before it is sent; fields of other names are left out.
 
     Fields that become columns are not copied, and their values not checked before they are translated. The others are
-    as they would come as JSON.
+    converted as if they had been sent as JSON.
 
     Raises:
         InvalidRecord: as in `decode_scored`.
@@ -235,7 +235,9 @@ def scored_data(values: Mapping[str, Any]) -> ScoredData:
     try:
         body = json.dumps(meta, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRecord(f"{', '.join(meta)}: expected what JSON can say, got other: {error}") from None
+        raise InvalidRecord(
+            f"{', '.join(meta)}: expected values that JSON can represent, got others: {error}"
+        ) from None
     columns = {name: values[name] for name in COLUMNS if name in values}
     try:
         return ScoredData(**columns, **msgspec.structs.asdict(decode(body, _Meta)))

@@ -1,6 +1,6 @@
 """HttpApi: requests to a server of the Atropos contract, as a trainer or as an environment makes them.
 
-Failures that may pass are retried, others are raised as `AtroposAPIError`. Knows the endpoints, and nothing of groups.
+Transient failures are retried, others are raised as `AtroposAPIError`. Knows the endpoints, and no groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...engines.retry import RetryDecision, retry
 from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
 from .coercion import decode
-from .contract import SHM_PATH, BatchAnswer, Greeting, Registered, ShmAnswer, SubmitAnswer, TrainerRegistration
+from .contract import SHM_PATH, BatchAnswer, Registered, RootAnswer, ShmAnswer, SubmitAnswer, TrainerRegistration
 from .queue.records import Info
 
 __all__ = ["HttpApi"]
@@ -57,7 +57,7 @@ class HttpApi:
         self._request_timeout_s = request_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._answered = False
-        """Whether the server has ever answered: only then is it waited for, for the address may be wrong."""
+        """True once the server has answered. Before that it is not waited for: the address may be wrong."""
 
     @classmethod
     @asynccontextmanager
@@ -69,9 +69,9 @@ class HttpApi:
         Args:
             url: http:// or https://, with host and port.
             token: sent as a bearer token; by default PENSTOCK_TOKEN.
-            ca: file with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system.
+            ca: file with the certificates of a CA, in PEM, which https:// trusts; None for those of the system.
             request_timeout_s: bound on one attempt.
-            reconnect_timeout_s: bound on the time that a server which has answered before may be away.
+            reconnect_timeout_s: bound on the time without an answer from a server that has answered before.
 
         Raises:
             InvalidConfig: `ca` cannot be read.
@@ -82,7 +82,7 @@ class HttpApi:
         if parts.hostname in LOOPBACK:  # compressing costs both ends more than the copy
             headers["Accept-Encoding"] = "identity"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s))
-        connector = aiohttp.TCPConnector(limit=0, ssl=True if ca is None else _trusting(ca))
+        connector = aiohttp.TCPConnector(limit=0, ssl=True if ca is None else _ssl_context(ca))
         draw = jitter(current().worker)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
             client = ServerClient(url, session, BACKOFF, request_timeout_s=request_timeout_s, draw=draw)
@@ -90,19 +90,19 @@ class HttpApi:
 
     # -- as a trainer --------------------------------------------------------------------------------------------------
 
-    async def greet(self) -> None:
-        """Make sure that the server is there, and is one of the contract.
+    async def check_server(self) -> None:
+        """Check that the server answers, and is one of the contract.
 
         Raises:
-            AtroposAPIError: it is not.
+            AtroposAPIError: it does not, or is not.
         """
-        await self._request("GET", "/", Greeting)
+        await self._request("GET", "/", RootAnswer)
 
     async def register(self, registration: TrainerRegistration) -> None:
-        """Register a trainer, and make sure that it counts.
+        """Register a trainer, and check that the server uses this registration.
 
         Raises:
-            AtroposAPIError: it does not, or could not be done.
+            AtroposAPIError: it uses another, or does not answer as it should.
         """
         await self._request("POST", "/register", Registered, msgspec.json.encode(registration))
         found = await self._request("GET", "/info", Info)
@@ -120,10 +120,10 @@ class HttpApi:
         return await self._request("GET", "/batch" + query, BatchAnswer)
 
     async def acknowledge(self, lease: int | str) -> None:
-        """End a lease: the server need not keep the batch.
+        """End a lease: the server may drop the batch.
 
         Raises:
-            AtroposAPIError: the server does not know the lease any more, or does not answer as it should.
+            AtroposAPIError: the server no longer knows the lease, or does not answer as it should.
         """
         await self._request("POST", "/acknowledge", msgspec.Raw, msgspec.json.encode({"lease": lease}))
 
@@ -136,8 +136,8 @@ class HttpApi:
     async def submit(self, body: bytes, *, to_gateway: bool) -> None:
         """POST the JSON of a group, or of a list of groups. Each attempt carries the same idempotency key.
 
-        A penstock gateway accepts a key once. Another server does not know keys, and is sent nothing twice that it may
-        have received.
+        A penstock gateway accepts each key once. Other servers do not know keys; to them a body that may have been
+        received is not sent again.
 
         Raises:
             AtroposAPIError: it was refused, or could not be sent.
@@ -155,7 +155,7 @@ class HttpApi:
 
         Raises:
             AtroposAPIError: it refuses to answer.
-            OSError: it does not answer now; it is not asked again.
+            OSError: it does not answer now; the request is not retried.
         """
         try:
             answer = await self._client.body("GET", SHM_PATH)
@@ -237,16 +237,16 @@ class HttpApi:
             case aiohttp.ClientSSLError():
                 return "certificate", f"expected a server whose certificate is trusted, got {error}"
             case aiohttp.ClientConnectorError() if error.os_error.errno == errno.ECONNREFUSED:
-                return "refused", f"expected a server, got no connection: nothing listens there ({error})"
+                return "refused", f"expected a server, got no connection: no process listens there ({error})"
             case aiohttp.ClientConnectorError() | aiohttp.InvalidURL():
-                return "unreachable", f"expected a server, got no way to one ({error})"
+                return "unreachable", f"expected a server, got no route to one ({error})"
         return "failed", f"expected an answer, got none: {type(error).__name__}: {error}"
 
     def _error(self, situation: Situation, request: str, found: str) -> AtroposAPIError:
         return AtroposAPIError(situation, self.url, request, found)
 
 
-def _trusting(ca: str) -> ssl.SSLContext:
+def _ssl_context(ca: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:  # an SSLError is one
@@ -254,7 +254,7 @@ def _trusting(ca: str) -> ssl.SSLContext:
 
 
 def _certainly_not_received(error: Exception) -> bool:
-    """Whether the server itself answered that it refuses, or was never connected to."""
+    """Return whether the server itself answered that it refuses, or was never connected to."""
     if isinstance(error, RequestFailed):
         return error.status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
     return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)

@@ -1,8 +1,8 @@
 """ShmTransport: an environment of Atropos on the gateway's host sends its groups through shared memory.
 
 It overrides the one method behind all of the environment's own filters; registration and flow control stay HTTP, so
-the gateway knows the environment, and tells it the true depth. Knows Atropos by names only: `config`, `env_id`,
-`curr_step`.
+the gateway knows the environment, and reports the true depth to it. Uses only the names `config`, `env_id` and
+`curr_step` of Atropos.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShmTransport:
         class MyEnv(ShmTransport, TheirEnv): ...
         env = ShmTransport.attach(TheirEnv(config, servers))
 
-    To a gateway on another host groups go over HTTP, after one warning; to a server that is no gateway they go as the
+    To a gateway on another host groups go over HTTP, after one warning; to a server that is no gateway the
     environment itself sends them.
     """
 
@@ -41,10 +41,10 @@ class ShmTransport:
         await _connection_of(self).send(scored_data, getattr(parent, METHOD))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse an order of bases in which the environment's own method would be called, and this one never.
+        """Refuse an order of bases in which the environment's own method would be called, and not this one.
 
         Raises:
-            TypeError: naming the class that has to stand behind.
+            TypeError: naming the class that must come second.
         """
         super().__init_subclass__(**options)
         order = cls.__mro__[1:]
@@ -55,7 +55,7 @@ class ShmTransport:
 
     @staticmethod
     def attach(env: E, *, token: str | None = None, ca: str | None = None) -> E:
-        """Have `env`, and no other environment of its class, send through shared memory; return it.
+        """Make `env`, and no other environment of its class, send through shared memory; return it.
 
         `token` and `ca` are for HTTP, as in `submit`. The environment's own requests know neither: they take a token
         from the password of `rollout_server_url`, and a CA from the variable SSL_CERT_FILE.
@@ -78,7 +78,7 @@ class ShmTransport:
 
 
 def _connection_of(env: Any, token: str | None = None, ca: str | None = None) -> _Connection:
-    """Return the environment's own; it is opened when it sends for the first time, which is after it registered."""
+    """Return the connection of `env`, which opens with its first group: after the environment has registered."""
     connection = vars(env).get("_penstock_connection")
     if connection is None:
         connection = env._penstock_connection = _Connection(env, token, ca)  # noqa: SLF001 (a name Atropos has no use for)
@@ -92,8 +92,8 @@ def _listed(scored_data: Scored | Sequence[Scored]) -> Sequence[Scored]:
 class _Connection:
     """An environment's connection to its gateway.
 
-    A task of its own holds it, so that a worker which is cancelled, or a `cleanup()`, closes nothing; it ends with the
-    event loop.
+    A separate task keeps it open, so that a cancelled worker, or a `cleanup()`, does not close it; it
+    ends with the event loop.
     """
 
     def __init__(self, env: Any, token: str | None, ca: str | None) -> None:
@@ -101,27 +101,29 @@ class _Connection:
         self._env = env
         self._access = {"token": token, "ca": ca}
         self._opened: asyncio.Future[Submitter] | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def send(self, scored_data: Scored | Sequence[Scored], by_http: Send) -> None:
-        """Send one group, or several, waiting for credit if need be. Cancelled, it has not sent the group it was at.
+        """Send one group, or several, waiting for credit if need be. Cancelled, it has not sent the current group.
 
         Raises:
-            AtroposAPIError: the gateway refused it, or was away for too long.
-            NobodyListens: the gateway on this host went away, and did not come back in time.
+            AtroposAPIError: the gateway refused it, or was unreachable for too long.
+            NobodyListens: the gateway on this host disconnected, and did not return in time.
         """
         env_id, config = getattr(self._env, "env_id", None), self._env.config
-        name = str(getattr(config, "wandb_name", None) or type(self._env).__name__)  # the gateway knows a better one
+        name = str(
+            getattr(config, "wandb_name", None) or type(self._env).__name__
+        )  # replaced by the name that the gateway registered
         origin = {"env": name, "policy_version": getattr(self._env, "curr_step", 0)}
         groups: Any = [{**one, "env_id": env_id} for one in _listed(scored_data)]
         submitter = await self._submitter()
         await submitter.send(groups[0] if isinstance(scored_data, Mapping) else groups, origin, by_http)
 
     async def _submitter(self) -> Submitter:
-        if self._keeper is None or self._keeper.done():
+        if self._task is None or self._task.done():
             self._opened = asyncio.get_running_loop().create_future()
-            self._keeper = asyncio.create_task(self._keep_open(self._opened), name="penstock atropos transport")
-        assert self._opened is not None  # noqa: S101 (there is a keeper)
+            self._task = asyncio.create_task(self._keep_open(self._opened), name="penstock atropos transport")
+        assert self._opened is not None  # noqa: S101 (set with the task)
         return await asyncio.shield(self._opened)
 
     async def _keep_open(self, opened: asyncio.Future[Submitter]) -> None:

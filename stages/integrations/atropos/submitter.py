@@ -54,13 +54,13 @@ REQUEST_TIMEOUT_S = 60.0
 """Bound on one attempt."""
 
 RECONNECT_TIMEOUT_S = 300.0
-"""Bound on the time that a gateway may be away, or have no room."""
+"""Bound on the time that a gateway may be unreachable, or have no room."""
 
 LATEST = 2**63 - 1
-"""Policy version of a group that comes without one: a gateway takes its current step for it."""
+"""Policy version of a group without one: a gateway replaces it by its current step."""
 
 SHM_RECONNECT_TIMEOUT_S = 60.0
-"""Bound on the time that a gateway may be away before `sent` raises."""
+"""Bound on the time that a gateway may be unreachable before `sent` raises."""
 
 RETRIES = Backoff(UNLIMITED, 0.05, 1.0)
 """Pauses between attempts to reach a gateway; there is no event to wait for."""
@@ -70,7 +70,7 @@ ATTEMPTS = 2
 
 
 class GatewayGone(PenstockError):
-    """A gateway on this host went away, and may not have received all groups that were sent to it."""
+    """A gateway on this host disconnected, and may not have received all groups that were sent to it."""
 
 
 async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None = None, ca: str | None = None) -> None:
@@ -82,15 +82,15 @@ async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None
         url: http:// or https://, with host and port.
         groups: over HTTP they lose what the contract has no field for: policy versions, names, parts of rewards.
         token: the gateway's; by default PENSTOCK_TOKEN.
-        ca: file with the certificates of a CA, in PEM, which https:// is to trust; None for those of the system.
+        ca: file with the certificates of a CA, in PEM, which https:// trusts; None for those of the system.
 
     Raises:
-        AtroposAPIError: the gateway refused them, or was away for too long.
-        GatewayGone: the gateway on this host went away with them.
+        AtroposAPIError: the gateway refused them, or was unreachable for too long.
+        GatewayGone: the gateway on this host disconnected before it had them.
         InvalidRecord: a dict has no JSON form.
         InvalidConfig: `url` is not an address, or `ca` cannot be read.
         MissingExtra: aiohttp is not installed.
-        NobodyListens: the gateway on this host went away, and did not come back in time.
+        NobodyListens: the gateway on this host disconnected, and did not return in time.
     """
     async with submitting(url, token=token, ca=ca) as submit_to:
         await submit_to(groups)
@@ -110,7 +110,7 @@ async def submitting(
     check_url(url, "url")
     timeouts = {"request_timeout_s": REQUEST_TIMEOUT_S, "reconnect_timeout_s": RECONNECT_TIMEOUT_S}
     async with load_http_api("submit").open(url, token=token, ca=ca, **timeouts) as api:
-        await api.greet()
+        await api.check_server()
         sender = ShmSender(without_token(url), api.shm_url, name)
         with unwrap_single():
             async with anyio.create_task_group() as tasks:
@@ -128,7 +128,7 @@ class Submitter:
         self._api = api
         self._sender = sender
         self._run = secrets.token_hex(4)
-        """Part of every instance id, so that no other submitter has the same ids."""
+        """Part of every instance id, so that ids are unique among submitters."""
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Submitter:
         origin: Mapping[str, Any],
         foreign: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> None:
-        """Send groups; `origin` are arguments of `to_group`, `foreign` sends where the server is no gateway."""
+        """Send groups; `origin` are arguments of `to_group`, `foreign` sends to a server that is no gateway."""
         listed = [groups] if isinstance(groups, Mapping | TrajectoryGroup) else list(groups)
         left = [group for group in listed if not await self._sender.sent(partial(self._record, group, origin))]
         if left and foreign is not None and not self._sender.to_gateway:
@@ -172,12 +172,12 @@ def _json(group: Group) -> bytes:
 
 
 class ShmSender:
-    """A connection to a gateway's `ShmReceiver`, made again when the gateway comes back; sends while `run` runs.
+    """A connection to a gateway's `ShmReceiver`, reopened after a restart of the gateway; sends while `run` runs.
 
-    Where there is no way through shared memory it logs that once, and the caller sends over HTTP.
+    Where shared memory cannot be used it logs that once, and the caller sends over HTTP.
 
     Args:
-        url: the server, as messages show it.
+        url: the address of the server, for messages.
         receiver_url: returns the address of the gateway's receiver, None where the server is no gateway; raises OSError
             where it does not answer, AtroposAPIError where it refuses to.
         name: of this sender, in the gateway's messages.
@@ -185,37 +185,40 @@ class ShmSender:
 
     def __init__(self, url: str, receiver_url: Callable[[], Awaitable[str | None]], name: str) -> None:
         self.to_gateway = True
-        """False once the server has proved to be no penstock gateway."""
+        """False once the server is known to be no penstock gateway."""
         self._url = url
         self._receiver_url = receiver_url
         self._name = name
         self._sender: RemoteSender[TrajectoryGroup] | None = None
-        """While there is a connection."""
+        """None while there is no connection."""
         self._connected_before = False
-        """Then the gateway is on this host."""
+        """True once there was a connection: then the gateway is on this host."""
         self._unusable: str | None = None
-        """Why groups go over HTTP; None while they do not."""
+        """Reason that groups go over HTTP; None while they do not."""
         self._changed = Waiters()
         self._closing = anyio.Event()
         self._lost = 0
-        """Groups that were sent and not yet released by a gateway that went away."""
+        """Groups that were sent and not yet released by a gateway that disconnected."""
 
     def __repr__(self) -> str:
         state = self._unusable or ("open" if self._sender is not None else "not open")
         return f"<ShmSender to {self._url}: {state}>"
 
     async def sent(self, make: Callable[[], TrajectoryGroup]) -> bool:
-        """Send the group that `make` returns, and wait for credit if need be; return False where HTTP has to be used.
+        """Send the group that `make` returns, and wait for credit if need be; return False where HTTP must be used.
 
         Cancelled, it has not sent the group.
 
         Raises:
-            NobodyListens: the gateway went away, and did not come back in time.
+            NobodyListens: the gateway disconnected, and did not return in time.
         """
         while (sender := await self._connected()) is not None:
             try:
                 await sender.send(make())
-            except (InvalidRecord, RecordTooLarge) as error:  # over HTTP the gateway answers why, or has room
+            except (
+                InvalidRecord,
+                RecordTooLarge,
+            ) as error:  # over HTTP the gateway answers with the reason, or has room
                 log.warning("group_sent_over_http", sender=self._name, reason=str(error))
                 return False
             except (PeerClosed, PeerLost):
@@ -231,26 +234,26 @@ class ShmSender:
                 await self._changed.wait()
         if self._sender is None and self._unusable is None:
             raise NobodyListens(
-                f"expected the gateway at {self._url} to come back, got nothing for {SHM_RECONNECT_TIMEOUT_S:g} s: is "
-                f"its process running, at the same address?"
+                f"expected the gateway at {self._url} to return, got no connection for {SHM_RECONNECT_TIMEOUT_S:g} s: "
+                f"is its process running, at the same address?"
             )
         return self._sender
 
     def close(self) -> None:
-        """Have `run` return once the gateway has received everything that was sent."""
+        """Make `run` return once the gateway has received everything that was sent."""
         self._closing.set()
 
     async def run(self) -> None:
         """Look for the gateway, hold the connection, and look again when it is lost; return where there is none.
 
         Raises:
-            GatewayGone: groups may not have reached a gateway that went away.
+            GatewayGone: a gateway disconnected that may not have received all groups.
         """
         await self._stay_connected()
         if self._lost:
             raise GatewayGone(
                 f"expected the gateway at {self._url} to receive every group, got {self._lost} that it may not have "
-                f"received when it went away; what it had received and not trained is lost with it, too"
+                f"received when it disconnected; groups that it had received and not trained are lost, too"
             )
 
     async def _stay_connected(self) -> None:
@@ -280,7 +283,7 @@ class ShmSender:
                 await self._closing.wait()
 
     async def _hold(self, sender: RemoteSender[TrajectoryGroup]) -> None:
-        """Let groups be sent, until the gateway is gone or this sender is closed."""
+        """Let groups be sent, until the gateway disconnects or this sender is closed."""
         self._sender = sender
         self._changed.wake_all()
         try:

@@ -1,9 +1,9 @@
 """Translate an Atropos environment's scored data to a `TrajectoryGroup` and back, field by field.
 
-`masks` say where a group trains, by the token, and by −100 where it does not. `inference_logprobs` are 1.0 there, which
-no log-probability is; a column of a group is 0 there. `scores` are rewards. A teacher's candidates describe the token
-they stand at, as ours do, some for each token; columns are as wide as the token with the most, and −1 where a token
-has fewer. Everything that is no column goes into `meta`, under the names in `META`, as it came.
+`masks` hold the token at positions that train, and −100 elsewhere. `inference_logprobs` are 1.0 elsewhere, which no
+log-probability is; a column of a group is 0 there. `scores` are rewards. A teacher's candidates describe the token at
+their own position, as in penstock, some for each token; columns are as wide as the token with the most, and −1 where a
+token has fewer. Every field that is no column goes unchanged into `meta`, under its name in `META`.
 
 Axes: S sequences, N tokens of all of them, K candidates of a teacher.
 """
@@ -30,7 +30,7 @@ META = ("env_id", "messages", "overrides", "group_overrides", "generation_params
 """Fields of the contract that are kept in `meta`. Lists over sequences are indexed by repetition id."""
 
 TEMPERATURES = "temperatures"
-"""Key of `meta`, where the sender gives any temperature: the one at which each sequence is to be scored."""
+"""Key of `meta`, if the sender gives any temperature: the one at which to score each sequence."""
 
 
 def to_group(
@@ -71,7 +71,7 @@ def to_group(
 def as_if_sent(
     group: TrajectoryGroup, *, env: str, policy_version: int, candidates: int | None = None
 ) -> TrajectoryGroup:
-    """Return a copy of `group` in private memory, as `to_group` would have made it; for groups that come decoded.
+    """Return a copy of `group` in private memory, as `to_group` would have made it; for groups that arrive decoded.
 
     `policy_version` is the current one; later ones in the group become this one. The other arguments and the error are
     those of `to_group`.
@@ -113,7 +113,7 @@ def _meta(scored: ScoredData) -> dict[str, Any]:
 
 
 def _temperatures(scored: ScoredData) -> list[float]:
-    """Return one for each sequence; none where none is given. A sequence's own comes first, then the generation's."""
+    """Return one for each sequence, or [] if none is given. A sequence's own has priority over the generation's."""
     shared = {**(scored.group_overrides or {}), **(scored.generation_params or {})}.get("temperature")
     found = [own.get("temperature", shared) for own in scored.overrides or [{}] * len(scored.tokens)]
     for sequence, temperature in enumerate(found):
@@ -143,7 +143,7 @@ def _columns(scored: ScoredData, candidates: int | None) -> dict[str, Any]:
 
 
 def _loss_mask(tokens: NDArray[np.int32], masks: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N] true on tokens that train; a sequence's first does not, for nothing predicts it."""
+    """Return [N] true on tokens that train; a sequence's first does not, for no token predicts it."""
     mask: NDArray[np.bool_] = masks != UNTRAINED
     wrong = mask & (masks != tokens)
     if wrong.any():
@@ -157,14 +157,14 @@ def _loss_mask(tokens: NDArray[np.int32], masks: NDArray[np.int32], offsets: NDA
 
 
 def _logprobs(sent: NDArray[np.float32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[N] those of tokens that train, 0 elsewhere."""
+    """Return [N] the log-probabilities of tokens that train, 0 elsewhere."""
     logprobs = np.where(mask, sent, np.float32(0))
     if len(logprobs) and logprobs.max() > ROUNDING:
         at = int(logprobs.argmax())
         raise Untrainable(
             "logprobs",
             f"inference_logprobs{_place(at, offsets)}: expected 0 or less where a token trains, got {logprobs[at]:g}: "
-            f"{NO_LOGPROB:g} stands where none does, so masks and log-probabilities do not lie side by side",
+            f"{NO_LOGPROB:g} marks positions that do not, so masks and log-probabilities are not aligned",
         )
     return logprobs
 
@@ -177,7 +177,7 @@ def _place(at: int, offsets: NDArray[np.int64]) -> str:
 def _candidates(
     ids: Sequence[Sequence[Sequence[int]]], logprobs: Sequence[Sequence[Sequence[float]]]
 ) -> TeacherCandidates:
-    """Return those of all sequences, one token's after another's."""
+    """Return the candidates of all sequences, in the order of the tokens."""
     try:
         counts, others = (np.fromiter(map(len, chain.from_iterable(rows)), np.int64) for rows in (ids, logprobs))
     except TypeError as error:
@@ -217,7 +217,7 @@ def _floats(name: str, rows: Iterable[Sequence[float]]) -> NDArray[np.float32]:
 
 
 def _packed(name: str, rows: Iterable[Sequence[Any]], code: str, expected: str) -> bytes:
-    """Return `rows` one after another as C numbers; faster than `np.array`, and stricter."""
+    """Return `rows`, concatenated, as C numbers; faster than `np.array`, and stricter."""
     try:
         return b"".join([struct.pack(f"{len(row)}{code}", *row) for row in rows])
     except (struct.error, OverflowError, TypeError) as error:
@@ -235,7 +235,7 @@ def from_group(group: TrajectoryGroup) -> bytes:
 def scored_of(group: TrajectoryGroup) -> ScoredData:
     """Return `group` as an environment holds it before it is sent.
 
-    The temperature that a SourceEnv notes in `meta` becomes a generation parameter.
+    The temperature that a SourceEnv records in `meta` becomes a generation parameter.
     """
     mask = group.loss_mask
     kept = _kept(group.meta, group.repetition_ids.tolist())
@@ -262,7 +262,7 @@ def _kept(meta: Mapping[str, Any], repetitions: Sequence[int]) -> dict[str, Any]
     for name, kind in (("messages", list), ("overrides", dict)):
         rows = kept.get(name)
         if not (isinstance(rows, list) and all(isinstance(row, kind) for row in rows)):
-            kept.pop(name, None)  # `meta` of another source, with another meaning
+            kept.pop(name, None)  # another source's `meta`, with another meaning
         elif len(rows) > max(repetitions, default=0):
             kept[name] = [rows[repetition] for repetition in repetitions]
     if "temperature" in meta:

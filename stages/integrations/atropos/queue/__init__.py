@@ -1,1 +1,1 @@
-"""The state of the gateway: environments, groups that wait, batches that are handed out. No clock, socket or loop."""
+"""The state of the gateway: environments, groups that wait, batches under a lease. No clock, socket or event loop."""

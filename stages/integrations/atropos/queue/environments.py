@@ -1,4 +1,4 @@
-"""Registered environments: allocation, weights, silence, leaving, and how much waits as /status-env reports it."""
+"""Registered environments: allocation, weights, timeouts, disconnection, and the depth that /status-env reports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Allocation", "Buffer", "Environment", "Environments", "QueueDepth", 
 G = TypeVar("G")
 
 MAX_BUFFERED = 16
-"""So many whole groups' sequences may be buffered. What has not added up to a whole group by then is of sizes that do
+"""Bound on the sequences that are buffered, in whole groups. Sizes that have not added up to a whole group by then do
 not."""
 
 MAX_NUMBER = 1e12
-"""The largest number an environment may register: those of all environments have to have a sum."""
+"""The largest number an environment may register: those of all environments must have a finite sum."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Buffer(Generic[G]):
         self.sequences += group.sequences
 
     def pop_whole(self) -> list[Submission[G]]:
-        """Remove and return the groups that make up a whole one, in order of arrival; [] where none do."""
+        """Remove and return the groups that make up a whole one, in order of arrival; [] if none do."""
         if self.sequences < self.group_size:
             return []
         return self._pop(exact_subset((group.sequences for group in self.groups), self.group_size) or [])
@@ -56,10 +56,10 @@ class Buffer(Generic[G]):
         return popped
 
     def check(self, sequences: int) -> None:
-        """Check that it may hold so many sequences more.
+        """Check that it may hold `sequences` more.
 
         Raises:
-            UnpackableGroupSize: so many that they are unlikely to add up.
+            UnpackableGroupSize: with so many, its groups are unlikely to add up.
         """
         if self.sequences + sequences > MAX_BUFFERED * self.group_size:
             sizes = sorted({group.sequences for group in self.groups})
@@ -74,7 +74,7 @@ class Environment(Generic[G]):
     """One registered environment."""
 
     env_id: int
-    """Its place among all that registered."""
+    """Its number in the order of registration."""
     name: str
     """The desired one, numbered."""
     max_token_length: int
@@ -82,23 +82,23 @@ class Environment(Generic[G]):
     weight: float
     """As registered."""
     minimum: float | None
-    """The least part of a batch, if it asked for one."""
+    """The smallest part of a batch, if it asked for one."""
     buffer: Buffer[G]
     """Its groups that wait for others to make up a whole one."""
-    last_heard: float
+    last_request: float
     """The time of its last request."""
     connected: bool = True
     """False once it disconnected."""
     active: bool = True
-    """Connected, and heard of within the heartbeat timeout: others have to share with it."""
+    """Connected, with a request within the heartbeat timeout: others must share with it."""
     submitted: int = 0
     """Sequences accepted."""
     taken: int = 0
-    """Sequences handed out."""
+    """Sequences in batches, or taken by a pipeline."""
     queued: int = 0
     """Sequences that wait."""
-    crowded_out: bool = False
-    """There was no room for its last submission."""
+    found_queue_full: bool = False
+    """True if there was no room for its last submission."""
 
     @property
     def buffered(self) -> int:
@@ -116,9 +116,9 @@ class Allocation:
     """The shares and minima of the active environments. Others have neither."""
 
     shares: Mapping[int, float]
-    """Of the sequences that are handed out, by lane; they sum to 1."""
+    """Of the sequences that leave the queue, by lane; they sum to 1."""
     minima: Mapping[int, int]
-    """Least sequences of a batch, by lane of those that asked for a minimum."""
+    """Smallest number of sequences of a batch, by lane of those that asked for a minimum."""
     unallocated: float
     """The part of a batch that no environment has as its minimum."""
     group_sizes: frozenset[int]
@@ -146,12 +146,12 @@ class Allocation:
 
 
 def shares(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[int, float]:
-    """Return the share of each: by its weight, at least its minimum, and never nothing. They sum to 1.
+    """Return the share of each: by its weight, at least its minimum, and above 0. They sum to 1.
 
     >>> shares({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.5})
     {0: 0.5, 1: 0.25, 2: 0.25}
 
-    Minima that sum to more than what `MIN_SHARE` leaves are scaled down to that.
+    Minima that sum to more than `1 - MIN_SHARE` are scaled down to that.
     """
     least = MIN_SHARE / max(1, len(weights))
     total = sum(minima.values())
@@ -170,7 +170,7 @@ def shares(weights: Mapping[int, float], minima: Mapping[int, float]) -> dict[in
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """How much waits, by lane, in sequences: as /status-env reports it for flow control."""
+    """Sequences that wait, by lane, as /status-env reports them for flow control."""
 
     largest: int
     """Sequences of the largest group, at least 1."""
@@ -196,10 +196,10 @@ class QueueDepth:
 
 
 class Environments(Generic[G]):
-    """All environments that registered. Ids are never used again: one that comes back is another one.
+    """All environments that registered. Ids are never reused: one that registers again gets a new id.
 
-    The active ones are those that did not disconnect and were heard of within the heartbeat timeout. Only these count
-    for others: they have shares and minima, and want room.
+    The active ones are those that did not disconnect and sent a request within the heartbeat timeout. Only these
+    restrict others: they have shares and minima, and need room.
     """
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
@@ -207,7 +207,7 @@ class Environments(Generic[G]):
         self._all: list[Environment[G]] = []
         self._named: Counter[str] = Counter()
         self._active: OrderedDict[int, Environment[G]] = OrderedDict()
-        """The one that was heard of last at the end."""
+        """By id; the one with the latest request is last."""
 
     def __iter__(self) -> Iterator[Environment[G]]:
         return iter(self._all)
@@ -217,7 +217,7 @@ class Environments(Generic[G]):
         return [self._active[env_id] for env_id in sorted(self._active)]
 
     def others_active(self, env_id: int) -> bool:
-        """Return whether any but this one is active."""
+        """Return whether any environment except this one is active."""
         return len(self._active) > (env_id in self._active)
 
     def find(self, env_id: int | None) -> Environment[G] | None:
@@ -234,7 +234,7 @@ class Environments(Generic[G]):
         if found is None:
             raise UnknownEnvironment(
                 f"expected the env_id of one of the {len(self._all)} environments that registered, got {env_id}: the "
-                f"gateway was restarted or reset, or this environment never registered; have it register"
+                f"gateway was restarted or reset, or this environment never registered; make it register"
             )
         return found
 
@@ -257,16 +257,16 @@ class Environments(Generic[G]):
             weight=registration.weight,
             minimum=registration.min_batch_allocation,
             buffer=Buffer(registration.group_size),
-            last_heard=now,
+            last_request=now,
         )
         self._named[registration.desired_name] += 1
         self._all.append(env)
         self._active[env.env_id] = env
         return env
 
-    def hear(self, now: float, env: Environment[G]) -> bool:
-        """Note a request of an environment; return whether it is active now and was not before."""
-        env.last_heard = now
+    def record_request(self, now: float, env: Environment[G]) -> bool:
+        """Note a request of an environment; return whether this made it active."""
+        env.last_request = now
         if not env.connected:
             return False
         returned, env.active = not env.active, True
@@ -275,26 +275,26 @@ class Environments(Generic[G]):
         return returned
 
     def disconnect(self, env: Environment[G]) -> None:
-        """Note that an environment left."""
+        """Note that an environment disconnected."""
         env.connected = env.active = False
         self._active.pop(env.env_id, None)
 
     def expire(self, now: float) -> list[Environment[G]]:
-        """Return those that fell silent; they are no longer active."""
-        silent = []
+        """Return those whose heartbeat timed out; they are no longer active."""
+        expired = []
         while self._active:
             env = next(iter(self._active.values()))
-            if now - env.last_heard < self._heartbeat_timeout_s:
+            if now - env.last_request < self._heartbeat_timeout_s:
                 break
             del self._active[env.env_id]
             env.active = False
-            silent.append(env)
-        return silent
+            expired.append(env)
+        return expired
 
     def buffer(self, submission: Submission[G]) -> Buffer[G] | None:
-        """Return the buffer that a group goes to, or None where it waits for no others.
+        """Return the buffer that a group goes to, or None if it is not buffered.
 
-        Groups of at least their environment's group_size do not, nor does any of one that disconnected.
+        Groups of at least their environment's group_size are not, nor those of an environment that disconnected.
         """
         env = self.find(submission.env_id)
         if env is None or not env.connected or submission.sequences >= env.buffer.group_size:

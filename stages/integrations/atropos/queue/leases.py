@@ -1,4 +1,4 @@
-"""Batches that were handed out and are not acknowledged, and answers that could not be delivered. No clock, no I/O."""
+"""Batches that were sent and are not acknowledged, and answers that could not be delivered. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["IdempotencyCache", "LeaseTable", "PreparedBatch"]
 G = TypeVar("G")
 
 LEASE_BITS = 53
-"""Leases are random, so that none of a gateway before a restart is valid after it; and numbers in any JSON."""
+"""Leases are random, so that none from before a restart is valid after it; 53 bits are exact numbers in any JSON."""
 
 REMEMBERED_S = 600.0
-"""How long a repeated submission is recognised: longer than `submit` and the original client try."""
+"""Time for which a repeated submission is recognised: longer than `submit` and the original client retry."""
 
 MAX_REMEMBERED = 65_536
 """Receipts that are remembered; the oldest are forgotten first."""
@@ -34,7 +34,7 @@ class PreparedBatch(Generic[G]):
     batch_id: str
     groups: list[QueuedGroup[G]]
     due: float = math.inf
-    """When its lease ends. It may still be acknowledged until it is handed out again."""
+    """Time at which its lease ends. It may still be acknowledged until it is leased again."""
 
     @property
     def sequences(self) -> int:
@@ -42,12 +42,12 @@ class PreparedBatch(Generic[G]):
         return sum(queued.sequences for queued in self.groups)
 
     def batch(self, lease: int) -> Batch[G]:
-        """Return it as it is handed out."""
+        """Return it as a trainer gets it."""
         return Batch(tuple(queued.submission for queued in self.groups), lease, self.batch_id)
 
 
 class LeaseTable(Generic[G]):
-    """The batches that are handed out: each under one lease, until it is acknowledged or handed out again."""
+    """The batches that trainers have: each under one lease, until it is acknowledged or leased again."""
 
     def __init__(self) -> None:
         self._leased: dict[int, PreparedBatch[G]] = {}
@@ -70,13 +70,13 @@ class LeaseTable(Generic[G]):
         """
         if lease not in self._leased:
             raise UnknownLease(
-                f"expected the lease of a batch that is out, got {lease}: it was acknowledged before, or was not in "
-                f"time and the batch was handed out again"
+                f"expected the lease of an outstanding batch, got {lease}: it was acknowledged before, or was not in "
+                f"time and the batch was leased again"
             )
         return self._leased.pop(lease)
 
     def return_batch(self, lease: int) -> None:
-        """Let the batch be due at once, if this lease still exists."""
+        """Make the batch due at once, if this lease still exists."""
         if lease in self._leased:
             self._leased[lease].due = -math.inf
 
@@ -90,8 +90,8 @@ class IdempotencyCache:
     """Receipts of submissions that may be repeated, each given once to the next sender of the same digest.
 
     The digest is of the submission's idempotency key. Of one without a key it is of the body, and only a body whose
-    sender was gone before the answer is remembered: a sender that was answered may submit equal bytes on purpose; one
-    that was not knows of no submission of these bytes that succeeded, so the next one that is answered is the first to
+    sender disconnected before the answer is remembered: a sender that was answered may submit equal bytes on purpose;
+    one that was not has seen no submission of these bytes succeed, so the next one that is answered is the first to
     succeed. The env_id is part of the body, so no other environment gets the receipt.
     """
 

@@ -1,7 +1,7 @@
-"""Forming batches of exactly `batch_size` sequences, and finding out why none can be formed.
+"""Form batches of exactly `batch_size` sequences, and find the causes if none can be formed.
 
-Pure functions of the groups that wait and of the order in which they are to leave. The work and the memory of one call
-are bounded, whatever the sizes: see WORK_BITS.
+Pure functions of the groups that wait and of the order in which they leave. The work and the memory of one call
+are bounded, for all sizes: see WORK_BITS.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def form_batch(
     batch_size: int,
     minima: Mapping[int, int],
 ) -> list[QueuedGroup[G]] | None:
-    """Return groups that sum to `batch_size`: first the minimum of each lane, then the next in turn. Or None.
+    """Return groups that sum to `batch_size`: first the minimum of each lane, then the next in turn; None if none do.
 
-    Where the minima leave no such sum they yield: a batch that holds less of one environment is better than none. There
-    is no batch while a lane with a minimum has no group.
+    If no such sum holds the minima, they are ignored: a batch that holds less of one environment is better than none.
+    There is no batch while a lane with a minimum has no group.
     """
     minima = {lane: wanted for lane, wanted in minima.items() if wanted > 0}
     if pending.sequences < batch_size or not minima.keys() <= pending.lanes.keys():
@@ -89,10 +89,10 @@ def _minima(pending: PendingGroups[G], minima: Mapping[int, int], batch_size: in
 
 
 def exact_subset(sizes: Iterable[int], wanted: int) -> list[int] | None:
-    """Return indices of sizes that sum to `wanted`, or None: the first wherever that can be, then the next, and so on.
+    """Return indices of sizes that sum to `wanted`, or None: the first if possible, then the next, and so on.
 
-    1. Take from the front what fits. In most cases this sums to `wanted`, and no further size is looked at.
-    2. Otherwise give up the last that was taken, then 4 more, then 16 more, …, until others make up what is missing.
+    1. Take each size from the front that fits. In most cases this sums to `wanted`, and no further size is looked at.
+    2. Otherwise give up the last that was taken, then 4 more, then 16 more, …, until others make up the rest.
        The first search that succeeds is over a small sum, so it needs small tables.
 
     >>> exact_subset([7, 3, 3, 5], 8)
@@ -112,7 +112,7 @@ def exact_subset(sizes: Iterable[int], wanted: int) -> list[int] | None:
 
 
 def _exchanged(sizes: list[int], chosen: list[int], missing: int) -> list[int] | None:
-    """Return as many of the first `chosen` indices as can stay, and others that make up what is missing then."""
+    """Return as many of the first `chosen` indices as can stay, and others that make up the rest."""
     if missing > sum(sizes) - sum(sizes[index] for index in chosen):
         return None
     given_up = 1
@@ -130,7 +130,7 @@ def _search(sizes: list[int], start: int, wanted: int) -> list[int] | None:
     """Return the first indices from `start` whose sizes sum to `wanted`, or None."""
     usable = _usable(sizes, start, wanted)
     reached = [1]
-    """Bit n of number i says whether some of the last i usable sizes sum to n."""
+    """Bit n of number i is 1 if some of the last i usable sizes sum to n."""
     within = (1 << wanted + 1) - 1
     for index in reversed(usable):
         reached.append((reached[-1] | reached[-1] << sizes[index]) & within)
@@ -146,7 +146,7 @@ def _search(sizes: list[int], start: int, wanted: int) -> list[int] | None:
 
 
 def _usable(sizes: list[int], start: int, wanted: int) -> list[int]:
-    """Return indices of the first groups: of each size no more than fit into `wanted`, in all what WORK_BITS allows."""
+    """Return indices of the first groups: of each size no more than fit into `wanted`, in all at most WORK_BITS."""
     counts: Counter[int] = Counter()
     usable: list[int] = []
     for index in range(start, len(sizes)):
@@ -174,7 +174,7 @@ def unpackable(sizes: frozenset[int], batch_size: int) -> frozenset[int]:
 
 
 def _sums(sizes: Iterable[int], most: int) -> int:
-    """Return a number whose bit n says whether sizes, each any number of times, sum to n."""
+    """Return a number whose bit n is 1 if sizes, each any number of times, sum to n."""
     reached, within = 1, (1 << most + 1) - 1
     for size in sorted(sizes):
         step, redundant = size, reached >> size & 1
@@ -185,7 +185,7 @@ def _sums(sizes: Iterable[int], most: int) -> int:
 
 
 class StallDetector:
-    """Logs each stall once when two looks found it, and once when it is resolved; much waits for a moment only."""
+    """Logs each stall once when two looks found it, and once when it is resolved; most waits are short."""
 
     def __init__(self) -> None:
         self._due = -math.inf

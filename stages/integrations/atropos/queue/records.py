@@ -1,6 +1,6 @@
 """Values that enter and leave the queue, and the errors that it raises.
 
-Names of fields are those of the Atropos contract wherever it has them, so that these values are its JSON.
+Fields have the names of the Atropos contract where it has them, so that these values are its JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Receipt:
     buffer_size: int | None
     """Sequences now in the buffer of the last buffered group's environment; None if none was buffered."""
     duplicate: bool = field(default=False, compare=False)
-    """Whether the same body was accepted before, and its answer could not be delivered."""
+    """True if the same body was accepted before, and its answer could not be delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Batch(Generic[G]):
     lease: int
     """The number by which the batch is acknowledged or returned."""
     batch_id: str
-    """The same each time this batch is handed out; unique among all batches."""
+    """The same each time this batch is leased; unique among all batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class WandbInfo:
-    """Where environments log; None before a trainer registered."""
+    """Group and project of the environments' logs; None before a trainer registered."""
 
     group: str | None
     """As the trainer registered it."""
@@ -111,10 +111,10 @@ class WandbInfo:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where the run is."""
+    """Step and queue size of the run."""
 
     current_step: int
-    """Batches that were handed out, counted from the trainer's `starting_step`."""
+    """Batches that were formed, counted from the trainer's `starting_step`."""
     queue_size: int
     """Groups that wait."""
 
@@ -138,7 +138,7 @@ class EnvStatus:
 
 
 class RequestRejected(PenstockError):
-    """The gateway rejects a request; nothing changed."""
+    """The gateway rejects a request; its state is unchanged."""
 
     status: ClassVar[HTTPStatus] = HTTPStatus.BAD_REQUEST
     """The HTTP status. A client of Atropos tries again at 500 and above, and gives up below."""
@@ -157,7 +157,7 @@ class UnknownEnvironment(RequestRejected):
 
 
 class UnknownLease(RequestRejected):
-    """The lease to acknowledge does not exist: it expired and the batch went out again, or it was acknowledged."""
+    """The lease to acknowledge does not exist: it expired and the batch was leased again, or it was acknowledged."""
 
     status = HTTPStatus.NOT_FOUND
 
@@ -181,7 +181,7 @@ class SubmissionTooLarge(RequestRejected):
 
 
 class QueueFull(RequestRejected):
-    """The queue has no room now. Nothing of the submission was accepted: all of it may be sent again."""
+    """The queue has no room now. No group of the submission was accepted: all may be sent again."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     retry_after_s: ClassVar[float] = 1.0

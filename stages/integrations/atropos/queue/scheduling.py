@@ -1,6 +1,6 @@
-"""Fair shares among environments: whose group is next, and how much of the queue's room each may hold.
+"""Fair shares among environments: the order of groups, and the part of the queue's room that each may hold.
 
-Knows nothing about batches or registrations. Invariant: whatever is added to `PendingGroups` comes out of `in_turn`.
+Knows neither batches nor registrations. Invariant: `in_turn` returns every group that `PendingGroups` holds.
 """
 
 from __future__ import annotations
@@ -100,20 +100,20 @@ class PendingGroups(Generic[G]):
 class FairScheduler:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996) over lanes, in sequences.
 
-    Each flow has a virtual time, which advances by the sequences it was given divided by its share; the flow that is
-    furthest behind is next. A flow that had nothing to give starts at the time of those that had: it saves nothing up.
+    Each flow has a virtual time, which advances by the sequences it sent divided by its share; the flow that is
+    furthest behind is next. A flow that was empty starts at the time of the others: it accumulates no share.
 
-    A lane without a share (anonymous, disconnected, silent) takes no part in this. All of those are one flow, oldest
+    A lane without a share (anonymous, disconnected, timed out) takes no part in this. All of those are one flow, oldest
     group first, which has MIN_SHARE beside the shares of the environments, so that its groups are delivered even while
-    the environments always have some waiting; where they have none, it has the rest.
+    the environments always have some waiting; while they have none, it has the rest.
     """
 
     def __init__(self) -> None:
         self._shares: Mapping[int, float] = {}
         self._clock = 0.0
-        """The virtual time of the flow that was next when that was last asked."""
+        """The virtual time of the next flow at the last call of `in_turn`."""
         self._finished: dict[int, float] = {}
-        """The virtual time of each flow after the last group that it gave."""
+        """The virtual time of each flow after the last group that it sent."""
 
     def set_shares(self, shares: Mapping[int, float]) -> None:
         """Set the shares of the lanes that have one."""
@@ -121,7 +121,7 @@ class FairScheduler:
         self._finished = {flow: time for flow, time in self._finished.items() if flow in shares or flow == ANONYMOUS}
 
     def in_turn(self, lanes: Mapping[int, EnvQueue[G]]) -> Iterator[QueuedGroup[G]]:
-        """Return all groups in the order in which they would leave if none came and all were taken."""
+        """Return all groups in the order in which they would leave if none were added and all taken."""
         flows = {lane: iter(own.groups.values()) for lane, own in lanes.items() if lane in self._shares}
         if others := [own.groups.values() for lane, own in lanes.items() if lane not in self._shares]:
             flows[ANONYMOUS] = heapq.merge(*others, key=lambda queued: queued.number)
@@ -144,7 +144,7 @@ class FairScheduler:
                 yield queued
 
     def charge(self, lane: int, sequences: int) -> None:
-        """Count sequences that a lane gave."""
+        """Count sequences that a lane sent."""
         flow = lane if lane in self._shares else ANONYMOUS
         self._finished[flow] = self._start(flow) + self._cost(flow, sequences)
 
@@ -159,7 +159,7 @@ class AdmissionControl:
     """A bound on the groups, or on the bytes, that are held: in total and by lane.
 
     Where several environments share the room, none may hold more than is free (Choudhury and Hahne, 1998: dynamic
-    thresholds of shared buffers, with a factor of 1). So one that submits little finds room however fast others are.
+    thresholds of shared buffers, with a factor of 1). So a slow one finds room even while others submit fast.
     """
 
     def __init__(self, unit: str, capacity: int | None) -> None:
@@ -169,7 +169,7 @@ class AdmissionControl:
         self._by_lane: Counter[int] = Counter()
 
     def check(self, lane: int, wanted: int, *, shared: bool) -> None:
-        """Check that there is room for so much more, of which some is of this lane.
+        """Check that there is room for `wanted` more, some of it of this lane.
 
         Raises:
             SubmissionTooLarge: there never will be.
@@ -187,6 +187,6 @@ class AdmissionControl:
             )
 
     def hold(self, lane: int, amount: int) -> None:
-        """Count so much more as held; less where `amount` is negative."""
+        """Add `amount` to the count of `lane`; it may be negative."""
         self.held += amount
         self._by_lane[lane] += amount

@@ -1,7 +1,7 @@
-"""TrajectoryQueue: the state of the gateway. Trainers, environments, groups that wait, batches that are handed out.
+"""TrajectoryQueue: the state of the gateway. Trainers, environments, groups that wait, batches under a lease.
 
-It decides and counts; it knows nothing about HTTP, clocks or event loops, nor about the content of a group. Every group
-that is accepted is handed out exactly once, unless a lease on it ends without an acknowledgement: then again.
+It decides and counts; it knows no HTTP, clock or event loop, and not the content of a group. Every group
+that is accepted leaves exactly once, unless a lease on it ends without an acknowledgement: then it is leased again.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class TrajectoryQueue(Generic[G]):
     `now` is a clock's reading in seconds that never goes back: the caller's `time.monotonic()`.
 
     Args:
-        capacity: groups that may be held: buffered, waiting, or handed out under a lease; None for any number.
+        capacity: groups that may be held: buffered, waiting, or under a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
-        heartbeat_timeout_s: an environment that makes no request for so long has no share or minimum until it does.
-        batches: whether trainers ask for batches; False where a pipeline takes groups one by one.
+        heartbeat_timeout_s: time without a request after which an environment has no share or minimum until its next.
+        batches: True if trainers ask for batches; False if a pipeline takes groups one by one.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class TrajectoryQueue(Generic[G]):
     def reset(self) -> None:
         """Forget everything: the trainer, all environments and all groups."""
         self.restart = secrets.token_hex(8)
-        """Names this queue since it was made or reset; no other has the same."""
+        """Random id of this queue, new after each reset."""
         self.step = 0
         """The trainer's step: `batch` counts it; a pipeline that takes groups sets it."""
         self.latest: Submission[G] | None = None
         """The group that was queued last."""
         self.trainer: TrainerRegistration | None = None
-        """The registration that counts: the last one."""
+        """The last registration."""
         self._started = False
-        """Whether a trainer asked for a batch, or a pipeline for a group."""
+        """True once a trainer asked for a batch, or a pipeline for a group."""
         self._envs: Environments[G] = Environments(self._heartbeat_timeout_s)
         self._groups = AdmissionControl("groups", self._capacity)
         self._bytes = AdmissionControl("bytes", self._capacity_bytes)
@@ -103,7 +103,7 @@ class TrajectoryQueue(Generic[G]):
         self._undelivered = IdempotencyCache()
         self._stalls = StallDetector()
         self._downstream: deque[tuple[int, int]] = deque(maxlen=MAX_DOWNSTREAM)
-        """Lane and size of groups that were taken, the oldest first, as far as they may still be in the channel."""
+        """Lane and size of groups that were taken, the oldest first, that may still be in the channel."""
         self._allocate()
 
     # -- registrations -------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class TrajectoryQueue(Generic[G]):
         return secrets.randbits(128)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
-        """Register an environment. Return None while no trainer asked for a batch yet: it is to ask again.
+        """Register an environment. Return None while no trainer has asked for a batch: it must ask again.
 
         Raises:
             UnpackableGroupSize: groups of its size can never be in a batch.
@@ -151,7 +151,7 @@ class TrajectoryQueue(Generic[G]):
         )
 
     def disconnect_env(self, env_id: int) -> None:
-        """Take away an environment's share and minimum; what it submitted stays.
+        """Remove an environment's share and minimum; the groups that it submitted stay.
 
         Raises:
             UnknownEnvironment: there is no such environment.
@@ -162,24 +162,24 @@ class TrajectoryQueue(Generic[G]):
         self._allocate()
 
     def expire(self, now: float) -> None:
-        """Take away the shares and minima of environments that fell silent, and log stalls."""
-        if silent := self._envs.expire(now):
-            for env in silent:
-                log.warning("environment_silent", name=env.name, silent_s=now - env.last_heard)
+        """Remove the shares and minima of environments whose heartbeat timed out, and log stalls."""
+        if expired := self._envs.expire(now):
+            for env in expired:
+                log.warning("environment_silent", name=env.name, silent_s=now - env.last_request)
                 self._release(env)
             self._allocate()
         self._stalls.look(now, self.stalls)
 
     def _release(self, env: Environment[G]) -> None:
-        """Queue the buffered groups of an environment that is gone: nothing will complete them."""
+        """Queue the buffered groups of an environment that left: no other group will complete them."""
         self._enqueue(env.buffer.pop_all())
 
-    def _hear(self, now: float, env: Environment[G]) -> None:
-        if self._envs.hear(now, env):
+    def _record_request(self, now: float, env: Environment[G]) -> None:
+        if self._envs.record_request(now, env):
             self._allocate()
 
     def _allocate(self) -> None:
-        """Compute what follows from which environments are active."""
+        """Recompute the allocation from the active environments."""
         self._allocation = Allocation.of(self._envs.active(), self._batch_size)
         self._scheduler.set_shares(self._allocation.shares)
         self._changed()
@@ -188,9 +188,9 @@ class TrajectoryQueue(Generic[G]):
         """Note that the waiting groups or the active environments have changed."""
         self._depth: QueueDepth | None = None
         self._no_batch = False
-        """No batch can be formed, and nothing has changed since that was found out."""
+        """True if no batch can be formed, and the queue has not changed since that was found."""
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def wandb_info(self) -> WandbInfo:
         """Return where environments log."""
@@ -208,14 +208,14 @@ class TrajectoryQueue(Generic[G]):
         return None if env is None else env.name
 
     def status(self, *, downstream: int = 0) -> Status:
-        """Return where the run is; `downstream` as in `env_status`."""
+        """Return step and queue size of the run; `downstream` as in `env_status`."""
         return Status(self.step, len(self._pending) + downstream)
 
     def env_status(self, now: float, env_id: int, *, downstream: int = 0) -> EnvStatus:
         """Return the numbers with which an environment controls its flow.
 
-        `downstream` is how many groups that `take` returned still wait in the pipeline's channel, first in, first out:
-        the last so many that were taken are counted as if they waited here.
+        `downstream` is the number of groups from `take` that still wait in the pipeline's channel, first in, first out:
+        the last that were taken, so many, are counted as if they waited here.
 
         Raises:
             NoTrainer: no trainer registered.
@@ -224,7 +224,7 @@ class TrajectoryQueue(Generic[G]):
         self.expire(now)
         self._check_trainer()
         env = self._envs.get(env_id)
-        self._hear(now, env)
+        self._record_request(now, env)
         depth = self._current_depth(downstream)
         own, size = depth.own.get(env_id, 0), env.buffer.group_size
         return EnvStatus(
@@ -259,14 +259,14 @@ class TrajectoryQueue(Generic[G]):
 
     def _check_trainer(self) -> None:
         if self.trainer is None:
-            raise NoTrainer("expected a trainer that registered, got none: it is to call /register first")
+            raise NoTrainer("expected a trainer that registered, got none: it must call /register first")
 
-    # -- what comes in -------------------------------------------------------------------------------------------------
+    # -- submissions --------------------------------------------------------------------------------------------------
 
     def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: bytes | None = None) -> Receipt:
         """Accept all submissions, or none.
 
-        `digest` is of the body that brought them, see `remember_undelivered`.
+        `digest` is that of their body, see `remember_undelivered`.
 
         Raises:
             QueueFull: there is no room now; the original client tries again.
@@ -276,7 +276,7 @@ class TrajectoryQueue(Generic[G]):
         self.expire(now)
         senders = {env.env_id: env for each in submissions if (env := self._envs.find(each.env_id)) is not None}
         for env in senders.values():
-            self._hear(now, env)
+            self._record_request(now, env)
         if digest is not None and (receipt := self._undelivered.pop(now, digest)) is not None:
             return replace(receipt, duplicate=True)
         for submission in submissions:
@@ -343,25 +343,25 @@ class TrajectoryQueue(Generic[G]):
         except QueueFull:
             self._no_batch = False
             for env in senders:
-                env.crowded_out = True
+                env.found_queue_full = True
             raise
         for env in senders:
-            env.crowded_out = False
+            env.found_queue_full = False
 
     def _lane(self, submission: Submission[G]) -> int:
         env = self._envs.find(submission.env_id)
         return ANONYMOUS if env is None else env.env_id
 
     def remember_undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
-        """Give `receipt` to the next submission of the body with this digest: its sender got no answer."""
+        """Return `receipt` for the next submission with this digest: its sender got no answer."""
         self._undelivered.remember(now, digest, receipt)
 
-    # -- what goes out -------------------------------------------------------------------------------------------------
+    # -- batches ------------------------------------------------------------------------------------------------------
 
     def batch(self, now: float, *, lease_s: float) -> Batch[G] | None:
         """Return the next batch, or None while there is none.
 
-        It has to be acknowledged within `lease_s`, or it is handed out again, before any other.
+        It must be acknowledged within `lease_s`, or it is leased again, before any other.
 
         Raises:
             NoTrainer: no trainer registered.
@@ -373,7 +373,7 @@ class TrajectoryQueue(Generic[G]):
         return None if prepared is None else self._leases.lend(prepared, now + lease_s)
 
     def _due(self, now: float) -> PreparedBatch[G] | None:
-        """Return a batch to be handed out again; those that were formed for another batch_size are taken apart."""
+        """Return a batch to lease again; those that were formed for another batch_size are taken apart."""
         while (prepared := self._leases.pop_due(now)) is not None and prepared.sequences != self._batch_size:
             self._pending.put_back(prepared.groups)
             for queued in prepared.groups:
@@ -402,12 +402,12 @@ class TrajectoryQueue(Generic[G]):
     def _awaited_minima(self) -> dict[int, int]:
         """Return the minima that batches wait for.
 
-        An environment that found no room is not waited for: room is made by batches alone, so it would be for ever.
+        An environment that found the queue full is not waited for: only a batch makes room, so the wait would not end.
         """
         return {
             lane: wanted
             for lane, wanted in self._allocation.minima.items()
-            if lane in self._pending.lanes or not self._envs.get(lane).crowded_out
+            if lane in self._pending.lanes or not self._envs.get(lane).found_queue_full
         }
 
     def _leave(self, queued: QueuedGroup[G]) -> None:
@@ -417,10 +417,10 @@ class TrajectoryQueue(Generic[G]):
         self._changed()
 
     def acknowledge(self, now: float, lease: int) -> Batch[G]:
-        """Forget the batch of this lease, which has arrived, and return it: in time, or before it was handed out again.
+        """Forget the batch of this lease, which a trainer has, and return it: in time, or before it was leased again.
 
         Raises:
-            UnknownLease: it was acknowledged before, or was not in time and was handed out again.
+            UnknownLease: it was acknowledged before, or was not in time and was leased again.
         """
         self.expire(now)
         prepared = self._leases.acknowledge(lease)
@@ -434,14 +434,14 @@ class TrajectoryQueue(Generic[G]):
         return len(self._leases)
 
     def return_batch(self, lease: int) -> None:
-        """Hand out the batch of this lease at the next `batch`: it never arrived."""
+        """Make the batch of this lease the next that `batch` returns: no trainer received it."""
         self._leases.return_batch(lease)
 
     def take(self, now: float) -> Submission[G] | None:
         """Return the next group for a pipeline, or None while there is none.
 
         Environments have their shares by weight, and at least their minimum, in sequences: batches, group sizes and
-        minima are counted in sequences, and an environment whose sequences are long is not to have fewer for that.
+        minima are counted in sequences, and an environment with longer sequences gets no fewer of them.
         As with `batch`, environments may register from the first call on.
         """
         self.expire(now)
@@ -454,10 +454,10 @@ class TrajectoryQueue(Generic[G]):
         self._hold(queued.lane, queued.submission, -1)
         return queued.submission
 
-    # -- what is observed ----------------------------------------------------------------------------------------------
+    # -- observation ---------------------------------------------------------------------------------------------------
 
     def stalls(self) -> list[str]:
-        """Return one sentence for each reason why something will not move by itself."""
+        """Return one sentence for each reason that groups will wait until the configuration changes."""
         if not self._batches:
             return []
         if self.trainer is None:
@@ -470,7 +470,7 @@ class TrajectoryQueue(Generic[G]):
             reasons.append(f"a capacity of {self._capacity} groups of at most {max(sizes)} holds no batch of {size}")
         if self._pending.sequences >= size:
             reasons += [
-                f"batches wait for {self.name(lane)}, which is to have {wanted} of {size} and has none that waits"
+                f"batches wait for {self.name(lane)}, which must have {wanted} of {size} and has no group that waits"
                 for lane, wanted in sorted(self._awaited_minima().items())
                 if wanted > 0 and lane not in self._pending.lanes
             ]

@@ -38,23 +38,23 @@ COMPRESSED_FROM_BYTES = 1000
 """As in the original."""
 
 COMPRESSION_LEVEL = 1
-"""A batch is read once, by a trainer that is near: level 9 makes it a tenth smaller, for five times the work."""
+"""A batch is read once, over a fast network: level 9 makes it a tenth smaller, for five times the work."""
 
 OWN_SITES = ("none", "same-origin")
-"""Values of Sec-Fetch-Site for what was typed into a browser, or comes from a page of the gateway itself."""
+"""Values of Sec-Fetch-Site for an address typed into a browser, and for requests of the gateway's own pages."""
 
 Handler = Callable[[Request], Awaitable[Any]]
 """Answers a request with a value that has a JSON form, or with an ASGI application."""
 
 
 def application(endpoints: Endpoints[G], config: ServerConfig, address: str) -> Starlette:
-    """Return everything that `endpoints` answers, to clients that `config` admits; `address` is where it listens."""
+    """Return the application that serves `endpoints` to clients that `config` admits; it listens at `address`."""
     middleware = [
         Middleware(AuthenticationMiddleware, backend=_Access(config.token), on_error=_denial),
         Middleware(RequestBodyLimitMiddleware, max_body_size=config.limits.request_bytes),
         Middleware(GZipMiddleware, minimum_size=COMPRESSED_FROM_BYTES, compresslevel=COMPRESSION_LEVEL),
     ]
-    if config.token is None:  # a page whose name leads to this server reads its answers; a token it does not know
+    if config.token is None:  # against pages whose host name resolves to this server; none knows a token
         hosts = ["localhost", "localhost.", "127.0.0.1", "[::1]", config.host, address]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
     return Starlette(
@@ -86,7 +86,7 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         Route(path, _endpoint(handler, unavailable.get(path)), methods=[method]) for method, path, handler in listed
     ]
     for route in routes:
-        route.methods = (route.methods or set()) - {"HEAD"}  # which must change nothing, and GET /batch does
+        route.methods = (route.methods or set()) - {"HEAD"}  # HEAD must change no state, and GET /batch does
     return routes
 
 
@@ -104,7 +104,7 @@ def _endpoint(handler: Handler, unavailable: str | None) -> Callable[[Request], 
 
 
 class _Denied(AuthenticationError):
-    """A request is not answered."""
+    """A request that is denied."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -112,13 +112,13 @@ class _Denied(AuthenticationError):
 
 
 class _Access(AuthenticationBackend):
-    """Admits requests that bring the token, if there is one, and that no web page sent."""
+    """Admits requests that carry the token, if one is set, and that no web page sent."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, BaseUser] | None:
-        """See starlette's AuthenticationBackend. That a gateway is there is told to everyone."""
+        """See starlette's AuthenticationBackend. `/` needs no token."""
         headers = conn.headers
         site = headers.get("sec-fetch-site", OWN_SITES[0])
         if (origin := headers.get("origin")) is not None or site not in OWN_SITES:
@@ -131,18 +131,18 @@ class _Access(AuthenticationBackend):
         return AuthCredentials(), SimpleUser("client")
 
     def _admits(self, authorization: str) -> bool:
-        """Return whether the header brings the token, in a time that tells nothing about it.
+        """Return whether the header carries the token, in a time that does not depend on the token.
 
-        `Basic` is what HTTP clients make of `http://anyone:<token>@host:port`, so that a URL is enough for them.
+        HTTP clients send `Basic` for `http://anyone:<token>@host:port`, so a URL is enough for them.
         """
         if self._token is None:
             return True
-        kind, _, brought = authorization.partition(" ")
+        kind, _, secret = authorization.partition(" ")
         if kind.lower() == "basic":
-            brought = _password(brought)
+            secret = _password(secret)
         elif kind.lower() != "bearer":
             return False
-        return hmac.compare_digest(brought.encode(), self._token.encode())
+        return hmac.compare_digest(secret.encode(), self._token.encode())
 
 
 def _password(credentials: str) -> str:
@@ -180,11 +180,11 @@ async def _answer_error(_: Request, error: Exception) -> Response:
             return refusal(HTTPStatus.UNPROCESSABLE_ENTITY, invalid)
         case BodyRefused() | RequestRejected():
             return refusal(error.status, str(error), _headers(error))
-    return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: the client is gone
+    return Response(status_code=HTTPStatus.BAD_REQUEST)  # is not sent: the client disconnected
 
 
 def _headers(error: BodyRefused | RequestRejected) -> dict[str, str]:
-    headers = {"Connection": "close"} if isinstance(error, BodyRefused) else {}  # the rest of it is not waited for
+    headers = {"Connection": "close"} if isinstance(error, BodyRefused) else {}  # the rest of it is not read
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s) if isinstance(error, QueueFull) else 1)
     return headers

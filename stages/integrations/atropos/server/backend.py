@@ -1,4 +1,4 @@
-"""A backend is what a gateway is for: it says what a group is in the queue, and what happens when one comes or goes."""
+"""Backends of a gateway: the form of a group in the queue, and the actions when one arrives or is sent to a trainer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ G = TypeVar("G")
 
 
 class Backend(Generic[G]):
-    """Turns scored data into the groups of a queue and back, and is told when one comes or goes.
+    """Turns scored data into the groups of a queue and back, and is notified when groups arrive and leave.
 
-    Three of them: `RelayBackend` keeps JSON for trainers; a source keeps groups for a pipeline, a sink those of a
+    There are three: `RelayBackend` keeps JSON for trainers; a source keeps groups for a pipeline, a sink those of a
     pipeline for trainers. Methods that convert may block, and run in a thread.
     """
 
     unavailable: Mapping[str, str] = {}
     """Endpoints that this gateway does not have, by path, with the reason."""
     takes_groups: bool = True
-    """Whether environments send to this gateway, and may do so through shared memory."""
+    """True if environments send to this gateway, which they may do through shared memory."""
 
     @property
     def complete(self) -> bool:
-        """Whether the last step is done: groups are dropped from now on, and no batch is handed out."""
+        """True once the last step is done: groups are dropped from then on, and no batch is sent."""
         return False
 
     @property
@@ -51,7 +51,7 @@ class Backend(Generic[G]):
         raise NotImplementedError
 
     def of_group(self, group: TrajectoryGroup, env: str) -> G:
-        """Return a group that came decoded, as `of_scored` does."""
+        """Return a group that arrived decoded, as `of_scored` does."""
         raise NotImplementedError
 
     def nbytes(self, payload: G) -> int:
@@ -59,7 +59,7 @@ class Backend(Generic[G]):
         raise NotImplementedError
 
     def json(self, payload: G) -> bytes:
-        """Return it as /batch answers it."""
+        """Return its JSON in the form of /batch."""
         raise NotImplementedError
 
     def arrived(self, submissions: Sequence[Submission[G]]) -> None:
@@ -69,17 +69,17 @@ class Backend(Generic[G]):
         """Note that a trainer registered: batch size and number of steps may have changed."""
 
     def asked(self, batch: Batch[G] | None) -> None:
-        """Note that a trainer asked, and is handed `batch`; None where there was none."""
+        """Note a trainer's request, which is answered with `batch`; None if there is no batch."""
 
     def delivered(self, batch: Batch[G], *, acknowledged: bool) -> None:
-        """Note that a trainer has `batch`: it acknowledged it, or it was written to one that acknowledges nothing."""
+        """Note that a trainer has `batch`: it acknowledged it, or asked for no lease and it was written."""
 
 
 class RelayBackend(Backend[bytes]):
     """The backend of a server whose environments and trainers both talk HTTP: groups stay JSON."""
 
     def of_scored(self, scored: ScoredData, env: str) -> bytes:  # noqa: ARG002 (see `Backend`)
-        """Return JSON of what came. What trainers stack must be of one length; they read the rest as they like."""
+        """Return the group as JSON. Only the lists that trainers stack are checked: they must be of one length."""
         lengths = [*map(len, scored.tokens)]
         if [*map(len, scored.masks)] != lengths or len(scored.scores) != len(lengths):
             raise Untrainable("lengths", "masks, scores: expected one for each of tokens, got more or fewer")

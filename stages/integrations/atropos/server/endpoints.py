@@ -1,8 +1,8 @@
-"""The endpoints of a gateway, for environments and for trainers. Knows nothing of access and of sockets.
+"""The endpoints of a gateway, for environments and for trainers. Knows neither access nor sockets.
 
 Large bodies are decoded and encoded in threads; groups enter the queue on the event loop, so the queue has one user.
 Every batch is under a lease. To a trainer that asked for none the end of its batch is sent only when the lease has been
-ended for it, so that a trainer which is gone by then has a truncated batch, and the next one that asks has it whole.
+ended for it, so that a trainer which has disconnected by then has a truncated batch, and the next has it whole.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ THREADS = 2
 """Groups that are decoded, or batches that are encoded, at once beside the event loop: each may hold a hundred MB."""
 
 LARGE_BYTES = 256 * 1024
-"""What is larger takes more than a millisecond or two, and is done in a thread; /status-env is answered meanwhile."""
+"""Larger bodies take more than a millisecond or two: a thread processes them, and /status-env is answered meanwhile."""
 
 END_BYTES = 64
-"""The end of a batch that is held back: without it neither JSON nor gzip can be read."""
+"""Length of the end of a batch, which is sent last: without it neither JSON nor gzip can be read."""
 
 SENDING_TIMEOUT_S = 60.0
-"""Bound on the time a batch takes to a trainer without a lease; then the next that asks has it, whole."""
+"""Bound on the time a batch takes to a trainer without a lease; then the next trainer that asks gets it whole."""
 
 MAX_LEASE_S = 86_400
-"""A day: for a trainer that died longer than that is not waited."""
+"""A day: the longest wait for a trainer that died."""
 
 COMPLETE_QUEUE = 10**9
 """Groups that /status-env reports once the run is complete. An environment stops when its step and the batches in the
-queue exceed its own `total_steps`, whatever that is; with this it stops at its next look."""
+queue exceed its own `total_steps`, whatever that is; with this it stops at its next request."""
 
 EXAMPLE_KEYS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 """Keys of /latest_example, all empty, before there is one."""
@@ -91,7 +91,7 @@ class _Received(NamedTuple, Generic[G]):
 
     submissions: list[Submission[G]]
     rejected: list[tuple[int | None, PenstockError]]
-    """Those that cannot be trained on: whose, and why."""
+    """Groups that cannot be trained on: env_id and reason."""
     digest: bytes
 
 
@@ -127,19 +127,19 @@ class Endpoints(Generic[G]):
         self.ingest = ingest
         self.refusals = refusals
         self.room = Waiters()
-        """Wakes tasks that wait for room in the queue, or for environments to hear of the end."""
-        self.told_complete = set[int]()
-        """Ids of environments that were told that the run is complete."""
+        """Wakes tasks that wait for room in the queue, or until environments are notified of the end."""
+        self.notified_complete = set[int]()
+        """Ids of environments that were notified that the run is complete."""
         self._now = clock
         self._bodies = Bodies(limits)
         self._threads = anyio.CapacityLimiter(THREADS)
 
-    def _in_step(self) -> TrajectoryQueue[G]:
+    def _current_queue(self) -> TrajectoryQueue[G]:
         if self.backend.step is not None:
             self.queue.step = self.backend.step
         return self.queue
 
-    # -- for everyone --------------------------------------------------------------------------------------------------
+    # -- for all clients -----------------------------------------------------------------------------------------------
 
     async def root(self, _: Request) -> Any:
         """GET /."""
@@ -147,7 +147,7 @@ class Endpoints(Generic[G]):
 
     async def status(self, _: Request) -> Any:
         """GET /status; the original has the first two keys."""
-        queue = self._in_step()
+        queue = self._current_queue()
         return {
             **asdict(queue.status(downstream=self.backend.downstream)),
             "environments": [env.counters() for env in queue.environments(self._now())],
@@ -168,7 +168,7 @@ class Endpoints(Generic[G]):
         latest = self.queue.latest
         if latest is None:
             return {key: [] for key in (*EXAMPLE_KEYS, "messages", "images")}
-        return _json(await self._beside(latest.nbytes, partial(self.backend.json, latest.payload)))
+        return _json(await self._offload(latest.nbytes, partial(self.backend.json, latest.payload)))
 
     async def shm(self, _: Request) -> Any:
         """GET /shm."""
@@ -186,7 +186,7 @@ class Endpoints(Generic[G]):
     async def register_env(self, request: Request) -> Any:
         """POST /register-env."""
         registration = await self._decoded(request, EnvRegistration)
-        admitted = self._in_step().register_env(self._now(), registration)
+        admitted = self._current_queue().register_env(self._now(), registration)
         if admitted is None:
             return {"status": "wait for trainer to start"}
         return {"status": "success", **asdict(admitted)}
@@ -207,10 +207,10 @@ class Endpoints(Generic[G]):
             env_id = decode(msgspec.json.encode({"env_id": asked}), EnvReference).env_id
         else:
             env_id = (await self._decoded(request, EnvReference)).env_id
-        status = self._in_step().env_status(self._now(), env_id, downstream=self.backend.downstream)
+        status = self._current_queue().env_status(self._now(), env_id, downstream=self.backend.downstream)
         waiting = self.ingest.waiting(env_id) if self.ingest is not None else 0
         if self.backend.complete:
-            self.told_complete.add(env_id)
+            self.notified_complete.add(env_id)
             self.room.wake_all()
             waiting = COMPLETE_QUEUE
         return replace(status, queue_size=status.queue_size + waiting, self_queue_size=status.self_queue_size + waiting)
@@ -249,7 +249,7 @@ class Endpoints(Generic[G]):
             raise
         accepted_by = self.queue.restart
         if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.restart:
-            self.queue.remember_undelivered(self._now(), digest, receipt)  # the same will come again
+            self.queue.remember_undelivered(self._now(), digest, receipt)  # the same submission may be repeated
         return received, receipt
 
     def _received(self, plain: bytes, *, many: bool) -> _Received[G]:
@@ -270,20 +270,20 @@ class Endpoints(Generic[G]):
         return received
 
     async def submission_of_group(self, group: TrajectoryGroup, env_id: int | None) -> Submission[G]:
-        """Return a group that came decoded, as the queue takes it.
+        """Return a group that arrived decoded, in the form of the queue.
 
         Raises:
             Untrainable: it cannot be trained on.
             RequestRejected: no batch can hold it, or the run is complete.
         """
         env = group.env if env_id is None else self._name(env_id)
-        payload = await self._beside(group.nbytes, partial(self.backend.of_group, group, env))
+        payload = await self._offload(group.nbytes, partial(self.backend.of_group, group, env))
         return self._submission(payload, len(group), env_id)
 
     def _submission(self, payload: G, sequences: int, env_id: int | None) -> Submission[G]:
         self.queue.check_size(sequences)
         if self.backend.complete:
-            raise RunComplete("the run is complete: nothing more is trained")
+            raise RunComplete("the run is complete: no more groups are trained")
         return Submission(payload, sequences=sequences, nbytes=self.backend.nbytes(payload), env_id=env_id)
 
     def _name(self, env_id: int | None) -> str:
@@ -297,7 +297,7 @@ class Endpoints(Generic[G]):
         return receipt
 
     def refuse(self, env_id: int | None, error: Exception) -> None:
-        """Count a group of an environment that is not trained; log it unless the run has merely ended."""
+        """Count a group of an environment that is not trained; log it unless the reason is the end of the run."""
         env = self.queue.name(env_id)
         if isinstance(error, RunComplete):
             self.refusals.count(env, "RunComplete")
@@ -338,7 +338,7 @@ class Endpoints(Generic[G]):
             return {"batch": None}
         self.room.wake_all()
         weight = sum(group.nbytes for group in batch.groups)
-        answer = await self._beside(weight, partial(self._batch, batch, leased=lease_s is not None))
+        answer = await self._offload(weight, partial(self._batch, batch, leased=lease_s is not None))
         return _Delivery(answer, partial(self._settle, batch, leased=lease_s is not None))
 
     def _batch(self, batch: Batch[G], *, leased: bool) -> bytes:
@@ -376,23 +376,23 @@ class Endpoints(Generic[G]):
         return await self._read(request, partial(decode, wanted=wanted))
 
     async def _read(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """Return what `work` makes of a body, inflated where it has to be."""
+        """Return `work` of a body, which is inflated first if it is compressed."""
         async with self._json_body(request) as body:
             if "gzip" not in request.headers.get("content-encoding", "").lower():
-                return await self._beside(len(body), partial(work, body))
-            return await self._beside(self._bodies.inflated_bytes(body), lambda: work(self._bodies.inflate(body)))
+                return await self._offload(len(body), partial(work, body))
+            return await self._offload(self._bodies.inflated_bytes(body), lambda: work(self._bodies.inflate(body)))
 
     @asynccontextmanager
     async def _json_body(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield a body that is declared to be JSON, which a web page may not send to another server unasked."""
+        """Yield a body that is declared to be JSON, which a web page may send to its own server only."""
         async with self._bodies.read(request) as body:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
                 raise InvalidRecord(f"body: expected Content-Type: application/json, got {kind or 'none'}")
             yield body
 
-    async def _beside(self, weight: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns; in a thread where `weight` bytes take long."""
+    async def _offload(self, weight: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`, run in a thread if `weight`, in bytes, is large."""
         if weight < LARGE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
@@ -400,25 +400,25 @@ class Endpoints(Generic[G]):
 
 @dataclass(frozen=True, slots=True)
 class _Delivery:
-    """The answer that holds a batch, and whose end is held back until it is known whether the trainer is there."""
+    """The answer that holds a batch; its end is sent only to a trainer that is still connected."""
 
     body: bytes
     settle: Callable[[bool], bool]
-    """Is called with whether the client was connected when all but the end was written; returns whether to send it."""
+    """Takes True if the client was connected when all but the end was written; returns True if the end may be sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. A client that was gone has a truncated answer, and can tell."""
+        """Send it. A client that disconnected has a truncated answer, and can detect that."""
         end = max(0, len(self.body) - END_BYTES)
         headers = _json(self.body).raw_headers
-        connected = wanted = False
+        connected = complete = False
         try:
             await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
             await send({"type": "http.response.body", "body": self.body[:end], "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until that was written
             connected = not await Request(scope, receive).is_disconnected()
         finally:
-            wanted = self.settle(connected)
-        if wanted:
+            complete = self.settle(connected)
+        if complete:
             await send({"type": "http.response.body", "body": self.body[end:]})
 
 
@@ -427,7 +427,7 @@ def _json(body: bytes) -> Response:
 
 
 def _reasons(received: _Received[Any]) -> dict[str, list[str]]:
-    """Return why groups of a request are not trained on, for its answer."""
+    """Return the reasons for groups of a request that are not trained on, for its answer."""
     reasons = [str(error) for _, error in received.rejected]
     return {"rejected": reasons} if reasons else {}
 

@@ -1,8 +1,8 @@
 """AtroposGateway: environments of Atropos as a source. They talk HTTP to this process; their groups go into a pipeline.
 
-The gateway is their server and, to them, the trainer: it tells them the step, and how many groups wait, those in the
-pipeline's channel included. While the pipeline takes nothing the queue fills, environments pause, and what comes still
-gets 503. A group that was accepted is in the ledger. After the last step environments are told that it is done.
+The gateway acts as their server and their trainer: it reports the step, and the number of groups that wait, those in
+the pipeline's channel included. While the pipeline takes no groups the queue fills, environments pause, and further
+groups get 503. A group that was accepted is in the ledger. After the last step environments are notified of the end.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["AtroposGateway"]
 
 DEFAULT_CAPACITY = 256
-"""Groups that may wait before the pipeline takes them: environments pause before, at three batches of their own."""
+"""Groups that may wait before the pipeline takes them: environments pause earlier, at three batches of their own."""
 
 DEFAULT_CAPACITY_BYTES = 2**30
 
 ENDLESS = 2**31 - 1
-"""Number of steps that is told where there is no last one."""
+"""Number of steps that environments get where there is no last one."""
 
 STEP_POLL_S = 0.5
-"""Interval in which the ledger is asked for its step while no group comes: it tells no source."""
+"""Interval at which the ledger's step is read while no group arrives: the ledger does not notify sources."""
 
 NO_CHECKPOINTS = -1
 
@@ -55,7 +55,7 @@ UNAVAILABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposGateway:
-    """Take groups from environments that were written for Atropos; they need nothing but the URL.
+    """Take groups from environments that were written for Atropos; they need only the URL.
 
     >>> AtroposGateway(batch_size=64, max_token_len=4096).server.port
     8000
@@ -65,11 +65,11 @@ class AtroposGateway:
     """
 
     batch_size: int
-    """Sequences that a step trains, as environments are told: they pause when three times as many wait."""
+    """Sequences that a step trains: environments get this number, and pause when three times as many wait."""
     max_token_len: int
-    """Tokens of the longest sequence that is trained; environments drop what is as long."""
+    """Tokens of the longest sequence that is trained; environments drop sequences that are as long."""
     num_steps: int | None = None
-    """The stream ends when so many optimizer steps are done, those of a run before included; None for no end."""
+    """Optimizer steps after which the stream ends, those of a previous run included; None for no end."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Address, access and limits."""
     capacity: int = DEFAULT_CAPACITY
@@ -79,17 +79,17 @@ class AtroposGateway:
     candidates: int | None = None
     """Width of a teacher's columns, see `to_group`; None for as many as each group has."""
     wandb_group: str = "penstock"
-    """Told to environments."""
+    """Sent to environments."""
     wandb_project: str = "penstock"
-    """Told to environments."""
+    """Sent to environments."""
     checkpoint_dir: str = ""
-    """Told to environments."""
+    """Sent to environments."""
     checkpoint_interval: int = NO_CHECKPOINTS
-    """Told to environments: steps between checkpoints of their own; −1 for none."""
+    """Sent to environments: steps between checkpoints of their own; −1 for none."""
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
-    """An environment that sent nothing for so long holds no other back."""
+    """Time without a request after which an environment no longer holds others back."""
     departure_timeout_s: float = 5.0
-    """Bound on the time after the last step in which environments hear of it, before the gateway stops listening."""
+    """Bound on the time after the last step in which environments are notified, before the gateway stops listening."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await gateway.listening.url()` returns the URL as soon as there is one."""
 
@@ -125,7 +125,7 @@ class AtroposGateway:
                     if backend.complete:
                         with anyio.CancelScope(shield=True):  # the sink ends with the last step, and cancels this stage
                             await outbox.aclose()
-                            await self._departure(running.endpoints)
+                            await self._notify_environments(running.endpoints)
 
     def _registration(self, step: int) -> TrainerRegistration:
         return TrainerRegistration(
@@ -140,7 +140,7 @@ class AtroposGateway:
         )
 
     async def _feed(self, backend: _SourceBackend, endpoints: Endpoints[TrajectoryGroup]) -> None:
-        """Send what comes, until the last step is done."""
+        """Send groups as they arrive, until the last step is done."""
         while not backend.complete:
             taken = endpoints.queue.take(time.monotonic())
             if taken is None:
@@ -149,20 +149,20 @@ class AtroposGateway:
                 continue
             endpoints.room.wake_all()
             await backend.send(taken.payload)
-            del taken  # it may be large, and the next long in coming
+            del taken  # it may be large, and the next may arrive late
 
-    async def _departure(self, endpoints: Endpoints[TrajectoryGroup]) -> None:
-        """Wait until every environment that is there was told that the run is complete."""
+    async def _notify_environments(self, endpoints: Endpoints[TrajectoryGroup]) -> None:
+        """Wait until every active environment was notified that the run is complete."""
         with anyio.move_on_after(self.departure_timeout_s):
             while any(
-                env.active and env.env_id not in endpoints.told_complete
+                env.active and env.env_id not in endpoints.notified_complete
                 for env in endpoints.queue.environments(time.monotonic())
             ):
                 await endpoints.room.wait()
 
 
 class _SourceBackend(Backend[TrajectoryGroup]):
-    """Groups become records as they come, and are admitted to the ledger when they are accepted."""
+    """Decodes groups as they arrive, and admits them to the ledger when they are accepted."""
 
     unavailable = dict.fromkeys(("/register", "/batch", "/acknowledge", "/reset_data"), UNAVAILABLE)
 
@@ -173,11 +173,11 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         self._candidates = gateway.candidates
         self._ledger = context.ledger
         self._outbox = outbox
-        self._incarnation = secrets.token_hex(4)
-        """Part of every instance id: no group of a later run has the id of one of this run."""
+        self._run_id = secrets.token_hex(4)
+        """Part of every instance id, so that ids are unique among runs."""
         self._numbers = itertools.count()
         self._sending = 0
-        """Groups that wait for credit: one, or none."""
+        """Groups that wait for credit: 1 or 0."""
 
     @property
     def complete(self) -> bool:
@@ -186,7 +186,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
 
     @property
     def step(self) -> int:
-        """The ledger's."""
+        """Step of the ledger."""
         return self._ledger.step
 
     @property
@@ -195,17 +195,17 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         return self._outbox.statistics().items + self._sending
 
     def of_scored(self, scored: ScoredData, env: str) -> TrajectoryGroup:
-        """Return a checked group. Its policy version is the current one, for Atropos tells none."""
+        """Return a checked group. Its policy version is the current one, for Atropos sends none."""
         return to_group(
             scored,
             env=env,
-            instance_id=f"{self._incarnation}.{next(self._numbers)}",
+            instance_id=f"{self._run_id}.{next(self._numbers)}",
             policy_version=self._ledger.step,
             candidates=self._candidates,
         )
 
     def of_group(self, group: TrajectoryGroup, env: str) -> TrajectoryGroup:
-        """Return a copy, for the slots are needed. Policy versions later than the current one are not believed."""
+        """Return a copy, which frees the slots. Policy versions later than the current one are replaced by it."""
         return as_if_sent(group, env=env, policy_version=self._ledger.step, candidates=self._candidates)
 
     def nbytes(self, payload: TrajectoryGroup) -> int:
@@ -217,7 +217,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         return from_group(payload)
 
     def arrived(self, submissions: Sequence[Submission[TrajectoryGroup]]) -> None:
-        """Admit them. Of a copy of a known group the ledger is told when it is sent on."""
+        """Admit them. A copy of a known group is reported to the ledger when it is sent on."""
         for submission in submissions:
             group = submission.payload
             repetitions = group.repetition_ids.tolist()

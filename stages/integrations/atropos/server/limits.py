@@ -1,4 +1,4 @@
-"""Bounds on what clients send, and the reading of request bodies within them. Sans-I/O, except for `read`."""
+"""Bounds on requests and connections, and the reading of bodies within them. Sans-I/O, except for `read`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ SIZE_BYTES = 4
 """The last bytes of a gzip member: its inflated length, little-endian, modulo 2^32 (RFC 1952)."""
 
 UNREGISTERED = "unregistered"
-"""Name under which clients are counted that did not register as an environment."""
+"""Name in the counts for clients that did not register as an environment."""
 
 log = get_logger("penstock.atropos")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on the size, the time and the number of what clients send.
+    """Bounds on the size, the time and the number of requests and connections.
 
     Raises:
         InvalidConfig: a bound is not positive; the message names it.
     """
 
     request_bytes: int = 64 * 2**20
-    """Body of one request as it is sent: 64 × 32,768 tokens with log-probabilities, compressed, are half of it."""
+    """Body of one request as sent: 64 × 32,768 tokens with log-probabilities, compressed, are half of it."""
     inflated_bytes: int = 128 * 2**20
     """Body of one request once inflated: gzip reduces JSON to a third or a quarter."""
     held_bytes: int = 512 * 2**20
@@ -67,7 +67,7 @@ class Limits:
 
 
 class RejectionCounter:
-    """Counts of what was refused, by environment and kind. The first of each kind is logged."""
+    """Counts of rejections, by environment and kind. The first of each kind is logged."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -122,7 +122,7 @@ class Bodies:
             async for piece in request.stream():
                 if self.held + len(piece) > self.limits.held_bytes:
                     raise BodyRefused(
-                        HTTPStatus.SERVICE_UNAVAILABLE, f"{self.held} bytes are being read already: come again"
+                        HTTPStatus.SERVICE_UNAVAILABLE, f"{self.held} bytes are being read already: try again later"
                     )
                 read += len(piece)
                 self.held += len(piece)

@@ -44,7 +44,7 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: several hundred environments open one for every call."""
 
 SHUTDOWN_TIMEOUT_S = 1
-"""Bound on answers that are under way when the server ends: a run that is interrupted ends within five seconds."""
+"""Bound on answers that are in progress when the server ends: a run that is interrupted ends within five seconds."""
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Bound on a connection without a request: longer than the interval in which clients poll."""
@@ -70,7 +70,7 @@ class RunningServer(Generic[G]):
 async def run_server(
     config: ServerConfig, queue: TrajectoryQueue[G], backend: Backend[G]
 ) -> AsyncGenerator[RunningServer[G]]:
-    """Serve `queue` within the body; then finish what is under way, within `SHUTDOWN_TIMEOUT_S`.
+    """Serve `queue` within the body; then finish requests in progress, within `SHUTDOWN_TIMEOUT_S`.
 
     Raises:
         InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
@@ -96,7 +96,7 @@ async def run_server(
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Return a socket that listens where `config` says. Blocks while it resolves the name."""
+    """Return a socket that listens at the address in `config`. Blocks while it resolves the name."""
     host, port = config.host, config.port
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if config.token is None and not ipaddress.ip_address(address[0]).is_loopback:
@@ -180,7 +180,7 @@ async def _serving(
 
 
 async def _serve_shielded(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until the end of the body, also where that was cancelled: what is under way is finished."""
+    """Serve until the end of the body, also after a cancellation: requests in progress are finished."""
     with anyio.CancelScope(shield=True):
         await server.serve([listener])
 
@@ -200,7 +200,7 @@ def _answering_shutdown(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, sending)
         except asyncio.CancelledError:  # by uvicorn, after SHUTDOWN_TIMEOUT_S; raised, it would be logged as a failure
             if not started:
-                answer = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway ends: come again", RETRY)
+                answer = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway is shutting down: try again later", RETRY)
                 await answer(scope, receive, send)
 
     return answering
@@ -221,16 +221,16 @@ class _Connections:
         """Count a connection, or return the reason why there are too many."""
         total, own = self._by_address.total(), self._by_address[address]
         if total >= self.limits.connections:
-            return f"{total} connections are open: come again"
+            return f"{total} connections are open: try again later"
         if own >= self.limits.connections_per_address:
-            return f"{own} connections from {address} are open: come again"
+            return f"{own} connections from {address} are open: try again later"
         self._by_address[address] += 1
         return None
 
     def close(self, address: str) -> None:
         """Count a connection no longer."""
         self._by_address[address] -= 1
-        self._by_address += Counter()  # which drops those without any
+        self._by_address += Counter()  # drops addresses without connections
 
 
 class _BoundedProtocol(HttpToolsProtocol):
@@ -241,12 +241,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._address: str | None = None
-        """Under which the connection is counted; None where it is not."""
+        """Address under which the connection is counted; None if it is not counted."""
         self._overhead = 0
-        """Bytes of the request that are not body, as far as it has come."""
+        """Bytes received of the request that are not body."""
         self._in_headers = self._in_body = False
         self._timer: TimerHandle | None = None
-        """Closes the connection where the rest of a request does not come."""
+        """Closes the connection if the rest of a request does not arrive."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and wait for a request."""
@@ -267,7 +267,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and check what is not complete yet."""
+        """Parse, and check an incomplete request against the bounds."""
         if self.transport.is_closing():
             return
         self._overhead += len(data)
@@ -291,7 +291,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Count what is body."""
+        """Take the body off the count of other bytes."""
         self._overhead -= len(body)
         super().on_body(body)
 
@@ -302,13 +302,13 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unguarded(self) -> bool:
-        """Return whether bytes came that are no request, and ended uvicorn's timer between requests."""
+        """Return whether bytes that are no request ended uvicorn's timer between requests."""
         return self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete)
 
     def _await_rest(self) -> None:
         limits = self._limits
         self._timer = self.loop.call_later(
-            limits.body_timeout_s if self._in_body else limits.header_timeout_s, self._give_up
+            limits.body_timeout_s if self._in_body else limits.header_timeout_s, self._time_out
         )
 
     def _stop_timer(self) -> None:
@@ -316,13 +316,13 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         limits = self._limits
         part, timeout_s = ("a body", limits.body_timeout_s) if self._in_body else ("headers", limits.header_timeout_s)
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", f"expected {part} within {timeout_s:g} s")
 
     def _refuse(self, status: HTTPStatus, kind: str, reason: str) -> None:
-        """Answer where no answer is under way, and close the connection."""
+        """Answer unless an answer is in progress, and close the connection."""
         self._stop_timer()
         self._connections.refusals.add(None, kind, reason)
         if self.cycle is None or self.cycle.response_complete or (self._in_body and not self.cycle.response_started):

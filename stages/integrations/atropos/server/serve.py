@@ -1,4 +1,4 @@
-"""Serving a gateway: its configuration, and `penstock gateway`, where environments and trainers both talk HTTP.
+"""Serve a gateway: its configuration, and `penstock gateway`, where environments and trainers both talk HTTP.
 
 Imports no HTTP server, so that `penstock --help` and a pipeline's description need none; `open_server` does.
 """
@@ -41,7 +41,7 @@ class ServerConfig:
     8000
 
     Raises:
-        InvalidConfig: the token cannot be sent in a header, a key comes without its certificate, or a size is none.
+        InvalidConfig: the token cannot be sent in a header, a key has no certificate, or a size is not positive.
     """
 
     host: str = "127.0.0.1"
@@ -65,8 +65,8 @@ class ServerConfig:
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
             raise InvalidConfig(
-                "ServerConfig.token: expected printable ASCII that neither begins nor ends with a space, which is what "
-                f"headers carry, got {'an empty one' if not token else 'another'}; without a token it is None"
+                "ServerConfig.token: expected printable ASCII that neither begins nor ends with a space, as in "
+                f"headers, got {'an empty one' if not token else 'another'}; without a token it is None"
             )
         if self.keyfile is not None and self.certfile is None:
             raise InvalidConfig(
@@ -121,7 +121,7 @@ async def open_server(
 
 
 def _import_server(name: str) -> None:
-    """Blocks."""
+    """Import the server, or raise MissingExtra. Blocks."""
     try:
         import_module(f"{__package__}.running")
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
-"""A channel beside the gateway's HTTP server, for environments on this host; its groups enter the queue of the others.
+"""A channel beside the gateway's HTTP server, for environments on this host; its groups enter the same queue.
 
-`ShmReceiver` knows nothing about HTTP: groups come decoded, their arrays views of the slots of the environment that
-sent them, and releasing a group returns its credit. While the queue has no room for an environment `ShmIngest` keeps
-its groups, so that it gets no credit; groups of other environments pass them.
+`ShmReceiver` does not know HTTP: groups arrive decoded, their arrays views of the slots of the environment that
+sent them, and releasing a group returns its credit. While the queue has no room for an environment, `ShmIngest`
+retains its groups, so that it gets no credit; groups of other environments pass them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ G = TypeVar("G")
 log = get_logger("penstock.atropos")
 
 CAPACITY = 16
-"""Groups that each environment may have in flight: as many may be on their way here when `/status-env` is answered."""
+"""Groups that each environment may have in flight: as many may be in transit when `/status-env` is answered."""
 
 CAPACITY_BYTES = 16 * 2**20
 """Bytes that each environment may have in flight, and holds as shared memory: 8 × 32,768 tokens with three columns."""
@@ -41,11 +41,11 @@ CAPACITY_BYTES = 16 * 2**20
 MAX_ENVIRONMENTS = 512
 
 RETRY_S = 1.0
-"""Interval in which groups are tried again though nothing made room: nobody tells that an environment fell silent."""
+"""Interval at which groups are retried without a notification: none comes when an environment times out."""
 
 
 class ShmReceiver:
-    """Iterating returns the groups that come, each with the id of its environment, or None if it has none."""
+    """Iterating returns the groups that arrive, each with the id of its environment, or None if it has none."""
 
     def __init__(self, inbox: RemoteReceiver[TrajectoryGroup], senders: _Senders) -> None:
         self.url = inbox.url
@@ -62,12 +62,12 @@ class ShmReceiver:
             del group  # its slots are free while the next is waited for
 
     def waiting(self, env_id: int) -> int:
-        """Return the number of groups of an environment that have come and were not taken."""
+        """Return the number of groups of an environment that arrived and were not taken."""
         return self._senders.waiting(env_id)
 
 
 class _Senders:
-    """Which connection sends for which environment. A `PeerListener`."""
+    """Environment ids by connection. A `PeerListener`."""
 
     def __init__(self) -> None:
         self._env_ids: dict[Peer, int] = {}
@@ -107,7 +107,7 @@ async def open_receiver(
 ) -> AsyncIterator[ShmReceiver]:
     """Open a receiver within the `async with`; see `serve` for the bounds. Leaving closes the channel.
 
-    Environments that still send learn of it, and look for the gateway again.
+    Environments that still send are disconnected, and look for the gateway again.
     """
     senders = _Senders()
     async with serve(
@@ -128,8 +128,8 @@ class ShmIngest(Generic[G]):
 
     def __init__(self, receiver: ShmReceiver) -> None:
         self._receiver = receiver
-        self._kept: dict[int | None, deque[tuple[TrajectoryGroup, Submission[G]]]] = {}
-        """Groups without room, by environment; holding a group keeps its sender from having credit."""
+        self._retained: dict[int | None, deque[tuple[TrajectoryGroup, Submission[G]]]] = {}
+        """Groups without room, by environment; the sender of a retained group gets no credit for it."""
 
     @property
     def url(self) -> str:
@@ -137,11 +137,11 @@ class ShmIngest(Generic[G]):
         return self._receiver.url
 
     def waiting(self, env_id: int) -> int:
-        """Return the number of groups of an environment that have come and are not in the queue."""
-        return self._receiver.waiting(env_id) + len(self._kept.get(env_id, ()))
+        """Return the number of groups of an environment that arrived and are not in the queue."""
+        return self._receiver.waiting(env_id) + len(self._retained.get(env_id, ()))
 
     async def run(self, endpoints: Endpoints[G]) -> None:
-        """Enter everything that comes into the queue of `endpoints`."""
+        """Add every group that arrives to the queue of `endpoints`."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._retry, endpoints)
             async for env_id, group in self._receiver:
@@ -150,8 +150,8 @@ class ShmIngest(Generic[G]):
                 except (Untrainable, RequestRejected) as error:
                     endpoints.refuse(env_id, error)
                     continue
-                if env_id in self._kept or not _entered(submission, endpoints):
-                    self._kept.setdefault(env_id, deque()).append((group, submission))
+                if env_id in self._retained or not _entered(submission, endpoints):
+                    self._retained.setdefault(env_id, deque()).append((group, submission))
                 del group, submission
             tasks.cancel_scope.cancel()
 
@@ -159,15 +159,15 @@ class ShmIngest(Generic[G]):
         while True:
             with anyio.move_on_after(RETRY_S):
                 await endpoints.room.wait()
-            for env_id, line in list(self._kept.items()):
-                while line and _entered(line[0][1], endpoints):
-                    line.popleft()
-                if not line:
-                    del self._kept[env_id]
+            for env_id, retained in list(self._retained.items()):
+                while retained and _entered(retained[0][1], endpoints):
+                    retained.popleft()
+                if not retained:
+                    del self._retained[env_id]
 
 
 def _entered(submission: Submission[G], endpoints: Endpoints[G]) -> bool:
-    """Return whether there was room; a group that is refused for another reason is dropped and counted."""
+    """Add a group to the queue, and return whether there was room; one refused for another reason is counted."""
     try:
         endpoints.accept([submission])
     except QueueFull:

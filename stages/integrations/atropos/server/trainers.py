@@ -1,8 +1,8 @@
 """AtroposTrainers: trainers that were written for Atropos as the sink of a pipeline. They register, and poll `/batch`.
 
-What a trainer was handed is committed when it acknowledged it, or when it was written to one that acknowledges nothing;
-a batch that was neither goes to the next that asks. While no trainer asks the pipeline waits. A trainer polls until it
-is answered `{"batch": null}`, and then trains what it has, so the sink stays for that after the last batch.
+A batch is committed when the trainer acknowledged it, or when it was written to a trainer that acknowledges none; any
+other goes to the next trainer that asks. While no trainer asks the pipeline waits. A trainer polls until the answer is
+`{"batch": null}`, and then trains its batches, so the sink continues to answer after the last batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["AtroposTrainers"]
 log = get_logger("penstock.atropos")
 
 AHEAD = 2
-"""Batches that may wait for a trainer: one that it takes next, and one that is being made. More of them only age."""
+"""Batches that may wait for a trainer: one that it takes next, and one that is being made. More would become stale."""
 
 LEFT_OVER = 8
 """Batches' worth of groups that may wait and were in no batch when one was asked for: they may fit with later ones. The
@@ -48,9 +48,9 @@ UNAVAILABLE = "this gateway serves groups of a pipeline: environments need `pens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposTrainers:
-    """Serve groups to trainers that poll. The stream may end before they have all; then it waits until they do.
+    """Serve groups to trainers that poll. After the end of the stream it waits until they have received all groups.
 
-    Groups whose sizes make up no batch are passed over; those that were for long are rejected ("never packed").
+    Groups whose sizes make up no batch are passed over; those passed over for too long are rejected ("never packed").
 
     >>> AtroposTrainers().server.port
     8000
@@ -59,7 +59,7 @@ class AtroposTrainers:
     server: ServerConfig = field(default_factory=ServerConfig)
     """Address, access and limits."""
     departure_timeout_s: float = 30.0
-    """Bound on the time after the last batch in which the trainer is answered that there is none."""
+    """Bound on the time after the last batch in which requests of the trainer are answered with no batch."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await trainers.listening.url()` returns the URL as soon as there is one."""
 
@@ -67,7 +67,7 @@ class AtroposTrainers:
         normalize_numbers(self, "departure_timeout_s")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """See `Sink`. It ends with the stream, or when the trainer has had all its steps.
+        """See `Sink`. It ends with the stream, or when the trainer has received all its steps.
 
         Raises:
             InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
@@ -83,7 +83,7 @@ class AtroposTrainers:
                     await _commit_all(running.endpoints, backend)
                     tasks.cancel_scope.cancel()
                 with anyio.move_on_after(self.departure_timeout_s):
-                    while not backend.dismissed:
+                    while not backend.trainer_finished:
                         await backend.changed.wait()
         while (left := queue.take(time.monotonic())) is not None:
             drop(left.payload.group, "lost", "no trainer took it")
@@ -96,14 +96,14 @@ class _Offered:
     group: TrajectoryGroup
     """Its columns that are needed to commit it."""
     json: bytes
-    """As a trainer gets it."""
+    """The group in the form of /batch."""
     number: int = -1
-    """Its place in the order in which groups were offered; −1 while it does not wait: before, and when a trainer was
-    handed it, also where it waits once more because that did not acknowledge it."""
+    """Its place in the order in which groups were offered; −1 before that and once it was sent to a trainer, also if it
+    waits again because that trainer did not acknowledge it."""
 
 
 class _SinkBackend(Backend[_Offered]):
-    """Notes what trainers have, for the task that commits it, and how much waits, for the task that offers more."""
+    """Records the batches that trainers have, for the task that commits, and the groups that wait, for the other."""
 
     unavailable = dict.fromkeys(
         ("/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list", "/reset_data"),
@@ -112,47 +112,47 @@ class _SinkBackend(Backend[_Offered]):
     takes_groups = False
 
     def __init__(self, queue: TrajectoryQueue[_Offered]) -> None:
-        self.handed: deque[Batch[_Offered]] = deque()
+        self.uncommitted: deque[Batch[_Offered]] = deque()
         """Batches that trainers have, and that are not committed."""
         self.changed = Waiters()
         self.ended = False
-        """Whether the pipeline sends nothing more."""
+        """True once the stream of the pipeline has ended."""
         self._queue = queue
         self._acknowledges = False
-        """Whether the trainer acknowledged the last batch; one that does not collects batches until there is none."""
+        """True if the trainer acknowledged the last batch; one that does not collects batches until there is none."""
         self._starved = False
-        """Whether the last request was answered with no batch, and nothing came since."""
+        """True if the last request was answered with no batch, and no group was offered since."""
         self._offered = 0
         """Groups offered so far."""
         self._seen = 0
-        """Value of `_offered` when a request was last answered with no batch: those groups are in none."""
+        """Value of `_offered` when a request was last answered with no batch: the groups before made up none."""
         self._fresh = 0
-        """Sequences that came since then, and that no trainer was handed."""
+        """Sequences offered since then and sent to no trainer."""
         self._left_over = 0
-        """Sequences that came before, and that no trainer was handed."""
+        """Sequences offered before and sent to no trainer."""
 
     @property
     def full(self) -> bool:
-        """Whether so much waits that more would only age; groups that make up no batch do not count."""
+        """True while so much waits that more would only become stale; groups that make up no batch do not count."""
         trainer = self._queue.trainer
         return trainer is None or self._fresh >= AHEAD * trainer.batch_size
 
     @property
     def overfull(self) -> bool:
-        """Whether so much was passed over that it will not be in a batch any more."""
+        """True while so much was passed over that the oldest will be in no batch."""
         trainer = self._queue.trainer
         return trainer is not None and self._left_over > LEFT_OVER * trainer.batch_size
 
     @property
     def complete(self) -> bool:
-        """Whether no trainer gets anything more: it has had its steps, or no batch is left. See `Backend`."""
+        """True once no trainer gets another batch: its steps are done, or no batch is left. See `Backend`."""
         if self._queue.outstanding:
             return False
         return self._steps_done or (self.ended and (self._starved or not self._queue.status().queue_size))
 
     @property
-    def dismissed(self) -> bool:
-        """Whether no trainer asks again: there is none, it acknowledges, or it had its steps and was answered null."""
+    def trainer_finished(self) -> bool:
+        """True once no trainer asks again: none is registered, it acknowledges, or its last answer was null."""
         return self._queue.trainer is None or self._acknowledges or (self._steps_done and self._starved)
 
     @property
@@ -169,7 +169,7 @@ class _SinkBackend(Backend[_Offered]):
         return payload.json
 
     def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:
-        """Count them: there may be a batch again."""
+        """Count them: a batch may be possible again."""
         self._starved = False
         for submission in submissions:
             submission.payload.number = self._offered
@@ -177,7 +177,7 @@ class _SinkBackend(Backend[_Offered]):
             self._fresh += submission.sequences
 
     def registered(self) -> None:
-        """Count all groups as fresh: what made up no batch of one size may make up one of another."""
+        """Count all groups as fresh: groups that made up no batch of one size may make up one of another."""
         self._fresh += self._left_over
         self._left_over = self._seen = 0
         self.changed.wake_all()
@@ -195,7 +195,7 @@ class _SinkBackend(Backend[_Offered]):
         self.changed.wake_all()
 
     def remove(self, submission: Submission[_Offered]) -> None:
-        """Count a group that waits no more."""
+        """Take a group that no longer waits off the counts."""
         number, submission.payload.number = submission.payload.number, -1
         if number >= self._seen:
             self._fresh -= submission.sequences
@@ -205,7 +205,7 @@ class _SinkBackend(Backend[_Offered]):
     def delivered(self, batch: Batch[_Offered], *, acknowledged: bool) -> None:
         """See `Backend`."""
         self._acknowledges = acknowledged
-        self.handed.append(batch)
+        self.uncommitted.append(batch)
         self.changed.wake_all()
 
 
@@ -213,13 +213,13 @@ async def _offer_all(
     inbox: ReceiveChannel[TrajectoryGroup], endpoints: Endpoints[_Offered], backend: _SinkBackend
 ) -> None:
     async for group in inbox:
-        bare = _bare(group)
+        committable = _committable(group)
         try:
-            offered = _Offered(bare, await anyio.to_thread.run_sync(from_group, group))
-            del group  # its slots are free while a trainer is waited for
+            offered = _Offered(committable, await anyio.to_thread.run_sync(from_group, group))
+            del group  # frees its slots while no trainer asks
             await _offer(offered, endpoints, backend)
         except anyio.get_cancelled_exc_class():
-            drop(bare, "lost", "no trainer took it")
+            drop(committable, "lost", "no trainer took it")
             raise
     backend.ended = True
     backend.changed.wake_all()
@@ -240,22 +240,22 @@ async def _offer(offered: _Offered, endpoints: Endpoints[_Offered], backend: _Si
 
 
 async def _commit_all(endpoints: Endpoints[_Offered], backend: _SinkBackend) -> None:
-    """Commit what trainers have, until there is nothing left that they could get."""
+    """Commit the batches that trainers have, until no further batch can be sent."""
     context = current()
     while True:
-        while backend.handed:
-            batch = TrainBatch.pack(taken.payload.group for taken in backend.handed.popleft().groups)
+        while backend.uncommitted:
+            batch = TrainBatch.pack(taken.payload.group for taken in backend.uncommitted.popleft().groups)
             step = context.ledger.step + 1
             context.ledger.commit(batch, step)
             context.metrics.emit(step, batch_metrics(batch, step - 1))
         if backend.complete:
             return
         await backend.changed.wait()
-        endpoints.room.wake_all()  # for what was asked for and could not be had, more is to come
+        endpoints.room.wake_all()  # the request got no batch: more groups are to be offered
 
 
-def _bare(group: TrajectoryGroup) -> TrajectoryGroup:
-    """Return what is needed to commit a group, in private memory."""
+def _committable(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Return the columns that are needed to commit a group, in private memory."""
     return TrajectoryGroup(
         env=group.env,
         instance_id=group.instance_id,

@@ -1,6 +1,6 @@
 """The model server of an environment in its process: Atropos' own server manager over a server that asks the players.
 
-Tokens, masks, templates and retries are Atropos' own code. Only what would go over HTTP to a model is replaced.
+Tokens, masks, templates and retries are Atropos' own code. Only the HTTP requests to a model are replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .messages import Action
 __all__ = ["bridge_class", "install_bridge"]
 
 UNLIMITED = {"num_max_requests_at_once": 10**6, "num_requests_for_eval": 10**6, "health_check": False}
-"""Of its configuration: model calls wait for players alone."""
+"""Options of its configuration, so that model calls wait for players only."""
 
 
 def bridge_class() -> Any:
@@ -27,7 +27,7 @@ def bridge_class() -> Any:
     texts = importlib.import_module("openai.types.completion")
 
     class BridgeServer(base):  # type: ignore[misc]
-        """Puts model calls to the seats of the calling episode."""
+        """Forwards model calls to the seats of the calling episode."""
 
         def __init__(self, config: Any, reasoning_config: Any = None) -> None:
             super().__init__(config.model_copy(update=UNLIMITED), reasoning_config=reasoning_config)
@@ -85,7 +85,7 @@ async def _sampled(
 ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
     """Return ids of the prompt; ids, log-probabilities and finish reasons of the answers.
 
-    Of an action of text alone, the ids are those of its text, and the log-probabilities say that there are none.
+    For an action of text alone, the ids are those of its text, and the log-probabilities are `NO_LOGPROB`.
     """
     episode = current_episode()
     prompt = _rendered(call, tokenizer, episode)
@@ -125,7 +125,7 @@ def _rendered(call: dict[str, Any], tokenizer: Any, episode: Episode) -> ModelCa
 
 
 def _finish_reason(action: Action) -> str:
-    """Return OpenAI's word; an answer is text, so that no tool call ends it."""
+    """Return OpenAI's finish reason; an answer is text, so no tool call ends it."""
     return "length" if action.stop_reason == StopReason.LENGTH else "stop"
 
 

@@ -1,4 +1,4 @@
-"""The process of one environment: it is imported, made and set up here, and plays episodes on the main thread."""
+"""The main module of an environment's process: it makes and sets up the environment, and plays its episodes."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ R = TypeVar("R")
 
 
 def main(descriptors: str) -> None:
-    """Serve one environment: `descriptors` are those of the job and of the socket to the parent."""
-    job, channel = map(int, descriptors.split())
+    """Serve one environment: `descriptors` are those of the payload and of the socket to the parent."""
+    payload, channel = map(int, descriptors.split())
     os.set_inheritable(channel, False)
     with socket.socket(fileno=channel) as parent:
         try:
-            config = _config(job)
-            env = _made(config)  # as Atropos does it: before an event loop runs
-        except BaseException as error:  # noqa: BLE001 (told to the parent)
+            config = _config(payload)
+            env = _made(config)  # before an event loop runs, as in Atropos
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
             parent.sendall(encode_frame(Reply(0, failure=failure_of(error))))
             return
         asyncio.run(_serve(env, config, parent))
 
 
-def _config(job: int) -> EnvConfig:
-    file = open_payload(job)
+def _config(payload: int) -> EnvConfig:
+    file = open_payload(payload)
     spawn.prepare(pickle.load(file))  # noqa: S301 (inherited from the parent that started this process)
     config: EnvConfig = pickle.load(file)  # noqa: S301 (as above)
     return config
@@ -84,7 +84,7 @@ def _configured(make: Any, config: EnvConfig, bridge: Any) -> Any:
     env_config, servers = make.config_init()
     for name, value in ({"use_wandb": False} | config.config | {"group_size": config.group_size}).items():
         setattr(env_config, name, value)
-    make.server_cls = bridge  # so that no server is looked for
+    make.server_cls = bridge  # so that Atropos looks for no server
     return make(config=env_config, server_configs=servers, slurm=False, testing=False)
 
 
@@ -92,7 +92,7 @@ def collects_one_by_one(env: Any) -> bool:
     """Return whether the environment collects one trajectory at a time, and leaves making groups to Atropos.
 
     Raises:
-        InvalidConfig: it collects nothing.
+        InvalidConfig: it has neither method.
     """
     if _defines(env, "collect_trajectories"):
         return False
@@ -122,14 +122,14 @@ def _loaded(where: str) -> Any:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Return the module of a file; as a script, it finds what lies beside it."""
+    """Return the module of a file; like a script, it can import modules from its own folder."""
     if not path.is_file():
-        raise InvalidConfig(f"environment: expected a file, got nothing at {path.absolute()}")
+        raise InvalidConfig(f"environment: expected a file, got none at {path.absolute()}")
     sys.path.insert(0, str(path.resolve().parent))
     loader = SourceFileLoader(f"_atropos_{path.stem}", str(path))
     module = ModuleType(loader.name)
     module.__file__ = str(path)
-    sys.modules[loader.name] = module  # dataclasses and pydantic look up there what annotations mean
+    sys.modules[loader.name] = module  # where dataclasses and pydantic resolve annotations
     loader.exec_module(module)
     return module
 
@@ -138,40 +138,40 @@ def _from_file(path: Path) -> ModuleType:
 
 
 async def _serve(env: Any, config: EnvConfig, parent: socket.socket) -> None:
-    """Set up, then do as the parent says until it closes."""
+    """Set up, then execute the requests of the parent until it closes."""
     reader, writer = await asyncio.open_connection(sock=parent)
     try:
         await env.setup()
-    except BaseException as error:  # noqa: BLE001 (told to the parent)
+    except BaseException as error:  # noqa: BLE001 (reported to the parent)
         writer.write(encode_frame(Reply(0, failure=failure_of(error))))
         await writer.drain()
         return
-    table = _Table(env, config)
+    handler = _RequestHandler(env, config)
     tasks: dict[int, asyncio.Task[None]] = {}
     writer.write(encode_frame(Reply(0)))
     async for request in read_frames(reader, Request):
         if request.kind == "leave" and request.player in tasks:
             tasks[request.player].cancel()
-        tasks[request.player] = asyncio.create_task(_answer(table, request, writer))
-    os._exit(0)  # whatever threads and tasks the environment has
+        tasks[request.player] = asyncio.create_task(_answer(handler, request, writer))
+    os._exit(0)  # also while threads and tasks of the environment run
 
 
-async def _answer(table: _Table, request: Request, writer: asyncio.StreamWriter) -> None:
+async def _answer(handler: _RequestHandler, request: Request, writer: asyncio.StreamWriter) -> None:
     try:
-        outcome = await table.handle(request)
+        outcome = await handler.handle(request)
         reply = Reply(request.id, failure=outcome) if isinstance(outcome, Failure) else Reply(request.id, outcome)
         writer.write(encode_frame(reply))
-    except BaseException as error:  # noqa: BLE001 (told to the parent)
+    except BaseException as error:  # noqa: BLE001 (reported to the parent)
         writer.write(encode_frame(Reply(request.id, failure=failure_of(error))))
 
 
-class _Table:
+class _RequestHandler:
     """The environment, and the seat of each player."""
 
     def __init__(self, env: Any, config: EnvConfig) -> None:
         self._env = env
         self._one_by_one = collects_one_by_one(env)
-        self._limit_s = config.turn_timeout_s
+        self._turn_timeout_s = config.turn_timeout_s
         self._episodes = EpisodeConfig(
             size=1 if self._one_by_one else config.group_size,
             turn_timeout_s=config.turn_timeout_s,
@@ -180,16 +180,16 @@ class _Table:
         self._seats: dict[int, Seat] = {}
         """By player, while an episode is played."""
         self._drawing = asyncio.Lock()
-        """Held while an item is asked for: environments count on being asked one at a time."""
+        """Held during a call of `get_next_item`: environments expect one call at a time."""
         self._items: dict[int, Any] = {}
         """By seed, the oldest first."""
         self._backlog: list[Any] = []
-        """Items that the environment wants to see again."""
-        self._gathering: dict[int, Episode] = {}
+        """Items that the environment put back."""
+        self._incomplete: dict[int, Episode] = {}
         """Episodes with free seats, by seed."""
 
     async def handle(self, request: Request) -> StepResult | Failure | None:
-        """Do as `request` says; returns the outcome of a reset or a step."""
+        """Execute `request`; return the outcome of a reset or a step."""
         if request.kind in ("reset", "leave"):
             self._leave(request.player)
         if request.kind == "reset":
@@ -213,22 +213,22 @@ class _Table:
 
     async def _seat(self, seed: int | None) -> Seat:
         async with self._drawing:
-            self._gathering = {each: episode for each, episode in self._gathering.items() if not episode.full}
-            if seed is not None and seed in self._gathering:
-                return self._gathering[seed].take_seat()
+            self._incomplete = {each: episode for each, episode in self._incomplete.items() if not episode.full}
+            if seed is not None and seed in self._incomplete:
+                return self._incomplete[seed].take_seat()
             if seed is None and self._episodes.size > 1:
                 raise InvalidConfig(
-                    "reset: expected a seed, by which the step-wise environments of a group meet, got none"
+                    "reset: expected a seed, which is the same for all step-wise environments of a group, got none"
                 )
             episode = Episode(self._episodes, self._collected(await self._item(seed)))
             seat = episode.take_seat()
             if seed is not None and not episode.full:
-                self._gathering[seed] = episode
-                asyncio.get_running_loop().call_later(self._limit_s, episode.expect_full)
+                self._incomplete[seed] = episode
+                asyncio.get_running_loop().call_later(self._turn_timeout_s, episode.expect_full)
             return seat
 
     async def _item(self, seed: int | None) -> Any:
-        """Return the item of `seed`: the next one where the seed is new."""
+        """Return the item of `seed`: the next one if the seed is new."""
         if seed is not None and seed in self._items:
             return self._items[seed]
         item = self._backlog.pop() if self._backlog else await self._next_item()
@@ -240,15 +240,15 @@ class _Table:
 
     async def _next_item(self) -> Any:
         try:
-            item = await asyncio.wait_for(_never_exiting(self._env.get_next_item()), self._limit_s)
+            item = await asyncio.wait_for(_never_exiting(self._env.get_next_item()), self._turn_timeout_s)
         except TimeoutError:
-            raise EnvironmentTimedOut(f"get_next_item took more than {self._limit_s:g} s") from None
+            raise EnvironmentTimedOut(f"get_next_item took more than {self._turn_timeout_s:g} s") from None
         if item is None:
-            raise NoMoreItems("expected a next item, got None: the environment has come to its end")
+            raise NoMoreItems("expected a next item, got None: the environment has no more")
         return item
 
     async def _collected(self, item: Any) -> Any:
-        """Return what the environment scored."""
+        """Return the scored data of the environment."""
         env = self._env
         try:
             collect = env.collect_trajectory if self._one_by_one else env.collect_trajectories
@@ -260,7 +260,7 @@ class _Table:
 
 
 async def _never_exiting(work: Awaitable[R]) -> R:
-    """Return what `work` returns; SystemExit, which would end the event loop, becomes an error like others."""
+    """Return the result of `work`; SystemExit, which would end the event loop, becomes an error like others."""
     try:
         return await work
     except SystemExit as error:

@@ -1,7 +1,7 @@
-"""One call of an environment's `collect_trajectory` or `collect_trajectories`, and the seats of those who play it.
+"""One call of an environment's `collect_trajectory` or `collect_trajectories`, and the seats of its players.
 
-A model call of the environment is put to one seat, or to n of them, and waits there for actions. When the call returns,
-each seat gets its reward. A clock runs while the environment works: from an action to the next model call or the end.
+A model call of the environment is sent to one seat, or to n of them, and waits there for actions. At its end each
+seat gets its reward. A clock runs while the environment works: from an action to the next model call or the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .scoring import reward_of, sampled, scored_by, without_thoughts
 __all__ = ["Episode", "EpisodeConfig", "EpisodeOver", "ModelCall", "Seat", "current_episode", "failure_of"]
 
 SIMILAR = 0.5
-"""Share of a conversation's prompt that a later prompt has to begin with in order to be taken as going on with it."""
+"""Share of a conversation's prompt that a later prompt has to begin with in order to count as its continuation."""
 
 _current: contextvars.ContextVar[Episode] = contextvars.ContextVar("penstock_atropos_episode")
 
@@ -40,21 +40,21 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The prompt, rendered."""
     messages: list[dict[str, Any]] | None = None
-    """The prompt as it was given; None where it was given as text."""
+    """The prompt as messages; None if the environment gave it as text."""
     input_ids: list[int] | None = None
-    """The prompt in tokens, where a managed server made them."""
+    """The prompt in tokens, if a managed server made them."""
     sampling: dict[str, Any]
-    """All else that was asked for: max_tokens, temperature, stop, tools, …."""
+    """All other arguments of the call: max_tokens, temperature, stop, tools, …."""
 
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """What holds for every episode of an environment."""
+    """The settings of every episode of an environment."""
 
     size: int
     """Seats of an episode."""
     turn_timeout_s: float
-    """How long the environment may work between two model calls."""
+    """Bound on the time that the environment works between two model calls."""
     tokenizer: Any
     """The environment's own; None where it has none."""
 
@@ -63,7 +63,7 @@ def current_episode() -> Episode:
     """Return the episode that the calling task belongs to.
 
     Raises:
-        EpisodeOver: none; it is `setup` that calls, or a task of its own.
+        EpisodeOver: none; the caller is `setup`, or a separate task.
     """
     try:
         return _current.get()
@@ -75,7 +75,7 @@ def current_episode() -> Episode:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what the parent is told of `error`; a refusal outside of an episode as `ModelCallRefused`."""
+    """Return `error` in the form for the parent; a refusal outside of an episode as `ModelCallRefused`."""
     kind = ModelCallRefused if isinstance(error, EpisodeOver) else type(error)
     return Failure(kind.__name__, str(error), "".join(traceback.format_exception(error)))
 
@@ -87,55 +87,55 @@ class Seat:
         self.episode = episode
         self.text: str | None = None
         self.tokens: Sequence[int] | None = None
-        self.said: list[Action] = []
+        self.actions: list[Action] = []
         """All actions so far."""
         self._last: tuple[ModelCall, Action] | None = None
         """The model call that was answered last, and the action."""
         self.answer: asyncio.Future[Action] | None = None
         """Waits for an action; None while there is no model call."""
         self.results: asyncio.Queue[StepResult | Failure] = asyncio.Queue()
-        """Model calls, and the end, that the player has not seen."""
+        """Model calls, and the end, that the player has not received."""
 
     def relevance(self, call: ModelCall) -> float:
-        """Return how well `call` fits here: a conversation that goes on before a new one, that before any other.
+        """Return how well `call` fits here: a continued conversation before a new one, that before any other.
 
-        Environments reformat answers before they repeat them, and templates strip thoughts: where `call` does not begin
-        with just what was said here, the longest common beginning counts, without white space and thoughts.
+        Environments reformat answers before they repeat them, and templates strip thoughts: if `call` does not begin
+        with exactly this conversation, the longest common beginning counts, without white space and thoughts.
         """
         if self._last is None:
             return 0.5
         if self._new_text(call) is not None:
             return float("inf")
         answered, action = self._last
-        told, said = without_thoughts(call.text), without_thoughts(answered.text + action.text)
+        asked, known = without_thoughts(call.text), without_thoughts(answered.text + action.text)
         prompt = len(without_thoughts(answered.text))
-        shared = len(os.path.commonprefix([told, said]))  # noqa: RUF071 (of letters)
-        return shared if len(told) > prompt and shared >= SIMILAR * prompt else 0.0
+        shared = len(os.path.commonprefix([asked, known]))  # noqa: RUF071 (of letters)
+        return shared if len(asked) > prompt and shared >= SIMILAR * prompt else 0.0
 
     def ask(self, call: ModelCall) -> asyncio.Future[Action]:
-        """Make `call` the next observation; returns a future for the action."""
+        """Make `call` the next observation; return a future for the action."""
         new_text = self._new_text(call)
         info = {"sampling": call.sampling, "continues": new_text is not None}
-        known = {"messages": call.messages, "input_ids": call.input_ids}
-        info |= {name: value for name, value in known.items() if value is not None}
+        optional = {"messages": call.messages, "input_ids": call.input_ids}
+        info |= {name: value for name, value in optional.items() if value is not None}
         self.answer = asyncio.get_running_loop().create_future()
         self.results.put_nowait(StepResult(call.text if new_text is None else new_text, info=info))
         return self.answer
 
     def record(self, call: ModelCall, action: Action | None) -> None:
-        """Note that the environment got `action`; None where it waits no longer."""
+        """Note that the environment got `action`; None if it no longer waits."""
         self.answer = None
         if action is not None:
             self._last, self.text = (call, action), action.text
-            self.said.append(action)
+            self.actions.append(action)
 
     def act(self, action: Action) -> None:
-        """Answer the model call with `action`; one that the environment waits for no longer is dropped."""
+        """Answer the model call with `action`; it is dropped if the environment no longer waits for it."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(action)
 
     def _new_text(self, call: ModelCall) -> str | None:
-        """Return what `call` adds to what was said, without the end token of the action; None where it does not."""
+        """Return the text that `call` adds, without the action's end token; None if it does not continue this seat's."""
         if self._last is None:
             return None
         answered, action = self._last
@@ -147,7 +147,7 @@ class Seat:
 
 
 class Episode:
-    """An environment at work on one item."""
+    """One item that the environment works on."""
 
     def __init__(self, config: EpisodeConfig, work: Coroutine[Any, Any, Any]) -> None:
         self.config = config
@@ -155,7 +155,7 @@ class Episode:
         self._free = list(self._seats)
         """Not taken yet."""
         self._unanswered = 0
-        """Model calls that wait for actions; while there are any, the clock stands still."""
+        """Model calls that wait for actions; while there are any, the clock is stopped."""
         self._over = False
         context = contextvars.copy_context()
         context.run(_current.set, self)
@@ -165,7 +165,7 @@ class Episode:
 
     @property
     def full(self) -> bool:
-        """Whether no seat can be taken any more."""
+        """True once no seat can be taken."""
         return not self._free or self._over
 
     def take_seat(self) -> Seat:
@@ -184,21 +184,21 @@ class Episode:
             )
 
     def fail(self, error: PenstockError) -> None:
-        """End the episode: every seat gets `error` now, whatever the environment makes of its end."""
+        """End the episode: every seat gets `error` now, also if the environment handles its cancellation."""
         if not self._over:
             self._end([failure_of(error)] * self.config.size)
             self._task.cancel()
 
     def refuse(self, reason: str) -> EpisodeOver:
-        """End the episode because of a model call; returns what the call is to raise."""
+        """End the episode because of a model call; return the exception that the call must raise."""
         self.fail(ModelCallRefused(reason))
         return EpisodeOver(reason)
 
     async def ask(self, call: ModelCall, count: int) -> list[tuple[Seat, Action]]:
-        """Have `count` seats answer `call`.
+        """Return the answers of `count` seats to `call`.
 
         Raises:
-            EpisodeOver: so many are not free, or the episode is over.
+            EpisodeOver: fewer seats are free, or the episode is over.
         """
         seats = self._seats_for(call, count)
         self._unanswered += 1
@@ -238,7 +238,7 @@ class Episode:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         if self._over:
             if not task.cancelled():
-                task.exception()  # it was told already why the episode ended
+                task.exception()  # the seats have the reason already
         elif task.cancelled():
             self._end([Failure("CancelledError", "the environment cancelled its own work")] * self.config.size)
         elif (error := task.exception()) is not None:
@@ -249,7 +249,7 @@ class Episode:
     def _scored(self, result: Any) -> Sequence[StepResult | Failure]:
         try:
             rows = scored_by(result, self._seats, self.config.tokenizer)
-        except Exception as error:  # noqa: BLE001 (told to the players)
+        except Exception as error:  # noqa: BLE001 (reported to the players)
             return [failure_of(error)] * self.config.size
         return [_outcome(seat, row) for seat, row in zip(self._seats, rows, strict=True)]
 
@@ -262,6 +262,6 @@ class Episode:
 
 def _outcome(seat: Seat, row: dict[str, Any] | None) -> StepResult | Failure:
     try:
-        return StepResult("", reward_of(row), over=True, info={"scored": sampled(row or {}, seat.said)})
-    except Exception as error:  # noqa: BLE001 (told to the player)
+        return StepResult("", reward_of(row), over=True, info={"scored": sampled(row or {}, seat.actions)})
+    except Exception as error:  # noqa: BLE001 (reported to the player)
         return failure_of(error)

@@ -1,4 +1,4 @@
-"""What an environment's process and its parent tell each other, and the errors that come of it."""
+"""Messages between an environment's process and its parent, and the errors that they carry."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ModelCallRefused(PenstockError):
 
 
 class EnvironmentTimedOut(PenstockError):
-    """An environment took too long; what it was doing was cancelled, or its process was killed."""
+    """An environment took too long; its work was cancelled, or its process killed."""
 
 
 class EnvironmentDied(PenstockError):
-    """The process of an environment ended; the message says how. The next reset starts another one."""
+    """The process of an environment ended; the message has its exit status. The next reset starts another one."""
 
 
 class EnvironmentRaised(PenstockError):
@@ -63,11 +63,11 @@ class NoMoreItems(PenstockError):
 
 
 class NotScored(PenstockError):
-    """An environment gave an episode no score: environments drop what they cannot learn from."""
+    """An environment gave an episode no score: environments drop groups that give no gradient."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the parent."""
+    """An error, in the form in which it is sent to the parent."""
 
     kind: str
     """The name of its class."""
@@ -97,7 +97,7 @@ KNOWN_ERRORS: dict[str, type[PenstockError]] = {
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a model call, where more than its text is known.
+    """The answer to a model call, for callers that know more than its text.
 
     >>> Action(text="ok", tokens=[111, 107], logprobs=[-0.1, -0.2]).stop_reason.name
     'STOP'
@@ -115,7 +115,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
         """Check the columns against each other.
 
         Raises:
-            InvalidRecord: log-probabilities without tokens, of another number, or not finite.
+            InvalidRecord: log-probabilities without tokens, more or fewer than tokens, or not finite.
         """
         if self.logprobs is None:
             return
@@ -125,7 +125,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvConfig(msgspec.Struct, frozen=True):
-    """How an environment is made, and what holds for its episodes; see `AtroposEnvironment`."""
+    """The construction of an environment, and the settings of its episodes; see `AtroposEnvironment`."""
 
     where: str | Callable[..., Any]
     config: dict[str, Any]
@@ -135,7 +135,7 @@ class EnvConfig(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """From the parent."""
+    """A request of the parent."""
 
     id: int
     kind: Literal["ping", "reset", "step", "leave"]
@@ -155,7 +155,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """To the request of this id; id 0 says that the environment is set up, or why not."""
+    """Answers the request of this id; id 0 reports that the environment is set up, or the failure."""
 
     id: int
     result: StepResult | None = None
@@ -163,7 +163,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def encode_frame(message: Request | Reply) -> bytes:
-    """Return `message` as it travels: its length, and itself as msgpack."""
+    """Return the frame of `message`: its length, and itself as msgpack."""
     encoded = msgspec.msgpack.encode(message, enc_hook=_plain)
     return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
 
@@ -180,7 +180,7 @@ async def read_frames(reader: asyncio.StreamReader, kind: type[M]) -> AsyncItera
 
 
 def _plain(value: Any) -> Any:
-    """Return what an environment puts into calls and scores as plain data: pydantic's models, arrays, tensors."""
+    """Return a value of an environment's calls or scores as plain data: pydantic's models, arrays, tensors."""
     for name in ("model_dump", "tolist"):
         if hasattr(value, name):
             return getattr(value, name)()

@@ -1,7 +1,7 @@
 """The parent's side of an environment's process.
 
 The process is started and ended by a subreaper, which ends all that the environment has started, also when the parent
-dies. One thread does the messages of every environment of this process; callers wait in threads and loops of their own.
+dies. One thread exchanges the messages of every environment of this process; callers wait in other threads and loops.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .messages import (
 __all__ = ["EnvProcess"]
 
 KILL_AFTER_S = 1.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 
 _reading: set[asyncio.Task[None]] = set()
-"""One for each process until it has ended, though no caller may know it any more."""
+"""One for each process, until it has ended: no caller may hold a reference."""
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that does the messages."""
+    """Return the event loop that exchanges the messages."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="penstock Atropos environments", daemon=True).start()
     atexit.register(lambda: concurrent.futures.wait([asyncio.run_coroutine_threadsafe(_cancel_all(), loop)], 1.0))
@@ -50,7 +50,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 async def _cancel_all() -> None:
-    """Leave no task to the end of the interpreter, which warns of those that wait."""
+    """Cancel all tasks: the interpreter warns of tasks that are pending when it ends."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -68,27 +68,27 @@ class EnvProcess:
         self._kept: KeptProcess | None = None
         """None until it is started."""
         self.error: PenstockError | None = None
-        """Why it is of no more use; None while it is."""
+        """Reason that it is no longer usable; None while it is."""
         self.opened: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._open(), _loop())
-        """Done when the environment is set up; or has the reason why it is not."""
+        """Done when the environment is set up; or has the reason for the failure."""
 
     def request(
         self, kind: Literal["reset", "step"], player: int, *, seed: int | None = None, action: Action | None = None
     ) -> concurrent.futures.Future[StepResult | None]:
-        """Return a future of the result; where it is cancelled, the player's episode ends.
+        """Return a future of the result; if that is cancelled, the player's episode ends.
 
         Raises:
             PenstockError: from the future; see `AtroposStepEnvironment.step`.
         """
         message = Request(id=next(self._ids), kind=kind, player=player, seed=seed, action=action)
-        return asyncio.run_coroutine_threadsafe(self._asked(message), _loop())
+        return asyncio.run_coroutine_threadsafe(self._exchange(message), _loop())
 
     def leave(self, player: int) -> None:
         """End the player's episode."""
         _loop().call_soon_threadsafe(self._leave, player)
 
     def close(self) -> None:
-        """End the process; it is not waited for."""
+        """End the process, without waiting for it."""
         _loop().call_soon_threadsafe(self._end, EnvironmentDied("the environment was closed"))
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class EnvProcess:
             await asyncio.wait_for(opened, limit_s)
         except TimeoutError:
             what = f"the environment took more than {limit_s:g} s to be imported, made and set up"
-            self._end(EnvironmentTimedOut(f"{what}: see what it waits for, or raise setup_timeout_s"))
+            self._end(EnvironmentTimedOut(f"{what}: find out its cause, or raise setup_timeout_s"))
         except OSError as error:
             self._end(EnvironmentDied(f"the environment's process could not be started: {error}"))
         except PenstockError as error:
@@ -116,20 +116,20 @@ class EnvProcess:
 
     def _spawn(self) -> tuple[socket.socket, KeptProcess]:
         """Start the process, and return a channel to it. Blocks."""
-        job = write_payload(self._config)
+        payload = write_payload(self._config)
         ours, theirs = socket.socketpair()
-        child = interpreter_command("penstock.stages.integrations.atropos.steps.child", f"{job} {theirs.fileno()}")
+        child = interpreter_command("penstock.stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
         try:
-            return ours, start_kept(child, KILL_AFTER_S, pass_fds=(job, theirs.fileno()))
+            return ours, start_kept(child, KILL_AFTER_S, pass_fds=(payload, theirs.fileno()))
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-            os.close(job)
+            os.close(payload)
 
     async def _read(self, reader: asyncio.StreamReader, kept: KeptProcess) -> None:
-        """Hand out replies until the process and its subreaper have ended, and say how it did."""
+        """Deliver replies until the process and its subreaper have ended, and then its exit status."""
         async for reply in read_frames(reader, Reply):
             self._receive(reply)
         self._writer.close()
@@ -145,12 +145,12 @@ class EnvProcess:
             future.set_result(reply.result)
 
     def _end(self, error: PenstockError) -> None:
-        """End the process; all that wait get `error`."""
+        """End the process; every caller that waits gets `error`."""
         if self.error is not None:
             return
         self.error = error
         if self._kept is not None:
-            os.close(self._kept.config)  # which has the subreaper end the process
+            os.close(self._kept.config)  # at which the subreaper ends the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -160,7 +160,7 @@ class EnvProcess:
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         return future
 
-    async def _asked(self, message: Request) -> StepResult | None:
+    async def _exchange(self, message: Request) -> StepResult | None:
         """Return the reply; a process that blocks instead of replying is killed."""
         await asyncio.shield(asyncio.wrap_future(self.opened))
         limit_s = self._config.turn_timeout_s
@@ -190,10 +190,10 @@ class EnvProcess:
 
 
 def _end_of(kept: KeptProcess) -> str:
-    """Wait for the subreaper, and return how the process ended. Blocks."""
+    """Wait for the subreaper, and return the process's end in words. Blocks."""
     kept.subreaper.wait()
     with os.fdopen(kept.words) as lines:
-        for word, value in map(str.split, lines):
-            if word != "started":
-                return describe_end(word, int(value))
+        for event, value in map(str.split, lines):
+            if event != "started":
+                return describe_end(event, int(value))
     return "ended with its subreaper"

@@ -1,7 +1,7 @@
 """The rows that an Atropos environment scored, each matched with the seat whose answers it holds.
 
-Environments shuffle rows and leave some out, so that a row is never matched by its place: it is matched by its tokens,
-by its messages, or by the text of its trained tokens. A row that matches no seat is no seat's score.
+Environments shuffle rows and leave some out, so a row is not matched by its position, but by its tokens,
+by its messages, or by the text of its trained tokens. A row that matches no seat is dropped.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_i
 
 
 class MessageSource(Protocol):
-    """What is known of a seat's answers."""
+    """The known answers of a seat."""
 
     text: str | None
-    """The last action; None before there was one."""
+    """The last action; None before the first."""
     tokens: Sequence[int] | None
-    """The whole sequence, where it is known."""
+    """The whole sequence, if it is known."""
 
 
 def scored_by(result: Any, sources: Sequence[MessageSource], tokenizer: Any) -> list[dict[str, Any] | None]:
-    """Return the row of each source in what the environment collected; the last one of several.
+    """Return the row of each source in the result of the environment; the last one of several.
 
     Raises:
-        TypeError: it collected what Atropos would not take.
+        TypeError: the result is none that Atropos would accept.
     """
-    given: list[dict[str, Any] | None] = [None] * len(sources)
+    matched: list[dict[str, Any] | None] = [None] * len(sources)
     for rows in _groups(result):
         left = list(range(len(sources)))
         for row in rows:
             found = _owner(row, [sources[index] for index in left], tokenizer, alone=len(rows) == len(sources) == 1)
             if found is not None:
-                given[left.pop(found)] = row
-    return given
+                matched[left.pop(found)] = row
+    return matched
 
 
 def reward_of(row: Mapping[str, Any] | None) -> float:
@@ -53,7 +53,7 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
     """
     if row is None:
         raise NotScored(
-            "expected the environment to score this episode, got nothing: it may drop groups whose scores are equal, "
+            "expected the environment to score this episode, got no score: it may drop groups whose scores are equal, "
             "where a group_size of more than 1 helps, or answers that are short"
         )
     score = float(row["scores"])
@@ -62,43 +62,43 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
     return score
 
 
-# -- what was sampled --------------------------------------------------------------------------------------------------
+# -- sampled columns ---------------------------------------------------------------------------------------------------
 
 
 def sampled(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[str, Any]:
-    """Return `row` without token ids, and what goes with them, unless just those train that came with `actions`.
+    """Return `row` without token ids and the fields by token, unless exactly those train that came with `actions`.
 
-    Environments encode text to ids, and make up log-probabilities: neither was sampled.
+    Environments encode text to ids, and invent log-probabilities: neither was sampled.
     """
-    said = [int(token) for action in actions for token in action.tokens or ()]
+    given = [int(token) for action in actions for token in action.tokens or ()]
     logprobs: list[float | None] = []
     for action in actions:
         logprobs += action.logprobs or [None] * len(action.tokens or ())
     trained = [at for at, mask in enumerate(row.get("masks") or ()) if mask != UNTRAINED]
-    start = _last(said, [int(row["tokens"][at]) for at in trained])
-    made_up: set[str] = set()
+    start = _last(given, [int(row["tokens"][at]) for at in trained])
+    invented: set[str] = set()
     if start is None:
-        made_up = {"tokens", *BY_TOKEN}
+        invented = {"tokens", *BY_TOKEN}
     elif not _equal(row.get("inference_logprobs"), dict(zip(trained, logprobs[start:], strict=False))):
-        made_up = {"inference_logprobs"}
-    return {name: value for name, value in row.items() if name not in made_up}
+        invented = {"inference_logprobs"}
+    return {name: value for name, value in row.items() if name not in invented}
 
 
-def _last(said: list[int], wanted: list[int]) -> int | None:
-    """Return where `wanted` begins for the last time; None where it does not, or is empty."""
-    starts = range(len(said) - len(wanted), -1, -1) if wanted else ()
-    return next((start for start in starts if said[start : start + len(wanted)] == wanted), None)
+def _last(given: list[int], wanted: list[int]) -> int | None:
+    """Return the start of the last occurrence of `wanted`; None if it does not occur, or is empty."""
+    starts = range(len(given) - len(wanted), -1, -1) if wanted else ()
+    return next((start for start in starts if given[start : start + len(wanted)] == wanted), None)
 
 
-def _equal(told: Any, logprobs: Mapping[int, float | None]) -> bool:
-    """Return whether the row has none, or these, to the precision of float32."""
-    return told is None or all(
-        logprob is not None and at < len(told) and _close(told[at], logprob) for at, logprob in logprobs.items()
+def _equal(row: Any, logprobs: Mapping[int, float | None]) -> bool:
+    """Return whether `row` is None, or has these, to the precision of float32."""
+    return row is None or all(
+        logprob is not None and at < len(row) and _close(row[at], logprob) for at, logprob in logprobs.items()
     )
 
 
-def _close(told: Any, logprob: float) -> bool:
-    return isinstance(told, int | float) and math.isclose(told, logprob, rel_tol=1e-6, abs_tol=1e-6)
+def _close(value: Any, logprob: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, logprob, rel_tol=1e-6, abs_tol=1e-6)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -130,29 +130,27 @@ def _entry(name: str, value: Any, index: int, count: int) -> Any:
 
 
 def _owner(row: Mapping[str, Any], sources: Sequence[MessageSource], tokenizer: Any, *, alone: bool) -> int | None:
-    """Return which of `sources` gave the answers of `row`; as far as they were kept.
+    """Return the index of the source whose answers `row` holds; None if it matches none.
 
-    Environments reformat answers, and templates strip thoughts.
+    Environments reformat answers, and templates strip thoughts, so the comparison ignores both.
     """
     if alone:
         return 0
     for index, source in enumerate(sources):
         if source.tokens is not None and list(source.tokens) == list(row.get("tokens") or ()):
             return index
-    said = _said(row, tokenizer)
-    for words in (squeezed, without_thoughts):
-        texts = {index: words(source.text) for index, source in enumerate(sources) if source.text is not None}
-        told = None if said is None else words(said)
-        fits = [
-            index for index, text in texts.items() if told is not None and (told.endswith(text) if text else not told)
-        ]
+    answer = _answer_text(row, tokenizer)
+    for normalize in (squeezed, without_thoughts):
+        texts = {index: normalize(source.text) for index, source in enumerate(sources) if source.text is not None}
+        end = None if answer is None else normalize(answer)
+        fits = [index for index, text in texts.items() if end is not None and (end.endswith(text) if text else not end)]
         if fits:
             return max(fits, key=lambda index: len(texts[index]))
     return None
 
 
-def _said(row: Mapping[str, Any], tokenizer: Any) -> str | None:
-    """Return the answers of a row as far as it tells; the last one stands at the end."""
+def _answer_text(row: Mapping[str, Any], tokenizer: Any) -> str | None:
+    """Return text that ends with the last answer of a row; None if the row holds none."""
     messages = row.get("messages")
     if messages:
         answers = [message for message in messages if message["role"] == "assistant"]
@@ -170,5 +168,5 @@ def squeezed(text: str) -> str:
 
 
 def without_thoughts(text: str) -> str:
-    """Return `text` without white space and without what stands between <think> and </think>."""
+    """Return `text` without white space and without the text between <think> and </think>."""
     return squeezed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL))

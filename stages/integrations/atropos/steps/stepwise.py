@@ -1,4 +1,4 @@
-"""An Atropos environment, played step by step: `reset` and `step`, in the signature of gymnasium and gem.
+"""An Atropos environment, played step by step: `reset` and `step`, with the signatures of gymnasium and gem.
 
 Atropos' environments call a model. Here the player is the model: a call is an observation, an action answers it, and
 the score is the reward of the last step. All that one `AtroposEnvironment` makes in a process play the same environment
@@ -34,17 +34,17 @@ _players = itertools.count(1)
 
 
 class AtroposEnvironment:
-    """Makes step-wise environments of an Atropos environment: what `SourceEnv` is given as `make_env`.
+    """Makes step-wise environments of an Atropos environment: the `make_env` of a `SourceEnv`.
 
-    It is sent to workers as it is, and its process is started by the first step-wise environment that is made there.
-    The process needs atroposlib; this one does not.
+    Workers get a pickled copy, whose process is started by the first step-wise environment that is made there. The
+    process needs atroposlib; the worker does not.
 
     Args:
         where: `package.module:Class`, `folder/file.py:Class`, the class itself, or a function that makes one.
         config: fields of the environment's configuration that differ from those of its `config_init`.
-        group_size: how many step-wise environments, reset with one seed, play one call of `collect_trajectories`.
-        turn_timeout_s: how long the environment may work between two model calls.
-        setup_timeout_s: how long it may take to be imported, made and set up: it may load a data set.
+        group_size: number of step-wise environments, reset with one seed, that play one call of `collect_trajectories`.
+        turn_timeout_s: bound on the time that the environment works between two model calls.
+        setup_timeout_s: bound on the time to import, make and set it up: it may load a data set.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class AtroposEnvironment:
         )
         self.__name__ = where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
         self._lock = threading.Lock()
-        """Guards the rest: step-wise environments are made and closed in any thread."""
+        """Guards the fields below: step-wise environments are made and closed in any thread."""
         self._process: EnvProcess | None = None
         self._made = 0
         """Step-wise environments that are not closed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what is open."""
+        """Return the configuration alone: a copy starts its own process."""
         options = msgspec.structs.asdict(self._config)
         return partial(AtroposEnvironment, options.pop("where"), **options), ()
 
@@ -79,7 +79,7 @@ class AtroposEnvironment:
         return f"<AtroposEnvironment {self.__name__}: {self._made} players>"
 
     def __call__(self) -> AtroposStepEnvironment:
-        """Return a step-wise environment whose methods are coroutine functions, when the environment is set up.
+        """Return a step-wise environment whose methods are coroutine functions, once the environment is set up.
 
         Raises:
             InvalidConfig: there is no such environment.
@@ -88,7 +88,7 @@ class AtroposEnvironment:
             EnvironmentTimedOut: that took too long.
             EnvironmentDied: its process ended.
         """
-        return AtroposStepEnvironment(self._joined())
+        return AtroposStepEnvironment(self._count_in())
 
     def blocking(self, seed: int | None = None) -> BlockingStepEnvironment:
         """Return a step-wise environment whose methods are plain functions.
@@ -99,24 +99,24 @@ class AtroposEnvironment:
         Raises:
             PenstockError: as above.
         """
-        return BlockingStepEnvironment(self._joined(), seed)
+        return BlockingStepEnvironment(self._count_in(), seed)
 
     def process(self) -> EnvProcess:
-        """Return the environment's process; another one where that has ended."""
+        """Return the environment's process; a new one if that has ended."""
         with self._lock:
             if self._process is None or self._process.error is not None:
                 self._process = EnvProcess(self._config)
             return self._process
 
     def leave(self) -> None:
-        """Count a step-wise environment out; the last one closes the process."""
+        """Count a step-wise environment as closed; the last one closes the process."""
         with self._lock:
             self._made -= 1
             if not self._made and self._process is not None:
                 self._process.close()
                 self._process = None
 
-    def _joined(self) -> AtroposEnvironment:
+    def _count_in(self) -> AtroposEnvironment:
         with self._lock:
             self._made += 1
         try:
@@ -144,8 +144,8 @@ class _StepEnvBase:
     def _step(self, action: str | Action) -> Any:
         if self._process is None:
             raise ModelCallRefused("expected reset() before step(), got none")
-        said = Action(text=action) if isinstance(action, str) else action
-        return self._process.request("step", self._player, action=said)
+        answer = Action(text=action) if isinstance(action, str) else action
+        return self._process.request("step", self._player, action=answer)
 
     def _close(self) -> None:
         closed, self._closed = self._closed, True
@@ -160,7 +160,7 @@ class AtroposStepEnvironment(_StepEnvBase):
     """Plays an Atropos environment; made by an `AtroposEnvironment`. For `SourceEnv`: it needs no threads."""
 
     async def reset(self, *, seed: int | None = None) -> Begun:
-        """Begin a new episode; equal seeds begin with the same item, as long as the environment is open.
+        """Begin a new episode; equal seeds begin with the same item while the environment is open.
 
         Raises:
             PenstockError: see `step`.
@@ -182,7 +182,7 @@ class AtroposStepEnvironment(_StepEnvBase):
         return _stepped(await asyncio.wrap_future(self._step(action)))
 
     async def close(self) -> None:
-        """Give up what is being played; the last one closes the environment."""
+        """End the episode; the last one closes the environment."""
         self._close()
 
 
@@ -223,5 +223,5 @@ def register_with_gem(name: str, environment: AtroposEnvironment) -> None:
         gem = importlib.import_module("gem")
     except ModuleNotFoundError as error:
         raise MissingExtra("register_with_gem needs gem, which is not installed: pip install gem-llm") from error
-    gem.Env.register(BlockingStepEnvironment)  # so that it is one
+    gem.Env.register(BlockingStepEnvironment)  # so that isinstance checks accept it
     gem.register(name, environment.blocking)
