@@ -135,7 +135,7 @@ class Seat:
             self.answer.set_result(action)
 
     def _new_text(self, call: ModelCall) -> str | None:
-        """Return the text that `call` adds, without the action's end token; None if it does not continue this seat's."""
+        """Return the text that `call` adds, without the action's end token; None if it is no continuation."""
         if self._last is None:
             return None
         answered, action = self._last
