@@ -76,17 +76,17 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """The folder of the round."""
+        """Return the folder of the round."""
         return Path(self.place)
 
     @property
     def finish(self) -> Path:
-        """The file that says that blows have ended."""
+        """Return the file that says that blows have ended."""
         return self.folder / "finish"
 
     @property
     def loaded_key(self) -> ChannelKey | None:
-        """The key of the channel."""
+        """Return the key of the channel."""
         return None if self.key is None else ChannelKey.load(self.key)
 
 

@@ -1,4 +1,4 @@
-"""Appending to a file so that it is whole after every write, also after one that the disk had no room for."""
+"""Append to a file so that it is whole after every write, also after a write for which the disk had no room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["append_whole"]
 
 
 def append_whole(fd: int, pieces: Iterable[bytes]) -> None:
-    """Append all of `pieces` to the file behind `fd`, which is open for appending, or nothing of them. Blocks.
+    """Append all of `pieces` or none of them to the file behind `fd`, which is open for appending. Blocks.
 
     Raises:
         OSError: they could not be written.
@@ -24,7 +24,7 @@ def append_whole(fd: int, pieces: Iterable[bytes]) -> None:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write `data` also where the disk takes it piece by piece, as one does that is about to be full."""
+    """Write all of `data`, also where one call writes only a part, as on a disk that is almost full."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]

@@ -1,4 +1,4 @@
-"""Context managers that block, entered and left without blocking the event loop."""
+"""Enter and leave blocking context managers without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ R = TypeVar("R")
 
 
 async def enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager[R]) -> R:
-    """Enter `context` in a worker thread, and leave it likewise with `stack`.
+    """Enter `context` in a worker thread, and leave it in one when `stack` is closed.
 
-    Both are shielded: a cancellation neither leaves it entered without an owner, nor half left.
+    Both are shielded: after a cancellation the context is either not entered or owned by `stack`.
     """
 
     async def leave() -> None:

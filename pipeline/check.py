@@ -1,6 +1,6 @@
-"""What cannot work, found before anything starts: `problems` lists it all, in words that say what to change.
+"""Find problems of a chain before anything starts: `problems` lists all of them, each with what to change.
 
-A stage states what this compares by `stage_info()`.
+The facts that are compared come from `stage_info()` of each stage.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "wait
 """The fields of `StageInfo` that are numbers."""
 
 BYTES_PER_TOKEN = 9
-"""What a sampled token takes at the least: its id, its place in the loss mask, its behavior log-probability."""
+"""The least that a sampled token takes: its id, its place in the loss mask, its behavior log-probability."""
 
 
 def problems(nodes: Sequence[StageNode]) -> list[str]:
-    """Everything in a chain that cannot work; empty where nothing is found."""
+    """Return all problems of a chain; empty where there are none."""
     found = list(_of_chain(nodes))
     identities = _identities(nodes)
-    _tell_of_the_unknown(nodes, {name for name, _ in identities})
+    _log_unknown_tokenizers(nodes, {name for name, _ in identities})
     return [*found, *_of_waits(nodes), *_of_state(nodes), *disagreements(identities)]
 
 
@@ -58,7 +58,7 @@ def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:
 
 
 def _of_types(nodes: Sequence[StageNode], types: Sequence[RecordTypes]) -> Iterator[str]:
-    """Find the edges at which no record of the one stage is one that the other takes, by their annotations."""
+    """Find the edges whose two stages have no record type in common, by their annotations."""
     sent_by = sent_along(types)
     for (before, after), sent, (received, _) in zip(pairwise(nodes), sent_by, types[1:], strict=False):
         if never_fits(sent, received):
@@ -78,13 +78,13 @@ def _line_instead(before: object, after: object) -> str:
     return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
 
 
-def _tell_of_the_unknown(nodes: Sequence[StageNode], known: Collection[str]) -> None:
-    """Log it where the source and the trainer cannot be compared, because one of the two has no identity."""
+def _log_unknown_tokenizers(nodes: Sequence[StageNode], known: Collection[str]) -> None:
+    """Log where the tokenizers of source and trainer cannot be compared because one of them has no identity."""
     first, last = nodes[0], nodes[-1]
     source, trainer = _any_of(first, known), _any_of(last, known)
     if source != trainer and info_of(last.stage).tokenizers is not None:
-        untold = last.name if source else first.name
-        log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=untold)
+        unknown_to = last.name if source else first.name
+        log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=unknown_to)
 
 
 def _any_of(node: StageNode, names: Collection[str]) -> bool:
@@ -109,13 +109,13 @@ def _of_state(nodes: Sequence[StageNode]) -> Iterator[str]:
         for name in (name for name, each in kept.items() if node.remote and any(each is part for part in parts)):
             yield (
                 f"{node.name}: checkpoints keep its state as {name!r}, but it runs in "
-                f"{node.on.__class__.__name__.lower()} and gathers there: what is kept would be that of a stage that "
-                f"has seen nothing; place it on here()"
+                f"{node.on.__class__.__name__.lower()} and gathers there: checkpoints would hold the state of a stage "
+                f"that has received no record; place it on here()"
             )
 
 
 def _identities(nodes: Sequence[StageNode]) -> list[tuple[str, TokenizerIdentity]]:
-    """Of every tokenizer that has one, with the stage that has it; one that several share is looked at once."""
+    """Return the identity of every tokenizer that has one, with its stage; a shared tokenizer is read once."""
     known: dict[int, TokenizerIdentity] = {}
     found: list[tuple[str, TokenizerIdentity]] = []
     for name, tokenizer in _tokenizers(nodes):
@@ -146,7 +146,7 @@ def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
 
 
 def _of_workers(node: StageNode) -> Iterator[str]:
-    """Every stage of a fragment has as many workers as the fragment."""
+    """Check the number of workers; every stage of a fragment has as many as the fragment."""
     count = node.on.count if isinstance(node.on, Processes) else 1
     for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
         check_workers = info_of(stage).check_workers
@@ -176,13 +176,14 @@ def _of_processes(node: StageNode, on: Processes) -> Iterator[str]:
         pickled = pickle.dumps(node.stage)
     except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
         yield (
-            f"{node.name}: expected a stage that can be pickled to its process, got {error!r}; give it recipes that "
-            f"live in a module (functions by name), and open files, models and sockets in `run`"
+            f"{node.name}: expected a stage that can be pickled to its process, got {error!r}; give it functions of a "
+            f"module, by name, and open files, models and sockets in `run`"
         )
         return
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
         yield (
-            f"{node.name}: it lives in an interactive session, which its process cannot import: put it into a module"
+            f"{node.name}: it is defined in an interactive session, which its process cannot import: put it into a "
+            f"module"
         )
 
 
@@ -210,7 +211,7 @@ def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> 
         )
     remote = before.remote or after.remote
     budget = after.capacity_bytes or (REMOTE_CAPACITY_BYTES if remote else None)
-    at_once = 2 if remote else 1  # a stage holds one while it asks for the next, and what it holds is not copied
+    at_once = 2 if remote else 1  # a stage holds one record, which is not copied, while it asks for the next
     if budget is not None and group_tokens is not None and at_once * group_tokens * BYTES_PER_TOKEN > budget:
         yield (
             f"{edge}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the edge "

@@ -1,7 +1,7 @@
-"""Several records at a time, for stages that do many as cheaply as one: numpy asks more for a call than for a value.
+"""Receive several records at a time, for stages in which a numpy call costs more than the values that it processes.
 
-Only the first record is waited for; those that are there already come with it. So nothing is held back to make a
-handful, and a stage that keeps up works on one record at a time.
+Only the first record of a chunk is waited for; those that have arrived already come with it. So no record is held back
+to fill a chunk, and a stage that keeps up works on one record at a time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["MAX_CHUNK", "receive_chunks", "send_all"]
 T = TypeVar("T")
 
 MAX_CHUNK = 16
-"""Records that are taken at once: what a call costs is shared by enough, and the event loop is not held up for long."""
+"""Records in a chunk at most: enough to share the cost of a call, few enough not to hold up the event loop."""
 
 
 def receive_chunks(inbox: ReceiveChannel[T], most: int = MAX_CHUNK) -> AsyncIterator[list[T]]:
     """Iterate over the records of `inbox`, 1 to `most` of them at a time, in order, until the stream ends.
 
     Raises:
-        PeerLost: as `receive` does, once the records before it were given.
+        PeerLost: as `receive` does, once the records before it were returned.
     """
     return _Chunks(inbox, most)
 
 
 class _Chunks(Generic[T]):
-    """The iterator."""
+    """The iterator of `receive_chunks`."""
 
     __slots__ = ("_failure", "_inbox", "_most", "_until_checkpoint")
 
@@ -41,9 +41,9 @@ class _Chunks(Generic[T]):
         self._inbox = inbox
         self._most = most
         self._until_checkpoint = most
-        """Records that are taken before other tasks must have had their turn."""
+        """Records that may be received before other tasks must have had their turn."""
         self._failure: Exception | None = None
-        """What came behind the records that were given last: it is told once, so it is kept."""
+        """The error that followed the last records: the channel raises it once, and the next call raises it again."""
 
     def __aiter__(self) -> Self:
         return self
@@ -73,7 +73,7 @@ class _Chunks(Generic[T]):
 
 
 async def send_all(outbox: SendChannel[T], records: list[T]) -> None:
-    """Hand over `records` in order, and let go of each as it leaves: it may lie in a producer's slots."""
+    """Send `records` in order, and drop the reference to each as it leaves: it may lie in a producer's slots."""
     records.reverse()
     while records:
         await outbox.send(records.pop())

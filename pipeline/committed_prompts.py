@@ -1,7 +1,7 @@
-"""`CommittedPrompts`: which repetitions of which prompts were trained, in a run of any length in few bytes.
+"""`CommittedPrompts`: the repetitions of each prompt that were trained, in few bytes for a run of any length.
 
-Prompts whose names end in a number are kept by that number, and those with the same name before it lie together as
-ranges (`number_masks.py`); any other prompt is an entry. Exact: every name comes out as it went in. Knows no ledger.
+Prompts whose names end in a number are stored by that number, and those with the same name before it are stored as
+ranges (`number_masks.py`); any other prompt is an entry. Exact: every name is restored as it was. Knows no ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CommittedPrompts", "CommittedState"]
 DIGITS = "0123456789"
 
 MAX_DIGITS = 18
-"""Of a number; digits before these belong to the name, so that a number fits in 64 bits."""
+"""The most digits of a number; digits before these belong to the name, so that a number fits in 64 bits."""
 
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[1-9a-f][0-9a-f]*$")]
 """A bit mask above 0."""
@@ -34,15 +34,15 @@ class PromptRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     env: str
     name: str
-    """What stands before the number; leading zeros belong to it."""
+    """The part before the number; leading zeros belong to it."""
     mask: Hex
     """The repetitions."""
     numbers: list[Length]
-    """Alternately how many numbers are left out and how many follow, from 0 on: [5, 2, 1, 1] are 5, 6 and 8."""
+    """The lengths of a gap and of a range in turn, from 0 on: [5, 2, 1, 1] are 5, 6 and 8."""
 
 
 class CommittedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds of `CommittedPrompts`."""
+    """The form of `CommittedPrompts` in a checkpoint."""
 
     ranges: list[PromptRanges]
     prompts: list[tuple[str, str, Hex]]
@@ -59,14 +59,14 @@ class CommittedPrompts(Mapping[GroupId, int]):
     [{'env': 'chain_sum', 'name': '', 'mask': '3', 'numbers': [0, 1000]}]
 
     Args:
-        committed: what was trained before.
+        committed: the repetitions that were trained before.
     """
 
     __slots__ = ("_others", "_series")
 
     def __init__(self, committed: Mapping[GroupId, int] | None = None) -> None:
         self._series: dict[tuple[str, str], Masks] = {}
-        """By environment and what stands before the number."""
+        """By environment and the part of the name before the number."""
         self._others: dict[GroupId, int] = {}
         """Prompts whose names do not end in a number."""
         if isinstance(committed, CommittedPrompts):
@@ -78,7 +78,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
     def mask(self, group: GroupId) -> int:
         """Return the repetitions of `group` that were trained, as a bit mask."""
-        if not self._series and not self._others:  # so it always is in a worker
+        if not self._series and not self._others:  # always so in a worker
             return 0
         env, instance_id = group
         name, number = _split(instance_id)
@@ -127,7 +127,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
     @property
     def state(self) -> CommittedState:
-        """What a checkpoint keeps."""
+        """The value for a checkpoint."""
         ranges: list[PromptRanges] = []
         prompts = [(env, instance_id, f"{mask:x}") for (env, instance_id), mask in self._others.items()]
         for (env, name), masks in self._series.items():
@@ -138,25 +138,25 @@ class CommittedPrompts(Mapping[GroupId, int]):
         return CommittedState(ranges, prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         state: dict[str, Any] = msgspec.to_builtins(self.state)
         return state
 
     @classmethod
     def of_state(cls, state: Any) -> CommittedPrompts:
-        """Return what `state`, or `state_dict`, was taken from.
+        """Return the prompts of which `state` is the `state` or the `state_dict()`.
 
         Raises:
-            ValueError: it is no such state, or tells of a prompt twice.
+            ValueError: it is no such state, or has a prompt twice.
         """
-        told = state if isinstance(state, CommittedState) else msgspec.convert(state, CommittedState)
+        typed = state if isinstance(state, CommittedState) else msgspec.convert(state, CommittedState)
         committed = cls()
         series: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
-        for ranges in told.ranges:
+        for ranges in typed.ranges:
             series[ranges.env, ranges.name] += _runs_of(ranges)
         for (env, name), runs in series.items():
             committed._series[env, name] = _filled(env, name, runs)
-        for env, instance_id, mask in told.prompts:
+        for env, instance_id, mask in typed.prompts:
             group = GroupId(env, instance_id)
             if group in committed:
                 raise ValueError(f"expected every committed prompt once, got {env}/{instance_id} twice")
@@ -165,9 +165,9 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
 
 def _split(instance_id: str) -> tuple[str, int | None]:
-    """What stands before the number at the end of a name, and the number; no number where the name ends in no digit.
+    """Return the part of a name before the number at its end, and the number; None where the name ends in no digit.
 
-    Leading zeros, and digits before the last `MAX_DIGITS`, stand before it: name and number make the same name again.
+    Leading zeros, and digits before the last `MAX_DIGITS`, belong to the first part: both parts joined are the name.
 
     >>> _split("run-2.017"), _split("0"), _split("chess")
     (('run-2.0', 17), ('', 0), ('chess', None))
@@ -184,7 +184,7 @@ def _split(instance_id: str) -> tuple[str, int | None]:
 
 
 def _ranges_of(env: str, name: str, runs: list[Run]) -> Iterator[PromptRanges]:
-    """What a checkpoint keeps of `runs`, which are in order."""
+    """Yield the ranges that a checkpoint stores for `runs`, which are in order."""
     by_mask: defaultdict[int, list[int]] = defaultdict(list)
     for first, stop, mask in runs:
         by_mask[mask] += (first, stop)
@@ -194,7 +194,7 @@ def _ranges_of(env: str, name: str, runs: list[Run]) -> Iterator[PromptRanges]:
 
 
 def _runs_of(ranges: PromptRanges) -> Iterator[Run]:
-    """What `_ranges_of` made these of.
+    """Yield the runs of which `_ranges_of` made `ranges`.
 
     Raises:
         ValueError: a range is empty, or incomplete.
@@ -208,7 +208,7 @@ def _runs_of(ranges: PromptRanges) -> Iterator[Run]:
 
 
 def _filled(env: str, name: str, runs: list[Run]) -> NumberMasks:
-    """The masks that have `runs`.
+    """Return the masks that have `runs`.
 
     Raises:
         ValueError: a number is in two of them, or no name of a prompt is written like this.

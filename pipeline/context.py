@@ -1,8 +1,8 @@
-"""What surrounds a running stage: the ledger, the metrics, and which of several workers it is.
+"""The context of a running stage: the ledger, the metrics, and the worker that it is among several.
 
 A context variable, set by the pipeline for each stage's task, so that a stage's signature stays inbox and outbox.
-Where no pipeline runs (a stage driven by hand, a script of one's own) there is a detached context: everything works,
-nobody listens.
+Where no pipeline runs (a stage that a test drives, a script of one's own) there is a detached context, which works the
+same and whose ledger and metrics belong to no run.
 """
 
 from __future__ import annotations
@@ -22,78 +22,78 @@ __all__ = ["Context", "Flush", "Worker", "current", "drop", "entered", "outlivin
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which of several equal workers runs this stage. Seeds and instance ids are made from it."""
+    """The worker, among several equal ones, that runs this stage. Seeds and instance ids are derived from it."""
 
     index: int = 0
     """0 to count − 1."""
     count: int = 1
-    """How many workers share the work."""
+    """Workers that share the work."""
     restart: int = 0
-    """How often the worker was restarted."""
+    """Times that the worker was restarted."""
 
 
 class Flush:
-    """Whether a source wants stages to hold nothing back; one for all stages of a run. See `flush`."""
+    """The request of a source that stages send on all that they hold; one for all stages of a run. See `flush`."""
 
     def __init__(self) -> None:
         self._requested = False
-        self._watching: list[Callable[[], None]] = []
-        """Looks of the stages that wait for a record and would rather flush."""
+        self._checks: list[Callable[[], None]] = []
+        """The checks of stages that wait for a record and hold some back."""
 
     def __repr__(self) -> str:
-        return f"<Flush: {'requested' if self._requested else 'not requested'}, {len(self._watching)} stages waiting>"
+        return f"<Flush: {'requested' if self._requested else 'not requested'}, {len(self._checks)} stages waiting>"
 
     def request(self) -> None:
         """Ask every stage to send on what it holds, until `withdraw`."""
         self._requested = True
-        self.look()
+        self.check()
 
     def withdraw(self) -> None:
-        """Let stages gather again: records come."""
+        """Let stages hold records back again: more will come."""
         self._requested = False
 
-    def look(self) -> None:
-        """Have those that wait see whether it is their turn: a trajectory has ended, so less is on its way."""
+    def check(self) -> None:
+        """Call the checks of waiting stages: a trajectory has ended, so a requested flush may be due for one."""
         if self._requested:
-            for look in list(self._watching):
-                look()
+            for check in list(self._checks):
+                check()
 
     @contextmanager
-    def watched(self, look: Callable[[], None]) -> Iterator[None]:
-        """Within the body, call `look` now and whenever a flush that is requested may have become due."""
-        self._watching.append(look)
+    def checked_by(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call `check` now and whenever a requested flush may have become due, until the body ends."""
+        self._checks.append(check)
         try:
             if self._requested:
-                look()
+                check()
             yield
         finally:
-            self._watching.remove(look)
+            self._checks.remove(check)
 
 
-def _nothing() -> bool:
+def _always() -> bool:
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a stage can reach besides its channels."""
+    """Everything that a stage can use besides its channels."""
 
     ledger: Ledger = field(default_factory=Ledger)
     metrics: Metrics = field(default_factory=Metrics)
     worker: Worker = Worker()
     dropped: Counter[EndState] = field(default_factory=Counter)
-    """What this stage has dropped, by the state that it ended in."""
+    """Trajectories that this stage has dropped, by their end state."""
     flush: Flush = field(default_factory=Flush)
-    """Whether stages are to hold nothing back."""
-    nothing_on_the_way: Callable[[], bool] = _nothing
-    """Whether every trajectory in flight is in this stage or behind it."""
+    """The request that stages send on all that they hold."""
+    nothing_on_the_way: Callable[[], bool] = _always
+    """Returns whether every trajectory in flight is in this stage or downstream of it."""
     on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
-    """Called, where there are any, instead of cancelling this stage when the sink has returned."""
+    """Called when the sink has returned; a stage that has any is not cancelled then."""
 
 
 @contextmanager
 def outliving_the_sink(call: Callable[[], None]) -> Iterator[None]:
-    """Within the body, have `call` called instead of this stage cancelled when the sink has returned."""
+    """Have `call` called when the sink returns within the body, instead of this stage being cancelled."""
     calls = current().on_sink_returned
     calls.append(call)
     try:
@@ -106,7 +106,7 @@ _context: ContextVar[Context] = ContextVar("penstock")
 
 
 def current() -> Context:
-    """The context of the running stage; a detached one, kept from then on, where there is none."""
+    """Return the context of the running stage; where there is none, a detached one, which is kept."""
     try:
         return _context.get()
     except LookupError:
@@ -126,7 +126,7 @@ def entered(context: Context) -> Iterator[Context]:
 
 
 def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str) -> None:
-    """Say what became of records that a stage does not send on: the ledger counts them, the metrics too.
+    """Record the end of trajectories that a stage does not send on, in the ledger and in the metrics.
 
     >>> drop([], "filtered", "zero_variance")
 

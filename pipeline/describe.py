@@ -1,4 +1,4 @@
-"""A pipeline as text: each stage with where it runs, each edge with what it may hold."""
+"""Describe a pipeline as text: each stage with its placement, each edge with its capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["drawn"]
 
 
 def drawn(nodes: Sequence[StageNode]) -> str:
-    """The chain from top to bottom, one line a stage and one an edge."""
+    """Return the chain from top to bottom, one line for each stage and each edge."""
     width = max(len(node.name) for node in nodes)
     lines = [_stage(nodes[0], width)]
     for before, after in pairwise(nodes):

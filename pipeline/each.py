@@ -23,7 +23,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, slots=True)
 class Each(Generic[In, Out]):
-    """Call `function` for every record, and send what it returns."""
+    """A stage that calls `function` for every record, and sends what it returns."""
 
     function: Callable[[In], Awaitable[Out]]
     concurrency: int = 1
@@ -34,7 +34,7 @@ class Each(Generic[In, Out]):
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def stage_info(self) -> StageInfo:
@@ -61,7 +61,7 @@ class Each(Generic[In, Out]):
 
 
 def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> Each[In, Out]:
-    """A stage that calls `function` for every record, `concurrency` calls at a time.
+    """Return a stage that calls `function` for every record, `concurrency` calls at a time.
 
     async def shorten(group: TrajectoryGroup) -> TrajectoryGroup: ...
 

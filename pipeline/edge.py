@@ -1,8 +1,8 @@
-"""What lies between two stages while a pipeline runs: a channel, and a count of the trajectories that pass.
+"""The edge between two stages of a running pipeline: a channel, and a count of the trajectories that pass.
 
-A stage is given a `CountingSendChannel`, which is the sending end of its channel with two things added: trajectories
-are counted, and behind a source they are admitted to the ledger, so that a source of one's own need not know that there
-is one. What a source sends a second time goes no further than here.
+A stage gets a `CountingSendChannel`, the sending end of its channel with two additions: it counts trajectories, and
+behind a source it admits them to the ledger, so that a user's source need not know the ledger. A copy of a trajectory
+that a source sends again is dropped here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDS = (TrajectoryGroup, TrainBatch)
 
 
 def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
-    """The repetitions of each prompt that `record` holds; nothing where it is neither a group nor a batch."""
+    """Yield the repetitions of each prompt in `record`; none where it is neither a group nor a batch."""
     if isinstance(record, TrajectoryGroup):
         yield record.id, record.repetition_ids.tolist()
     elif isinstance(record, TrainBatch):
@@ -43,7 +43,7 @@ def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
 
 
 class EdgeCounter:
-    """What is noted of the records that pass from one stage to the next."""
+    """Counts the trajectories that pass from one stage to the next, and admits those of a source to the ledger."""
 
     __slots__ = ("_admits_to", "_leaves", "_on_sent", "trajectories")
 
@@ -55,19 +55,19 @@ class EdgeCounter:
         leaves: Ledger | None = None,
     ) -> None:
         self.trajectories = 0
-        """How many have passed."""
+        """Trajectories that have passed."""
         self._admits_to = admits_to
         """The ledger, behind a source."""
         self._on_sent = on_sent
-        """Called after every record, in a worker: passes on what was observed meanwhile."""
+        """Called after every record, in a worker: sends a report when one is due."""
         self._leaves = leaves
-        """The ledger, at the end of a fragment: what leaves it is handed over once more, by whoever runs it."""
+        """The ledger, at the end of a fragment: the edge around the fragment hands its records over once more."""
 
     def admit(self, record: T) -> T | None:
-        """`record` is about to be sent: what of it may go; None where all of it are copies.
+        """Return the part of `record` that may be sent; None where all of its trajectories are copies.
 
         Raises:
-            InvalidRecord: a column of it is no array, or one of another dtype. So the stage that sends it is blamed.
+            InvalidRecord: a column is no array, or has another dtype; raised here, in the stage that sends it.
         """
         if not isinstance(record, RECORDS):
             return record
@@ -82,12 +82,12 @@ class EdgeCounter:
         return cast("T | None", admitted)
 
     def take_back(self, record: object) -> None:
-        """`record` was admitted and could not be sent."""
+        """Undo the admission of `record`, which could not be sent."""
         if self._admits_to is not None and isinstance(record, RECORDS):
             self._admits_to.take_back(record)
 
     def count(self, record: object) -> None:
-        """`record` has passed."""
+        """Count `record`, which has passed."""
         if isinstance(record, RECORDS):
             self.trajectories += len(record)
         if self._on_sent is not None:
@@ -96,17 +96,17 @@ class EdgeCounter:
 
 @dataclass(slots=True, eq=False)
 class _OpenEnds:
-    """What an outbox and its clones share."""
+    """State that an outbox and its clones share."""
 
     open: list[CountingSendChannel[Any]] = field(default_factory=list)
     waited_s: float = 0.0
-    """How long those waited that are closed."""
+    """Seconds that the ends waited that are closed by now."""
 
 
 class CountingSendChannel(AsyncCloseable, Generic[T]):
-    """The sending end that a stage is given; see `SendChannel`."""
+    """The sending end that a stage gets; see `SendChannel`."""
 
-    __slots__ = ("_end", "_ends", "_passage")
+    __slots__ = ("_counter", "_end", "_ends")
 
     def __init__(self, end: SendChannel[T], counter: EdgeCounter, ends: _OpenEnds | None = None) -> None:
         self._end = end
@@ -118,10 +118,10 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
         return f"<CountingSendChannel of {self._end!r}>"
 
     async def send(self, record: T, /) -> None:
-        """Hand over `record`; see `SendChannel.send`."""
+        """Send `record`; see `SendChannel.send`."""
         admitted = self._counter.admit(record)
         if admitted is None:
-            await anyio.lowlevel.checkpoint()  # one that sends nothing but copies lets others run too
+            await anyio.lowlevel.checkpoint()  # a stage that sends only copies must let other tasks run too
             return
         try:
             await self._end.send(admitted)
@@ -131,7 +131,7 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
         self._counter.count(admitted)
 
     def send_nowait(self, record: T, /) -> None:
-        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        """Send `record` if there is credit for it now; see `SendChannel.send_nowait`."""
         admitted = self._counter.admit(record)
         if admitted is None:
             return
@@ -143,40 +143,40 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
         self._counter.count(admitted)
 
     def clone(self) -> CountingSendChannel[T]:
-        """Another sending end of the same channel; see `SendChannel.clone`."""
+        """Return another sending end of the same channel; see `SendChannel.clone`."""
         return CountingSendChannel(self._end.clone(), self._counter, self._ends)
 
     async def aclose(self) -> None:
-        """Close this end. AsyncCloseable twice is fine."""
+        """Close this end; closing it again does nothing."""
         if self in self._ends.open:
             self._ends.open.remove(self)
             self._ends.waited_s += self._end.statistics().waited_s
             await self._end.aclose()
 
     async def close_all(self) -> None:
-        """Close this end and its clones: the stage has returned, so nobody will."""
+        """Close this end and its clones, after the stage has returned."""
         with anyio.CancelScope(shield=True):
             while self._ends.open:
                 await self._ends.open[-1].aclose()
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """Return the state of this end; see `SendChannel.statistics`."""
         return self._end.statistics()
 
     @property
     def all_closed(self) -> bool:
-        """Whether this end and its clones are closed: nothing more comes."""
+        """Return whether this end and all its clones are closed."""
         return not self._ends.open
 
     @property
     def waits(self) -> tuple[bool, float]:
-        """Whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
+        """Return whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
         taken = [end.statistics() for end in self._ends.open]
         return any(each.waiting_for for each in taken), self._ends.waited_s + sum(each.waited_s for each in taken)
 
 
 class StoppableReceiveChannel(AsyncReceiver[T]):
-    """The receiving end that a sink is given, of which the run can end the stream; see `ReceiveChannel`."""
+    """The receiving end that a sink gets, whose stream the run can end; see `ReceiveChannel`."""
 
     __slots__ = ("_end", "_ended", "_until_checkpoint", "_waiting")
 
@@ -190,7 +190,7 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
         return f"<StoppableReceiveChannel of {self._end!r}>"
 
     def end(self) -> None:
-        """End the stream here, whatever else was sent."""
+        """End the stream here, also where more was sent."""
         self._ended = True
         for scope in self._waiting:
             scope.cancel()
@@ -224,11 +224,11 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
             raise anyio.EndOfStream
 
     async def aclose(self) -> None:
-        """Close this end. AsyncCloseable twice is fine."""
+        """Close this end; closing it again does nothing."""
         await self._end.aclose()
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the state of this end; see `ReceiveChannel.statistics`."""
         return self._end.statistics()
 
 
@@ -251,7 +251,7 @@ class Edge:
         self.counter = counter
 
     def statistics(self) -> EdgeStatistics:
-        """What lies between the two stages now."""
+        """Return the state of this edge now."""
         return EdgeStatistics(
             upstream=self.upstream,
             downstream=self.downstream,
@@ -261,12 +261,12 @@ class Edge:
 
     @property
     def starved(self) -> bool:
-        """Whether the stage downstream waits for records."""
+        """Return whether the stage downstream waits for records."""
         return self.inbox.statistics().waiting_for == "record"
 
     @property
     def congested(self) -> bool:
-        """Whether the stage upstream waits for credit; for one in processes, whether all of them have used theirs."""
+        """Return whether the stage upstream waits for credit; in processes, whether all of them have used theirs."""
         if self.outbox is not None:
             return self.outbox.waits[0]
         channel = self.inbox.statistics()

@@ -64,23 +64,23 @@ class RecordTooLarge(PenstockError):
 
 
 class ChannelFull(PenstockError, anyio.WouldBlock):
-    """`send_nowait` found no credit: the receiver has not released enough of what it was sent."""
+    """`send_nowait` found no credit: the receiver has not released enough of the records that were sent."""
 
 
 class PeerLost(PenstockError, anyio.BrokenResourceError):
-    """The process at the other end died without saying goodbye; the message names it."""
+    """The process at the other end died without closing the channel; the message names it."""
 
 
 class RecordCorrupted(PeerLost):
-    """Records that came are not those that were sent, by their checksum; their sender was cut off."""
+    """Received records differ from the sent ones, by their checksum; their sender was disconnected."""
 
 
 class PeerClosed(PenstockError, anyio.BrokenResourceError):
-    """The other end closed the channel: nothing that is sent now would be received."""
+    """The other end closed the channel: a record that is sent now would not be received."""
 
 
 class NobodyListens(PenstockError, ConnectionError):
-    """Nobody answers at a URL: no receiver of a channel, no publisher of weights, no inference server."""
+    """There is no listener at a URL: no receiver of a channel, no publisher of weights, no inference server."""
 
 
 class OutOfSharedMemory(PenstockError, MemoryError):
@@ -88,11 +88,11 @@ class OutOfSharedMemory(PenstockError, MemoryError):
 
 
 class OutOfFileDescriptors(PenstockError, OSError):
-    """This process, or the machine, has not as many file descriptors left as what is to be started needs."""
+    """This process, or the machine, has fewer file descriptors left than are needed."""
 
 
 class DiskFull(PenstockError, OSError):
-    """A disk, a quota or the limit on the size of a file has no room; what was written there before stays whole."""
+    """A disk, a quota or the limit on the size of a file is exhausted; data written before stays whole."""
 
 
 class NotWritable(PenstockError, OSError):
@@ -100,7 +100,7 @@ class NotWritable(PenstockError, OSError):
 
 
 class MemberAbsent(PenstockError):
-    """A sender that is counted by name did not come, or was lost and did not come back, in `absence_timeout_s`."""
+    """A sender that is counted by name did not connect, or did not reconnect, in `absence_timeout_s`."""
 
 
 class MemberNameInUse(PenstockError):
@@ -108,11 +108,11 @@ class MemberNameInUse(PenstockError):
 
 
 class MemberNameRequired(PenstockError):
-    """A sender without a name came to a receiver that counts senders by name."""
+    """A sender without a name connected to a receiver that counts senders by name."""
 
 
 class TooManyMembers(PenstockError):
-    """More names came than a receiver counts senders; the message lists those that it knows."""
+    """More names connected than a receiver counts senders; the message lists those that it knows."""
 
 
 class TooManySenders(PenstockError):
@@ -120,19 +120,19 @@ class TooManySenders(PenstockError):
 
 
 class ReplayBufferFull(PenstockError):
-    """A lasting sender may keep no more, and no checkpoint holds what it keeps; the message says what to do."""
+    """A sender with replay may retain no more, and no checkpoint holds its records; the message says what to do."""
 
 
 class IllegalTransition(PenstockError):
-    """A slot was asked to do what its state does not allow; the message tells the slot's story."""
+    """An operation on a slot that its state does not allow; the message holds the slot's history."""
 
 
 class StaleDescriptor(PenstockError):
-    """A descriptor or a release speaks of a slot that was reused, or of bytes outside the segment."""
+    """A descriptor or a release names a slot that was reused, or bytes outside the segment."""
 
 
 class InvalidKey(PenstockError, ValueError):
-    """A key is no key, belongs to another user, or lies where others can read it."""
+    """A key is malformed, belongs to another user, or lies where others can read it."""
 
 
 class KeyUnavailable(PenstockError, OSError):
@@ -140,11 +140,11 @@ class KeyUnavailable(PenstockError, OSError):
 
 
 class InvalidPipeline(PenstockError):
-    """A chain cannot work as it is written; the message lists every problem, and says what to write instead."""
+    """A chain cannot work as written; the message lists every problem, and says what to write instead."""
 
 
 class StageFailed(PenstockError):
-    """A stage raised; `__cause__` holds the exception, the message the stage's name."""
+    """A stage raised; `__cause__` is the exception, and the message names the stage."""
 
 
 class RolloutsFailed(PenstockError):
@@ -152,7 +152,7 @@ class RolloutsFailed(PenstockError):
 
 
 class RewardFunctionFailed(PenstockError):
-    """A reward function failed so many times in a row that the run ended; `__cause__` is what it raised last."""
+    """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
 class RecordsSwallowed(PenstockError):
@@ -160,7 +160,7 @@ class RecordsSwallowed(PenstockError):
 
 
 class NothingTrained(PenstockError):
-    """A run ended by itself, and trained nothing; the message says how its trajectories ended."""
+    """A run ended by itself without training; the message says how its trajectories ended."""
 
 
 class WorkerFailed(StageFailed):
@@ -168,15 +168,15 @@ class WorkerFailed(StageFailed):
 
 
 class EngineFailed(PenstockError):
-    """An engine failed at what it can do, as often as it was tried; the message says how."""
+    """An engine failed at a valid request in every attempt; the message says how."""
 
 
 class EngineTimedOut(PenstockError, TimeoutError):
-    """An engine took too long, as often as it was tried; the message says how long it had."""
+    """An engine exceeded its timeout in every attempt; the message gives the timeout."""
 
 
 class EngineRefused(PenstockError):
-    """An engine was asked for what it cannot do, or not now; the message says why."""
+    """An engine rejected a request that it cannot serve, or cannot serve now; the message says why."""
 
 
 class ServerFailed(PenstockError):
@@ -192,11 +192,11 @@ class JournalInUse(PenstockError):
 
 
 class RunInUse(PenstockError):
-    """Another process runs in the folder that is to keep a run."""
+    """Another process runs in the folder of a run."""
 
 
 class RunStopped(SystemExit):
-    """SIGTERM or SIGINT has stopped a run in good order; ends the script with exit code 143 or 130."""
+    """SIGTERM or SIGINT has stopped a run gracefully; ends the script with exit code 143 or 130."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(128 + by)
@@ -211,7 +211,7 @@ class LedgerImbalance(PenstockError):
 
 
 class WeightsMismatch(PenstockError):
-    """Published weights do not fit the model; the message lists every tensor with expected and found."""
+    """Published weights do not fit the model; the message lists every tensor, expected and found."""
 
 
 class WeightsDamaged(PenstockError, OSError):
@@ -223,7 +223,7 @@ class WeightsInUse(PenstockError):
 
 
 class StaleHandle(PenstockError):
-    """A handle leads to weights of a publisher that died, or to those of another one."""
+    """A handle refers to weights of a publisher that died, or of another publisher."""
 
 
 class NoDevice(PenstockError):
@@ -231,4 +231,4 @@ class NoDevice(PenstockError):
 
 
 class MissingExtra(PenstockError, ImportError):
-    """An optional dependency is absent; the message gives the `pip install` that brings it."""
+    """An optional dependency is absent; the message gives the `pip install` command for it."""

@@ -1,4 +1,4 @@
-"""Exception groups, told as what they mostly are: one failure, and tasks that were cancelled because of it."""
+"""Unwrap exception groups: most hold one failure, of a task whose siblings were cancelled because of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["all_of", "consists_of", "first_exception", "single_exception", "unwr
 
 
 def single_exception(error: BaseException) -> BaseException:
-    """The only exception within `error`, however deep its groups are nested; `error` itself where there are several.
+    """Return the only exception within `error`, at any depth of groups; `error` itself where there are several.
 
     >>> single_exception(ExceptionGroup("tasks", [ExceptionGroup("more tasks", [ValueError("the cause")])]))
     ValueError('the cause')
@@ -24,7 +24,7 @@ def single_exception(error: BaseException) -> BaseException:
 
 @contextmanager
 def unwrap_single() -> Iterator[None]:
-    """What a single task of the body's task group fails of comes out as itself, with the cause that it has.
+    """Raise the only exception in a group that the body raises, with its own cause, instead of the group.
 
     >>> with unwrap_single():
     ...     raise ExceptionGroup("tasks", [ValueError("the cause")])
@@ -39,9 +39,9 @@ def unwrap_single() -> Iterator[None]:
 
 
 def first_exception(error: BaseException, kind: type[BaseException]) -> BaseException:
-    """The first exception within `error` where all are of one `kind`, the others noted on it; else its sole cause.
+    """Return the first exception within `error` where all are of one `kind`, with the others as notes.
 
-    For equal workers that fail of the same thing in the same moment.
+    Return `single_exception` of it otherwise. For equal workers that fail of the same cause at the same time.
     """
     causes = list(_leaves(error))
     if not all(isinstance(cause, kind) for cause in causes):
@@ -66,7 +66,7 @@ def all_of(error: BaseException, kind: type[BaseException]) -> bool:
 
 
 def consists_of(error: BaseException, failure: BaseException | None) -> bool:
-    """Whether `error` is `failure`, or groups that hold nothing else."""
+    """Return whether `error` is `failure`, or groups that hold nothing else."""
     if isinstance(error, BaseExceptionGroup):
         return all(consists_of(inner, failure) for inner in error.exceptions)
     return error is failure

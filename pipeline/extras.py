@@ -1,4 +1,4 @@
-"""Imports that an optional extra brings: without it, the error gives the command that installs it."""
+"""Import modules of an optional extra: where one is absent, the error gives the command that installs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["extra"]
 
 @contextmanager
 def extra(name: str, needed_by: str) -> Iterator[None]:
-    """Import within the body what the extra `name` installs.
+    """Import modules within the body that the extra `name` installs.
 
     Raises:
         MissingExtra: a module is not installed; the message names it, `needed_by`, and the command that installs it.

@@ -1,7 +1,7 @@
 """The limit on failed rollouts in a row: a run whose rollouts all fail ends, and says why.
 
-One streak a run. It is read off two counters that only grow, failures and successes of all workers together, so that it
-needs no order between processes: as long as no success was added, all failures since the last look are in a row.
+One streak a run. It is computed from two counters that only grow, failures and successes of all workers together, so it
+needs no order between processes: while no success is added, all failures since the last check are in a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .processes.shared_counters import OTHER_REASONS, UNTOLD
 __all__ = ["FAILURE_LIMIT", "FailureStreak", "first_reasons"]
 
 FAILURE_LIMIT = 64
-"""Failed rollouts in a row, in the whole run, with which it ends: eight groups of eight of which nothing is left."""
+"""Failed rollouts in a row, in the whole run, at which it ends: eight groups of eight in which every rollout failed."""
 
 REASONS_SHOWN = 3
 """Reasons that a message lists, those that came most often."""
@@ -27,12 +27,12 @@ class FailureStreak:
 
     def __init__(self) -> None:
         self._succeeded = 0
-        """Successes at the last look."""
+        """Successes at the last check."""
         self._failed_before = 0
-        """Failures when the number of successes was last seen to grow."""
+        """Failures at the last check that found more successes."""
 
     def check(self, failed: int, succeeded: int, reasons: Callable[[], Mapping[str, int]]) -> None:
-        """Take in both counters as they are now; `failed` must have been read before `succeeded`.
+        """Check the current values of both counters; `failed` must have been read before `succeeded`.
 
         Raises:
             RolloutsFailed: `FAILURE_LIMIT` rollouts failed in a row; the message lists the most frequent `reasons`.
@@ -44,18 +44,18 @@ class FailureStreak:
             raise RolloutsFailed(
                 f"expected at least one of {FAILURE_LIMIT} rollouts in a row to succeed, got {in_a_row} failures and "
                 f"no success between them ({failed} failures, {succeeded} successes in all): "
-                f"{first_reasons(reasons())}. Mend the environment; the first traceback of each error is in the log"
+                f"{first_reasons(reasons())}. Fix the environment; the first traceback of each error is in the log"
             )
 
 
 def first_reasons(reasons: Mapping[str, int]) -> str:
-    """Return the most frequent of `reasons`, each with its count; those that say nothing of the cause come last."""
-    most = sorted(reasons.items(), key=lambda item: (_says_nothing(item[0]), -item[1]))
+    """Return the most frequent of `reasons`, each with its count; those that name no cause come last."""
+    most = sorted(reasons.items(), key=lambda item: (_is_unspecific(item[0]), -item[1]))
     listed = [f"{count} × {reason}" if reason else str(count) for reason, count in most[:REASONS_SHOWN]]
     more = [f"{len(most) - REASONS_SHOWN} more reasons"] if len(most) > REASONS_SHOWN else []
     return ", ".join(listed + more)
 
 
-def _says_nothing(reason: str) -> bool:
-    """Return whether `reason` gathers others, or stands for one that its worker has not told yet."""
+def _is_unspecific(reason: str) -> bool:
+    """Return whether `reason` stands for several, or for one that its worker has not reported yet."""
     return reason == OTHER_REASONS or reason.startswith(UNTOLD)

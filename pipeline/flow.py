@@ -1,7 +1,7 @@
 """Stages joined into a pipeline: `source(…).then(…).sink(…)`, typed so that a chain that does not fit is a type error.
 
-What is built here is a description, an immutable value; `Pipeline.run` brings it to life, any number of times. Capacity
-and placement belong to the edge, so they stand here and not in the stages.
+A flow and a pipeline are descriptions, immutable values; `Pipeline.run` runs one any number of times. Capacity and
+placement belong to the edge, so they are arguments here and not fields of the stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .stage_info import StageInfo, info_of
 from .stage_node import StageNode, name_of, named, sent_along
 from .statistics import PipelineStatistics, Report
 from .stop_message import stop_message
-from .stop_signals import STOP_TIMEOUT_S, StopRequest, say, stop_request
+from .stop_signals import STOP_TIMEOUT_S, StopRequest, print_line, stop_request
 from .telemetry import Metrics, get_logger
 
 __all__ = ["Flow", "Pipeline", "source"]
@@ -46,13 +46,13 @@ New = TypeVar("New")
 
 @dataclass(frozen=True, slots=True)
 class Flow(Generic[Out_co]):
-    """A source and the stages after it, open at its end. A source itself, so that fragments can be composed."""
+    """A source and the stages after it, without a sink. Itself a source, so that fragments can be composed."""
 
     nodes: tuple[StageNode, ...]
     """The stages so far, each with the edge that leads to it."""
 
     def stage_info(self) -> StageInfo:
-        """State the names of its stages, the type that the last one sends, and the last known bound on its groups."""
+        """Return the names of its stages, the type that the last one sends, and the last known bound on its groups."""
         last = sent_along(record_types(node.stage) for node in self.nodes)[-1]
         bounds = (info_of(node.stage).sends_at_most_tokens for node in reversed(self.nodes))
         return StageInfo(
@@ -63,7 +63,7 @@ class Flow(Generic[Out_co]):
         )
 
     def resume_from(self, point: ResumePoint) -> Flow[Out_co]:
-        """Return the same flow in a run that is resumed."""
+        """Return this flow with its stages resumed from `point`."""
         return replace(self, nodes=resumed(self.nodes, point))
 
     def then(
@@ -74,72 +74,72 @@ class Flow(Generic[Out_co]):
         capacity: int | None = None,
         capacity_bytes: int | None = None,
     ) -> Flow[New]:
-        """The flow with `stage` at its end.
+        """Return the flow with `stage` at its end.
 
         Args:
             stage: receives what the flow sends.
             on: `here()` or `processes(n)`.
-            capacity: records that may wait before `stage`: 2 by default; between processes 64 for each worker.
+            capacity: records that may wait in front of `stage`: 2 by default; between processes 64 for each worker.
             capacity_bytes: bytes that may wait; between processes 64 MiB for each worker, allocated when it starts.
 
         Raises:
-            InvalidPipeline: `stage` is a class, a source or a sink, or `on` is no placement; it says what to write.
+            InvalidPipeline: `stage` is a class, a source or a sink, or `on` is no placement; with the line to write.
         """
         refuse_misplaced_stage("stage", stage)
         refuse_unknown_placement(on)
         return Flow(named((*self.nodes, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
 
     def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
-        """The pipeline that ends in `stage`, which runs here; capacities as in `then`.
+        """Return the pipeline that ends in `stage`, which runs here; capacities as in `then`.
 
         Raises:
-            InvalidPipeline: `stage` is a class, or no sink; it says what to write.
+            InvalidPipeline: `stage` is a class, or no sink; with the line to write.
         """
         refuse_misplaced_stage("sink", stage)
         return Pipeline(named((*self.nodes, StageNode(stage, name_of(stage), HERE, capacity, capacity_bytes))))
 
     @ends_in_a_sink
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
-        """Run the stages and send what the last one sends: what makes a flow a source.
+        """Run the stages, and send the records of the last one to `outbox`: `Source.run` of a flow.
 
         Raises:
-            InvalidPipeline: there is no `outbox`: what was meant is a pipeline, which ends in a sink.
+            InvalidPipeline: there is no `outbox`: the call was meant for a pipeline, which ends in a sink.
             StageFailed: a stage raised.
         """
         await Run(self.nodes, current(), outbox).run()
 
 
 class Pipeline:
-    """A chain from a source to a sink. Describes what is to run, runs it, and says how it is going."""
+    """A chain from a source to a sink: its description, its run, and the statistics of that."""
 
     def __init__(self, nodes: tuple[StageNode, ...]) -> None:
         self.nodes = nodes
         """The stages, source first, each with the edge that leads to it."""
         self.report: Report | None = None
-        """What the last run came to, also when it was cancelled or failed; None before, and while one runs."""
+        """The report of the last run, also of one that was cancelled or failed; None before, and while one runs."""
         self._run: Run | None = None
-        """The run that is on, or was last."""
+        """The present run, or the last one."""
         self._running = False
 
     def __repr__(self) -> str:
         return f"<Pipeline {' → '.join(node.name for node in self.nodes)}>"
 
     def check(self) -> None:
-        """Find what cannot work, before anything starts.
+        """Check the chain for problems, before anything starts.
 
         Raises:
-            InvalidPipeline: listing every problem, and what to change.
+            InvalidPipeline: with every problem, and what to change.
         """
         found = problems(self.nodes)
         if found:
             raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
 
     def describe(self) -> str:
-        """The pipeline as text: each stage with where it runs, each edge with what it may hold."""
+        """Return the pipeline as text: each stage with its placement, each edge with its capacity."""
         return drawn(self.nodes)
 
     def statistics(self) -> PipelineStatistics:
-        """What every stage does and waits for, and what every edge holds: now, or as the last run left it."""
+        """Return the state and waits of every stage, and the content of every edge: now, or at the last run's end."""
         return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), edges=())
 
     async def run(
@@ -150,28 +150,28 @@ class Pipeline:
         metrics: Metrics | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
-        """Run until the sink has returned, which it does when the stream ends or when it has had enough.
+        """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
 
-        Whatever ends the run, cancellation too, `report` says afterwards what it came to.
+        However the run ends, cancellation included, `report` is set afterwards.
 
-        SIGTERM and Ctrl-C stop it in good order: what the sink is in is finished, SinkTrainer writes a checkpoint, and
-        the script ends with exit code 143 or 130. A second signal ends the process at once. So it is where the run is
-        in the main thread of a script that does not handle the signal itself.
+        SIGTERM and Ctrl-C stop it gracefully: the sink finishes its present step, SinkTrainer writes a checkpoint, and
+        the script ends with exit code 143 or 130. A second signal ends the process at once. This holds where the run
+        is in the main thread of a script that does not handle the signal itself.
 
         Args:
-            folder: keeps the run: its checkpoints, and its metrics in `metrics.jsonl`. Where it holds some of a run
-                before, that one is gone on with from its last checkpoint.
-            ledger: the books to keep, a restored one to continue a run; new ones by default.
-            metrics: where stages put their metrics; give one with sinks to see them.
-            stop_timeout_s: seconds that the process has from the first signal to its end, before it is ended as it is.
+            folder: of the run's checkpoints, and of its metrics in `metrics.jsonl`. Where it holds a checkpoint of an
+                earlier run, that run is continued.
+            ledger: counts the trajectories, a restored one to continue a run; a new one by default.
+            metrics: collects the metrics of stages; give one with sinks to see them.
+            stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
             InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
             RunInUse: another process runs in `folder`.
-            RolloutsFailed: 64 rollouts failed in a row, in all workers together, and none between them succeeded.
-            RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped what it received.
-            NothingTrained: the run ended by itself, and nothing had reached the sink.
-            StageFailed: a stage raised; it is named, and `__cause__` is what it raised.
+            RolloutsFailed: 64 rollouts failed in a row, in all workers together, without a success between them.
+            RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped some received records.
+            NothingTrained: the run ended by itself, and no record had reached the sink.
+            StageFailed: a stage raised; it is named, and `__cause__` is its exception.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
@@ -180,7 +180,7 @@ class Pipeline:
         refuse_while_importing_main()
         self.check()
         if self._running:
-            raise RuntimeError("expected one run at a time, got a second one while the first is on")
+            raise RuntimeError("expected one run at a time, got a second one while the first is running")
         context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
         with stop_request(stop_timeout_s) as stop:
             self._running, self.report = True, None
@@ -193,7 +193,7 @@ class Pipeline:
             finally:
                 self._running = False
             if stop.by is not None:
-                say(stop_message(self.report, folder))
+                print_line(stop_message(self.report, folder))
                 raise await stop.error()
         return self.report
 
@@ -202,7 +202,7 @@ class Pipeline:
         stop.call(run.stop)
         started = time.monotonic()
         try:
-            with ledger.calling_on_failure(run.limit_failures):
+            with ledger.on_failure(run.limit_failures):
                 await run.run()
         finally:
             self.report = _report(run, ledger, time.monotonic() - started)
@@ -211,7 +211,7 @@ class Pipeline:
 
 
 def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
-    """The beginning of a pipeline.
+    """Return a flow that begins with `stage`.
 
     pipeline = (
         source(SourceEnv(make_env, policy, group_size=8), on=processes(4))
@@ -227,7 +227,7 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
         on: `here()` or `processes(n)`.
 
     Raises:
-        InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; it says what to write.
+        InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; with the line to write.
     """
     refuse_misplaced_stage("source", stage)
     refuse_unknown_placement(on)

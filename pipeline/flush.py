@@ -1,7 +1,8 @@
-"""Flushing: stages that gather send on what they hold, for nothing more comes for now, and senders wait to hear of it.
+"""Flush: stages that hold records back send them on, because no more will come for now and senders wait for their end.
 
-A source requests it; a stage that holds records back receives from a `FlushableInbox`. It is told as soon as nothing is
-on its way to it, so stages flush in the order in which records pass. The stream goes on afterwards.
+A source requests it; a stage that holds records back receives from a `FlushableInbox`, which returns None as soon as
+no trajectory is on its way to the stage. So stages flush in the order in which records pass. The stream goes on
+afterwards.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ T = TypeVar("T")
 
 
 class FlushableInbox(Generic[T]):
-    """The records of a channel for a stage that holds some back, and None among them where a flush is due.
+    """The receiving end of a stage that holds records back: returns None where a flush is due.
 
-    At None send on what is held back, and receive again. A flush is due while one is requested, nothing is on its way
-    to the stage that runs, and `holding` returns true: there is something to send on.
+    At None, send the records that are held back, and receive again. A flush is due while one is requested, no
+    trajectory is on its way to the running stage, and `holding` returns true.
 
     Args:
-        inbox: where the records come from.
-        holding: return whether the stage holds anything back.
+        inbox: the channel to receive from.
+        holding: returns whether the stage holds any records back.
     """
 
     __slots__ = ("_holding", "_inbox", "_until_checkpoint")
@@ -75,11 +76,11 @@ class FlushableInbox(Generic[T]):
 
 
 def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Within the body, have `scope` cancelled when a flush is due for the stage that runs; see `FlushableInbox`."""
+    """Cancel `scope` when a flush is due for the running stage within the body; see `FlushableInbox`."""
     context = current()
 
-    def look() -> None:
+    def check() -> None:
         if holding() and context.nothing_on_the_way():
             scope.cancel()
 
-    return context.flush.watched(look)
+    return context.flush.checked_by(check)

@@ -1,16 +1,15 @@
-"""Groups from pieces: what has come of which prompt, and which groups are to leave, whole or not.
+"""Build groups from pieces: hold the pieces of each prompt, and decide which groups leave, whole or not.
 
-    piece ─▶ waits in the stash ─▶ leaves: whole · overdue · evicted · left over
+    piece ─▶ waits in the buffer ─▶ leaves: whole · overdue · evicted · left over
         └──▶ is refused: duplicate · late · beyond
 
-Every trajectory that is taken ends in exactly one of these, once. A group that has left is closed: what comes of it
-afterwards is late, and never the beginning of a second group of that name. The `max_closed` that closed last are
-remembered. What comes of one that was forgotten is taken for the first piece of a new group, and leaves with that,
-hardly ever whole. So the bound says how far behind a straggler may be and still be known for one: by how many groups
-that closed since its own did.
+Every trajectory that is added ends in exactly one of these, once. A group that has left is closed: a piece of it that
+arrives afterwards is late, and never begins a second group of that name. The `max_closed` groups that closed last are
+remembered. A piece of an older one is taken for the first of a new group, which is hardly ever whole when it leaves. So
+`max_closed` bounds how late a piece may be and still be recognised: by the groups that closed since its own did.
 
-Sans-I/O. Time is an argument, in seconds of a clock that does not go back. What becomes of a group that leaves before
-it is whole is for the caller to say.
+Sans-I/O. Time is an argument, in seconds of a clock that does not go back. The caller decides what to do with a group
+that leaves before it is whole.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from .repetition_sets import exclude, mask_of
 __all__ = ["Flush", "GroupBuffer", "Why"]
 
 Why: TypeAlias = Literal["whole", "overdue", "evicted", "left over", "duplicate", "late", "beyond"]
-"""Why trajectories wait no longer, or never did.
+"""The reason for which trajectories leave the buffer, or are refused.
 
-whole: every repetition has come · overdue: its deadline has · evicted: others needed its room · left over: the stream
-ended · duplicate: its group waits, and holds it already · late: its group has left · beyond: the group has no such
-repetition.
+whole: every repetition has arrived · overdue: its deadline has passed · evicted: others needed its room · left over:
+the stream ended · duplicate: its group waits, and holds it already · late: its group has left · beyond: the group has
+no such repetition.
 """
 
 
 class Flush(NamedTuple):
-    """Trajectories of one group that leave the stash together, or are not let in."""
+    """Trajectories of one group that leave the buffer together, or are refused."""
 
     group: GroupId
     mask: int
-    """Which repetitions."""
+    """The repetitions."""
     why: Why
     pieces: Sequence[TrajectoryGroup] = ()
-    """What there is of a group that leaves, in the order in which it came; nothing of what is refused."""
+    """The pieces of a group that leaves, in order of arrival; empty for refused trajectories."""
 
 
 @dataclass(slots=True)
@@ -56,12 +55,12 @@ class _PendingGroup:
 
 
 class GroupBuffer:
-    """The stash. Groups of `group_size` repetitions, from 0, each due `deadline_s` seconds after its first piece.
+    """Holds groups of `group_size` repetitions, from 0, each due `deadline_s` seconds after its first piece.
 
     >>> from penstock.testing import group
-    >>> assembly = GroupBuffer(2, deadline_s=None, max_groups=8, max_bytes=2**20, max_closed=128)
+    >>> buffer = GroupBuffer(2, deadline_s=None, max_groups=8, max_bytes=2**20, max_closed=128)
     >>> pieces = [group(completion_lengths=[3], repetition_ids=[repetition]) for repetition in (0, 1, 0)]
-    >>> [[parting.why for parting in assembly.take(piece, now_s=0)] for piece in pieces]
+    >>> [[flush.why for flush in buffer.take(piece, now_s=0)] for piece in pieces]
     [[], ['whole'], ['late']]
     """
 
@@ -99,52 +98,53 @@ class GroupBuffer:
 
     @property
     def due_s(self) -> float:
-        """When `expire` has something to do; infinity where nothing waits for a deadline."""
+        """The time at which `expire` next returns a group; infinity where no group has a deadline."""
         return next(iter(self._waiting.values())).due_s if self._waiting else math.inf
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
-        """A piece has come. What is to wait is copied, so that it keeps nobody's slot.
+        """Add `piece`, and return the trajectories that leave or are refused because of it.
 
-        Groups that are due by now leave before it is looked at.
+        Groups that are due by now leave first. Trajectories that wait are copied, so that they occupy no slot.
         """
-        parted, group, come = self.expire(now_s), piece.id, mask_of(piece.repetition_ids.tolist())
-        wanted = come & self._whole
-        gathering = self._waiting.get(group)
-        again = wanted & gathering.mask if gathering else 0
+        flushes, group, arrived = self.expire(now_s), piece.id, mask_of(piece.repetition_ids.tolist())
+        wanted = arrived & self._whole
+        pending = self._waiting.get(group)
+        duplicate = wanted & pending.mask if pending else 0
         late = wanted if group in self._closed else 0
-        refused: list[tuple[int, Why]] = [(come & ~wanted, "beyond"), (again, "duplicate"), (late, "late")]
-        parted += [Flush(group, mask, why) for mask, why in refused if mask]
-        fresh = exclude(piece, come & ~wanted | again | late)
+        refused: list[tuple[int, Why]] = [(arrived & ~wanted, "beyond"), (duplicate, "duplicate"), (late, "late")]
+        flushes += [Flush(group, mask, why) for mask, why in refused if mask]
+        fresh = exclude(piece, arrived & ~wanted | duplicate | late)
         if fresh is not None and len(fresh):
-            parted += self._gather(group, wanted & ~again, fresh, gathering or _PendingGroup(now_s + self._deadline_s))
-        return parted
+            pending = pending or _PendingGroup(now_s + self._deadline_s)
+            flushes += self._add(group, wanted & ~duplicate, fresh, pending)
+        return flushes
 
     def expire(self, now_s: float) -> list[Flush]:
-        """The groups that are due by now."""
+        """Close the groups that are due by now, and return them."""
         overdue: list[Flush] = []
         while self.due_s <= now_s:
             overdue.append(self._close_oldest("overdue"))
         return overdue
 
     def finish(self) -> list[Flush]:
-        """Nothing more comes: all that waits."""
+        """Close all groups that wait, and return them: the stream has ended."""
         return [self._close_oldest("left over") for _ in range(self.groups)]
 
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: _PendingGroup) -> list[Flush]:
-        """`piece` holds what `gathering` lacks."""
-        gathering.mask |= mask
-        if gathering.mask == self._whole:
-            gathering.pieces.append(piece)
-            return [self._close(group, gathering, "whole")]
+    def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: _PendingGroup) -> list[Flush]:
+        """Add `piece` to `pending`, which has none of its repetitions."""
+        pending.mask |= mask
+        if pending.mask == self._whole:
+            pending.pieces.append(piece)
+            return [self._close(group, pending, "whole")]
         nbytes = piece.nbytes
-        gathering.pieces.append(piece.owned())
-        gathering.nbytes += nbytes
+        pending.pieces.append(piece.owned())
+        pending.nbytes += nbytes
         self._nbytes += nbytes
-        self._waiting[group] = gathering
-        return self._make_room(group, gathering)
+        self._waiting[group] = pending
+        return self._make_room(group, pending)
 
     def _make_room(self, group: GroupId, grown: _PendingGroup) -> list[Flush]:
-        """The oldest make way for the one that has grown, unless that has grown beyond what all may take."""
+        """Evict the oldest groups until all fit; `grown` itself where it alone exceeds the bound on bytes."""
         if grown.nbytes > self._max_bytes:
             return [self._close(group, grown, "evicted")]
         evicted: list[Flush] = []
@@ -155,10 +155,10 @@ class GroupBuffer:
     def _close_oldest(self, why: Why) -> Flush:
         return self._close(*next(iter(self._waiting.items())), why)
 
-    def _close(self, group: GroupId, gathering: _PendingGroup, why: Why) -> Flush:
+    def _close(self, group: GroupId, pending: _PendingGroup, why: Why) -> Flush:
         if self._waiting.pop(group, None) is not None:
-            self._nbytes -= gathering.nbytes
+            self._nbytes -= pending.nbytes
         self._closed[group] = None
         if self.closed > self._max_closed:
             del self._closed[next(iter(self._closed))]
-        return Flush(group, gathering.mask, why, gathering.pieces)
+        return Flush(group, pending.mask, why, pending.pieces)

@@ -1,8 +1,8 @@
-"""The files of a journal: a folder of volumes to which records are appended, and from which they are read again.
+"""The files of a journal: a folder of volumes, to which records are appended and from which they are read again.
 
-A *volume* is an append-only file of entries; only the newest grows, and one whose every trajectory has ended is
-deleted. Every run begins a volume of its own. One process at a time has the folder. Blocks, so it is used in a thread;
-one thread at a time. Knows no ledger: who calls it knows what has ended.
+A *volume* is an append-only file of entries; only the newest grows, and a volume of which every trajectory has ended is
+deleted. Every run begins a new volume. One process at a time has the folder. Blocks, so it is used in a thread; one
+thread at a time. Knows no ledger: the caller knows which trajectories have ended.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from .os_errors import explaining_os_errors
 __all__ = ["JournalFiles", "LogContents", "LogFile", "open_journal"]
 
 VOLUME_BYTES = 32 * 2**20
-"""From this size on a volume grows no more: it is read in one piece, and deleted in one piece."""
+"""A volume of this size grows no more: a volume is read as a whole, and deleted as a whole."""
 
 VOLUMES = 8
-"""So many volumes at least fit a journal, for room is made by whole ones."""
+"""The least number of volumes that fit a journal: space is freed by whole volumes."""
 
 VERSION = 1
-"""Of the entries; it stands in the name of every volume."""
+"""The version of the entries, part of the name of every volume."""
 
 NAME = re.compile(r"(\d{8})\.volume-(\d+)")
 
-OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; what was written before will be offered again"
+OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; records written before will be offered again"
 
 
 @dataclass(slots=True, eq=False)
 class LogFile:
-    """One file."""
+    """One volume."""
 
     number: int
-    """Volumes are numbered in the order in which they were begun."""
+    """Its place in the order in which volumes were begun."""
     path: Path
     nbytes: int
 
 
 class LogContents(NamedTuple):
-    """What a volume holds."""
+    """The content of a volume."""
 
     records: list[TrajectoryGroup]
     damage: list[CorruptRange]
-    """Between the records: what was written there can not be read again."""
+    """Ranges between the records that cannot be read."""
     torn: CorruptRange | None
-    """At the end of the newest volume: what was being written when the process died. It has been cut off."""
+    """An incomplete entry at the end of the newest volume, whose writer died; it has been cut off."""
 
 
 class JournalFiles:
-    """A journal's folder, which nobody else has; see `open_journal`."""
+    """The folder of a journal, locked for this object; see `open_journal`."""
 
     def __init__(self, folder: Path, *, capacity_bytes: int, fsync: bool) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class JournalFiles:
         self.volumes = _volumes(folder)
         """Oldest first."""
         self._fd: int | None = None
-        """The volume that grows, the last one; None before the first record of this run and behind a full volume."""
+        """Descriptor of the last volume, which grows; None before the first record of this run and after a full one."""
 
     def __repr__(self) -> str:
         return f"<JournalFiles {self._folder}: {self.nbytes} bytes in {len(self.volumes)} volumes>"
@@ -79,7 +79,7 @@ class JournalFiles:
         return sum(volume.nbytes for volume in self.volumes)
 
     def read(self, volume: LogFile) -> LogContents:
-        """All that can be read again of `volume`, which was written by a run before this one."""
+        """Return the readable content of `volume`, which an earlier run wrote."""
         found = list(read_entries(volume.path.read_bytes()))
         records = [each for each in found if isinstance(each, TrajectoryGroup)]
         damage = [each for each in found if isinstance(each, CorruptRange)]
@@ -90,11 +90,11 @@ class JournalFiles:
         return LogContents(records, damage, torn)
 
     def append(self, records: Sequence[TrajectoryGroup]) -> LogFile:
-        """Write `records`, all of them or none, and tell where to. With `fsync` they are on the disk then.
+        """Write `records`, all or none, and return their volume. With `fsync` they are on the disk afterwards.
 
         Raises:
             JournalFull: they would bring the journal beyond its capacity, or the disk has no room.
-            NotWritable, OutOfFileDescriptors: they could not be written for another reason.
+            NotWritable, OutOfFileDescriptors: they cannot be written for another reason.
         """
         entries = [encode_entry(record) for record in records]
         nbytes = sum(map(len, entries))
@@ -108,7 +108,7 @@ class JournalFiles:
             return self._write(entries, nbytes)
 
     def delete(self, volumes: Iterable[LogFile]) -> None:
-        """Everything in `volumes` has ended."""
+        """Delete `volumes`, in which every trajectory has ended."""
         for volume in volumes:
             if volume is self.volumes[-1]:
                 self._close_volume()
@@ -116,7 +116,7 @@ class JournalFiles:
             self.volumes.remove(volume)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the volume that grows."""
         self._close_volume()
 
     def _write(self, entries: list[bytes], nbytes: int) -> LogFile:
@@ -124,7 +124,7 @@ class JournalFiles:
             self._close_volume()
         fd = self._begin_volume() if self._fd is None else self._fd
         volume = self.volumes[-1]
-        append_whole(fd, entries)  # nothing of what was not passed on stays behind
+        append_whole(fd, entries)  # records that are not sent on leave nothing in the file
         volume.nbytes += nbytes
         if self._fsync:
             os.fsync(fd)
@@ -147,10 +147,10 @@ class JournalFiles:
 
 @contextmanager
 def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[JournalFiles]:
-    """The journal in `folder`, which is made where there is none; nobody else has it within the body. Blocks.
+    """Lock the journal in `folder` within the body; one is created where there is none. Blocks.
 
     Raises:
-        JournalInUse: another process has it, or this one a second time.
+        JournalInUse: another process has locked it, or this one has already.
         ProtocolMismatch: another version of penstock wrote it.
         JournalFull: the disk has no room.
         NotWritable, OutOfFileDescriptors: the folder cannot be used.
@@ -159,21 +159,21 @@ def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[
         with _writing("the lock of a journal", folder):
             folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            stack.callback(os.close, lock)  # which unlocks it, as the death of this process would
-            _take(lock, folder)
+            stack.callback(os.close, lock)  # closing the file unlocks it, as the end of this process would
+            _lock(lock, folder)
         files = JournalFiles(folder, capacity_bytes=capacity_bytes, fsync=fsync)
         stack.callback(files.close)
         yield files
 
 
-def _take(lock: int, folder: Path) -> None:
+def _lock(lock: int, folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode(errors="replace")
         raise JournalInUse(
-            f"expected nobody else to write to the journal in {folder}, got process {owner}: let it end, or give this "
-            f"run a folder of its own"
+            f"expected no other process to write to the journal in {folder}, got process {owner}: let it end, or give "
+            f"this run a folder of its own"
         ) from None
     owner = str(os.getpid())
     os.ftruncate(lock, 0)

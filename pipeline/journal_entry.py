@@ -1,8 +1,8 @@
-"""One record in a journal's file: the bytes it is written as, and what can be read again of a file that was harmed.
+"""Encode a record as an entry of a journal's file, and decode the entries of a file, also of a damaged one.
 
-An entry is a head, the `BundleHeader` of a record that travels alone, and its columns where its `Layout` puts them:
-what a span of shared memory holds, the other way round, so that a file is read from its beginning. Every entry begins
-on a cache line and has a checksum over all of it. Sans-I/O: knows bytes and no file.
+An entry is a head, the `BundleHeader` of a record that travels alone, and its columns where its `Layout` puts them: the
+content of a span of shared memory in reverse, so that a file is read from its beginning. Every entry begins on a cache
+line and has a checksum over all of it. Sans-I/O: knows bytes and no file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
 __all__ = ["CorruptRange", "encode_entry", "read_entries"]
 
 MARK = b"penstock"
-"""How every entry begins: where one is harmed, the next one is found by it."""
+"""The first bytes of every entry: behind a damaged one, the next one is found by them."""
 
 _HEAD = struct.Struct("<8sIIQ")
-"""MARK, the checksum of all that follows it, bytes of contents, bytes of columns."""
+"""MARK, the checksum of all bytes after it, bytes of contents, bytes of columns."""
 
 _LENGTHS = struct.Struct("<IQ")
 """The part of the head that the checksum covers."""
@@ -44,7 +44,7 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
     """`group` as an entry.
 
     Raises:
-        InvalidRecord: it is not what its schema says.
+        InvalidRecord: it does not conform to its schema.
     """
     form, lengths, plain = group.schema.laid_out(group)
     contents = encode_contents(BundleHeader.alone(group.schema.kind, form, lengths, group.header()))
@@ -59,7 +59,7 @@ def encode_entry(group: TrajectoryGroup) -> bytes:
 
 
 def read_entries(data: bytes) -> Iterator[TrajectoryGroup | CorruptRange]:
-    """Every record that is whole, in memory of its own, and what lies between them that is none."""
+    """Yield every whole record, in memory of its own, and the damaged ranges between them."""
     at = 0
     while at < len(data):
         end = _end_of_entry(data, at)
@@ -73,7 +73,7 @@ def read_entries(data: bytes) -> Iterator[TrajectoryGroup | CorruptRange]:
 
 
 def _end_of_entry(data: bytes, at: int) -> int | None:
-    """Where the entry at `at` ends; None where there is none that is whole."""
+    """Return the end of the entry at `at`; None where there is no whole entry."""
     if at + _HEAD.size > len(data):
         return None
     mark, checksum, contents_bytes, nbytes = _HEAD.unpack_from(data, at)
@@ -84,16 +84,16 @@ def _end_of_entry(data: bytes, at: int) -> int | None:
     return int(end) if zlib.crc32(covered) == checksum else None
 
 
-def _next_entry(data: bytes, harmed: int) -> int:
-    """Where the first whole entry after `harmed` begins, or the end."""
-    at = data.find(MARK, harmed + 1)
+def _next_entry(data: bytes, damaged: int) -> int:
+    """Return the beginning of the first whole entry after `damaged`, or the end."""
+    at = data.find(MARK, damaged + 1)
     while at >= 0 and (at % ALIGNMENT or _end_of_entry(data, at) is None):
         at = data.find(MARK, at + 1)
     return at if at >= 0 else len(data)
 
 
 def _decoded(data: bytes, at: int) -> TrajectoryGroup | None:
-    """The record of a whole entry; None where somebody wrote what is no record, with a checksum that fits."""
+    """Return the record of a whole entry; None where it holds no valid record although its checksum is right."""
     _, _, contents_bytes, nbytes = _HEAD.unpack_from(data, at)
     first = at + _HEAD.size
     columns_at = at + aligned(_HEAD.size + contents_bytes)

@@ -2,14 +2,13 @@
 
     admitted = in flight + trained + filtered + stale + rejected + failed + lost
 
-One ledger a process. The trainer's process holds the books of the run: a worker's ledger keeps its own counters in a
-page of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. A
-trajectory that crosses from a worker is taken over by the trainer's ledger; when it ends there, the worker's ledger is
-told (`settle`), which frees its sampling allowance.
+One ledger a process. The ledger of the trainer's process is that of the run: a worker's ledger has counters in a page
+of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. The trainer's
+ledger takes over a trajectory that arrives from a worker; when it ends there, the worker's ledger is notified
+(`settle`), which frees its sampling allowance.
 
-A trajectory may be delivered twice. Only one of it is ever in flight: a copy is refused where it enters the books, so
-that it goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop
-uses it.
+A trajectory may be delivered twice. Only one copy is ever in flight: another one is refused where it enters the ledger,
+goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop uses it.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from .processes.shared_counters import END_STATES, OTHER_REASONS, EndState, Shar
 from .repetition_sets import iter_bits, mask_in, mask_of, masks_in, set_mask
 from .waiting import Waiters
 
-__all__ = ["Balance", "CheckpointHearer", "EndState", "Ledger", "Origin"]
+__all__ = ["Balance", "CheckpointListener", "EndState", "Ledger", "Origin"]
 
 Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
-"""How a trajectory's sampling process is told of its end: (group, repetitions as a bit mask, state, optimizer step)."""
+"""Notifies the process that sampled trajectories of their end: (group, repetitions as a bit mask, state, step)."""
 
-CheckpointHearer: TypeAlias = Callable[[Mapping[GroupId, int]], None]
-"""Takes what a checkpoint holds as trained: `Ledger.committed` as it was when it was written."""
+CheckpointListener: TypeAlias = Callable[[Mapping[GroupId, int]], None]
+"""Called with the trajectories that a checkpoint holds as trained: `Ledger.committed` at the time of writing."""
 
 L = TypeVar("L")
 
 MAX_REASONS = 64
-"""Reasons that are told apart for each end state: error messages may all differ, and a run may fail for days."""
+"""Distinct reasons for each end state: error messages may all differ, and a run may fail for days."""
 
 MAX_REASON_LENGTH = 200
 """Characters of a reason that are kept."""
@@ -52,26 +51,26 @@ PACE_WINDOW = 8
 
 
 class Balance(msgspec.Struct, frozen=True):
-    """The books at one moment."""
+    """The counts of a ledger at one moment."""
 
     admitted: int
-    """Trajectories whose sampling was begun."""
+    """Trajectories of which sampling has begun."""
     in_flight: int
-    """Those that have not ended."""
+    """Admitted trajectories that have not ended."""
     ended: dict[str, int]
-    """Those that ended, by state; every state is listed."""
+    """Trajectories that have ended, by state; every state is listed."""
     reasons: dict[str, dict[str, int]]
-    """The same by state and reason."""
+    """The same, by state and reason."""
 
     @property
     def balanced(self) -> bool:
-        """Whether admitted = in flight + ended."""
+        """Return whether admitted = in flight + ended."""
         return self.admitted == self.in_flight + sum(self.ended.values())
 
 
 @dataclass(slots=True)
 class _Pace:
-    """How many of this process' trajectories one optimizer step trains, on average over the last few steps."""
+    """The number of this process' trajectories that one optimizer step trains, averaged over the last few steps."""
 
     steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
 
@@ -89,21 +88,21 @@ class _Pace:
 
 
 class Ledger:
-    """The books of one process."""
+    """Counts the trajectories of one process from admission to end."""
 
-    def __init__(self, account: SharedCounters | None = None, *, admits_on_end: bool = False) -> None:
-        self._account = account
-        """Where a worker's counters are mirrored for its parent."""
+    def __init__(self, counters: SharedCounters | None = None, *, admits_on_end: bool = False) -> None:
+        self._counters = counters
+        """In a worker: the counters that its parent reads."""
         self._admits_on_end = admits_on_end
-        """Whether trajectories may end that nobody admitted: where stages run without a pipeline around them."""
-        self._accounts: list[SharedCounters] = []
+        """True where trajectories may end that were not admitted: stages that run without a pipeline."""
+        self._worker_counters: list[SharedCounters] = []
         """The workers' counters, in the trainer's process."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
         self._begun: dict[GroupId, int] = {}
-        """Those of them that were admitted and have not been handed over yet."""
+        """The repetitions among them that were admitted and have not been handed over yet."""
         self._origins: dict[GroupId, dict[Origin, int]] = {}
-        """Who sampled the repetitions in flight of each group, as a bit mask each: several may share a prompt."""
+        """The processes that sampled the repetitions in flight of each group, which may be several, with a bit mask."""
         self._committed = CommittedPrompts()
         self._admitted = 0
         self._in_flight = 0
@@ -111,30 +110,30 @@ class Ledger:
         self._reasons: Counter[tuple[EndState, str]] = Counter()
         self._pace = _Pace()
         self._room = Waiters()
-        self._hearers: list[CheckpointHearer] = []
+        self._on_checkpoint: list[CheckpointListener] = []
         self._on_end: list[Callable[[], None]] = []
         """Called after trajectories have ended."""
         self._succeeded = 0
-        """Rollouts that succeeded in this process, or in a worker whose account is closed."""
+        """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
         self._on_failure: list[Callable[[], None]] = []
         """Called after trajectories were counted as failed."""
         self.step = 0
-        """The last optimizer step that was committed, or that this process was told of."""
+        """The last optimizer step that was committed, or of which this process was notified."""
         self.checkpoint = ""
-        """Path of the last checkpoint that was announced, where it was told."""
+        """Path of the last checkpoint that was announced; empty where it had none."""
 
     def __repr__(self) -> str:
         balance = self.balance()
         ended = ", ".join(f"{count} {state}" for state, count in balance.ended.items() if count)
         return f"<Ledger: {balance.admitted} admitted, {balance.in_flight} in flight, {ended or 'none ended'}>"
 
-    # -- a trajectory's life -----------------------------------------------------------------------------------------
+    # -- from admission to end ---------------------------------------------------------------------------------------
 
     def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
-        """Count trajectories in whose sampling begins. One that is in flight already is not counted again.
+        """Admit trajectories of which sampling begins. One that is in flight already is not counted again.
 
         Returns:
-            How many were new.
+            The number of new ones.
 
         Raises:
             LedgerImbalance: one of them was trained before: ids are never reused within a run.
@@ -150,14 +149,14 @@ class Ledger:
         return new.bit_count()
 
     def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
-        """In a source's process: `record` is about to be sent. Those of its trajectories are admitted that were not.
+        """Hand over `record`, which is about to be sent; admit its trajectories that were not. For a source's process.
 
         Returns:
-            The repetitions that must not go, as a bit mask. They are copies: of what was handed over before and is in
-            flight, or was trained.
+            The repetitions that must not be sent, as a bit mask. They are copies: of trajectories that were handed over
+            before and are in flight, or were trained.
 
         Raises:
-            LedgerImbalance: a batch holds a copy. It cannot go without it, so nothing is counted.
+            LedgerImbalance: a batch holds a copy. A batch cannot be sent in part, so nothing is counted.
             InvalidRecord: a group has no sequences.
         """
         refused = 0
@@ -174,23 +173,23 @@ class Ledger:
         return refused
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
-        """In a source's process: `record` was not sent, or leaves a part of the source. It may be handed over again."""
+        """Let `record` be handed over again: it was not sent, or leaves a fragment. For a source's process."""
         for group, mask in _masks(record):
             set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
     def succeed(self, count: int = 1) -> None:
-        """In a source's process: count rollouts that succeeded. A success ends a row of failures."""
+        """Count rollouts that succeeded, which ends a row of failures. For a source's process."""
         self._succeeded += count
-        if self._account is not None:
-            self._account.succeed(count)
+        if self._counters is not None:
+            self._counters.succeed(count)
 
     def refuse(self, copies: int, reason: str) -> None:
-        """Count so many copies of what is in these books already, as admitted and rejected. What was first goes on."""
+        """Count copies of trajectories that this ledger has already as admitted and rejected; the first ones go on."""
         self._admit(copies)
         self._reject(copies, reason)
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
-        """Count trajectories out.
+        """Count the end of trajectories.
 
         Raises:
             LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
@@ -221,49 +220,49 @@ class Ledger:
             self._committed.add(group, mask)
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        """In a worker: the trainer's ledger says how trajectories ended that it had taken over.
+        """Count the end of trajectories that the trainer's ledger had taken over. For a worker.
 
-        One that this ledger does not know is passed over: a restarted worker hears of its predecessor's trajectories.
+        Trajectories that this ledger does not know are ignored: a restarted worker is notified of those before it.
         """
         self.step = max(self.step, step)
         known = self._open.get(group, 0) & mask
         if known:
             self._remove(group, known)
-            self._ended[state] += known.bit_count()  # the reason is in the books where they ended
+            self._ended[state] += known.bit_count()  # the reason is in the ledger where they ended
             if state == "trained":
                 self._pace.trained(step, known.bit_count())
             self._room.wake_all()
 
     # -- between processes -------------------------------------------------------------------------------------------
 
-    def open_account(self, account: SharedCounters) -> None:
-        """In the trainer's process: add a worker's counters to the books."""
-        self._accounts.append(account)
+    def attach_counters(self, counters: SharedCounters) -> None:
+        """Add a worker's counters to this ledger. For the trainer's process."""
+        self._worker_counters.append(counters)
 
     def take_over(
-        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, account: SharedCounters | None = None
+        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, counters: SharedCounters | None = None
     ) -> int:
-        """Take a record into these books that came from another process.
+        """Take over a record that was received from another process.
 
         Args:
-            record: what came.
-            origin: is told when the record's trajectories end here.
-            account: the worker's counters, where it keeps any; without one the record is admitted here.
+            record: the record.
+            origin: called when trajectories of the record end here.
+            counters: of the worker, where it has any; without them the record is admitted here.
 
         Returns:
-            The repetitions that must not go on, as a bit mask. They are copies: of what is in flight here, or was
-            trained. Their origin is told at once.
+            The repetitions that must not go on, as a bit mask. They are copies: of trajectories that are in flight
+            here, or were trained. Their origin is called at once.
 
         Raises:
-            LedgerImbalance: a batch holds a copy. It cannot go on without it, so nothing is counted.
+            LedgerImbalance: a batch holds a copy. A batch cannot go on in part, so nothing is counted.
         """
         refused = 0
         for group, mask in self._entering(record, {}):
             new, copies = self._enter(group, mask)
-            if account is None:
+            if counters is None:
                 self._admitted += mask.bit_count()
             else:
-                account.taken_over += mask.bit_count()
+                counters.taken_over += mask.bit_count()
             if origin is not None and new:
                 origins = self._origins.setdefault(group, {})
                 origins[origin] = origins.get(origin, 0) | new
@@ -274,120 +273,120 @@ class Ledger:
                     origin(group, copies, "rejected", self.step)
         return refused
 
-    def close_account(self, account: SharedCounters, reason: str) -> int:
-        """A worker is gone: what it still held is lost, with `reason`. Returns how many trajectories that were."""
-        if account not in self._accounts:
+    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
+        """Take over the counts of a worker that ended, and count its trajectories as lost; return their number."""
+        if counters not in self._worker_counters:
             return 0
-        self._accounts.remove(account)
-        lost = account.in_flight
-        self._admitted += account.admitted
-        self._succeeded += account.succeeded
-        for state, reason_told, count in account.ends():
-            self._count(state, reason_told, count)
+        self._worker_counters.remove(counters)
+        lost = counters.in_flight
+        self._admitted += counters.admitted
+        self._succeeded += counters.succeeded
+        for state, reported_reason, count in counters.ends():
+            self._count(state, reported_reason, count)
         self._count("lost", reason, lost)
-        account.close()
+        counters.close()
         return lost
 
     def lose(self, reason: str) -> int:
-        """The run is over: whatever is in flight is lost, with `reason`. Returns how many trajectories that were."""
-        lost = sum(self.close_account(account, reason) for account in list(self._accounts))
+        """Count all trajectories in flight as lost, at the end of the run; return their number."""
+        lost = sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))
         left = list(self._open.items())
         self._leave(left, "lost", reason)
         return lost + sum(mask.bit_count() for _, mask in left)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Trajectories in flight in these books: admitted here or taken over, and not ended anywhere."""
+        """Trajectories in flight in this ledger: admitted here or taken over, and not ended anywhere."""
         return self._in_flight
 
     def failures(self) -> tuple[int, int]:
-        """Return how many trajectories failed and how many rollouts succeeded, those in workers included.
+        """Return the number of failed trajectories and of successful rollouts, workers included.
 
-        Failures are read first: successes that have not grown since then prove that these failures are in a row.
+        Failures are read first: if successes have not grown since the last check, all these failures are in a row.
         """
-        failed = self._ended["failed"] + sum(account.ended("failed") for account in self._accounts)
-        return failed, self._succeeded + sum(account.succeeded for account in self._accounts)
+        failed = self._ended["failed"] + sum(counters.ended("failed") for counters in self._worker_counters)
+        return failed, self._succeeded + sum(counters.succeeded for counters in self._worker_counters)
 
     @property
     def trained_per_step(self) -> float | None:
-        """Trajectories of these books that one optimizer step trains, averaged over the last steps; None before any."""
+        """Trajectories of this ledger that one optimizer step trains, averaged over the last steps; None before any."""
         return self._pace.per_step
 
     @property
     def committed(self) -> CommittedPrompts:
-        """Repetitions of each group that were trained, as a bit mask: what a checkpoint keeps. A copy, as of now."""
+        """Repetitions of each group that were trained, as a bit mask, for a checkpoint. A copy, as of now."""
         return CommittedPrompts(self._committed)
 
     def restore(self, committed: Mapping[GroupId, int], step: int) -> None:
-        """Continue from a checkpoint: these were trained by a run that this one resumes."""
+        """Continue from a checkpoint: `committed` was trained by the run that this one resumes."""
         self._committed = CommittedPrompts(committed)
         self.step = step
 
     def known(self, group: GroupId) -> int:
-        """The repetitions of `group` that are in flight in these books or were trained, as a bit mask."""
+        """Return the repetitions of `group` that are in flight in this ledger or were trained, as a bit mask."""
         return self._open.get(group, 0) | self._committed.mask(group)
 
     def is_open(self, trajectory: TrajectoryId) -> bool:
-        """Whether the trajectory is in flight in these books."""
+        """Return whether the trajectory is in flight in this ledger."""
         return bool(self._open.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
 
     def is_committed(self, trajectory: TrajectoryId) -> bool:
-        """Whether the trajectory was trained."""
+        """Return whether the trajectory was trained."""
         return bool(self._committed.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
 
     async def room(self, limit: float) -> None:
-        """Wait until fewer than `limit` trajectories of these books are in flight."""
+        """Wait until fewer than `limit` trajectories of this ledger are in flight."""
         while self._in_flight >= limit:
             await self._room.wait()
 
     async def ended(self, group: GroupId) -> None:
-        """Wait until no trajectory of `group` is in flight in these books."""
+        """Wait until no trajectory of `group` is in flight in this ledger."""
         while group in self._open:
             await self._room.wait()
 
     def balance(self) -> Balance:
-        """The books now, with those of all workers that keep an account."""
+        """Return the counts now, those of all workers with counters included."""
         ended: dict[str, int] = {state: self._ended[state] for state in END_STATES}
         reasons: dict[str, dict[str, int]] = {state: {} for state in END_STATES}
         for (state, reason), count in self._reasons.items():
             reasons[state][reason] = count
         admitted, in_flight = self._admitted, self._in_flight
-        for account in self._accounts:
-            ends = list(account.ends())  # before the admissions: a worker may be counting meanwhile
+        for counters in self._worker_counters:
+            ends = list(counters.ends())  # before the admissions: a worker may be counting meanwhile
             for state, reason, count in ends:
                 ended[state] += count
                 reasons[state][reason] = reasons[state].get(reason, 0) + count
-            entered = account.admitted
+            entered = counters.admitted
             admitted += entered
-            in_flight += entered - sum(count for _, _, count in ends) - account.taken_over
+            in_flight += entered - sum(count for _, _, count in ends) - counters.taken_over
         return Balance(admitted, in_flight, ended, reasons)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def announce_checkpoint(self, committed: Mapping[GroupId, int], path: str | Path = "") -> None:
-        """Note that a checkpoint is on the disk, at `path`, that holds `committed` as trained."""
+        """Notify the `on_checkpoint` listeners of a checkpoint on the disk, at `path`, that holds `committed`."""
         self.checkpoint = str(path)
-        for hear in self._hearers:
-            hear(committed)
+        for call in self._on_checkpoint:
+            call(committed)
 
-    def hearing_of_checkpoints(self, hear: CheckpointHearer) -> AbstractContextManager[None]:
-        """Within the body, call `hear` with what every checkpoint of the run holds."""
-        return _listed(self._hearers, hear)
+    def on_checkpoint(self, call: CheckpointListener) -> AbstractContextManager[None]:
+        """Call `call` within the body for every checkpoint of the run, with the trajectories that it holds."""
+        return _listed(self._on_checkpoint, call)
 
     # -- ends and failures -------------------------------------------------------------------------------------------
 
-    def calling_on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within the body, call `call` after trajectories have ended in this ledger."""
+    def on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `call` within the body after trajectories have ended in this ledger."""
         return _listed(self._on_end, call)
 
-    def calling_on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within the body, call `call` after trajectories were counted as failed, here or in a worker."""
+    def on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `call` within the body after trajectories were counted as failed, here or in a worker."""
         return _listed(self._on_failure, call)
 
     def failures_changed(self) -> None:
-        """A worker reported: its account may hold new failures."""
+        """Call the `on_failure` listeners: trajectories failed here, or a worker's report may hold new failures."""
         for call in self._on_failure:
             call()
 
@@ -396,19 +395,19 @@ class Ledger:
     def _entering(
         self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
     ) -> Collection[tuple[GroupId, int]]:
-        """What is about to enter, by group. Those that are `begun` are no copies."""
+        """Return the trajectories of `record` by group; refuse a batch with copies. Those that are `begun` are none."""
         entering = _masks(record)
         if isinstance(record, TrainBatch):
             for group, mask in entering:
                 if copies := mask & self.known(group) & ~begun.get(group, 0):
                     raise LedgerImbalance(
-                        f"{_name(group, copies)} is in flight or was trained, and comes again in a batch: expected a "
-                        f"batch of trajectories that come once, for it cannot go on without some"
+                        f"{_name(group, copies)} is in flight or was trained, and arrives again in a batch: expected a "
+                        f"batch without copies, because a batch cannot go on in part"
                     )
         return entering
 
     def _enter(self, group: GroupId, mask: int, begun: int = 0) -> tuple[int, int]:
-        """These are in flight from now on. Returns which of them were not, and which must not go on: copies."""
+        """Count these as in flight; return those that were not in flight before, and those that are copies."""
         present = self._open.get(group, 0)
         copies = mask & (present & ~begun | self._committed.mask(group))
         new = mask & ~(present | copies)
@@ -427,13 +426,13 @@ class Ledger:
 
     def _reject(self, copies: int, reason: str) -> None:
         self._count("rejected", reason, copies)
-        if self._account is not None:
-            self._account.end("rejected", copies)
+        if self._counters is not None:
+            self._counters.end("rejected", copies)
 
     def _admit(self, count: int) -> None:
         self._admitted += count
-        if self._account is not None:
-            self._account.admit(count)
+        if self._counters is not None:
+            self._counters.admit(count)
 
     def _remove(self, group: GroupId, mask: int) -> None:
         set_mask(self._open, group, self._open[group] & ~mask)
@@ -450,7 +449,7 @@ class Ledger:
             )
 
     def _leave(self, leaving: Collection[tuple[GroupId, int]], state: EndState, reason: str) -> None:
-        """These end, which are in flight: no group twice. Who sampled them is told when the books are right again."""
+        """Count the end of these, which are in flight, no group twice; then notify the processes that sampled them."""
         if self._admits_on_end:
             self._admit_absent(leaving)
         ended = 0
@@ -458,13 +457,13 @@ class Ledger:
             self._remove(group, mask)
             ended += mask.bit_count()
         self._count(state, reason, ended)
-        if self._account is not None:
-            self._account.end(state, ended)
+        if self._counters is not None:
+            self._counters.end(state, ended)
         own = []
         for group, mask in leaving:
             origins = self._origins.get(group)
             if origins is not None:
-                self._tell(origins, group, mask, state)
+                self._notify(origins, group, mask, state)
             else:
                 own.append(mask.bit_count())
         if own and state == "trained":
@@ -482,8 +481,8 @@ class Ledger:
             self._add(group, absent)
             self._admitted += absent.bit_count()
 
-    def _tell(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
-        """Tell every process that sampled some of these how they ended."""
+    def _notify(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
+        """Notify every process that sampled some of these of their end."""
         if group not in self._open:
             del self._origins[group]
         for origin, sampled in origins.items():
@@ -497,7 +496,7 @@ class Ledger:
             self._reasons[state, self._kept_reason(state, reason)] += count
 
     def _kept_reason(self, state: EndState, reason: str) -> str:
-        """Return `reason` as it is kept: cut where it is long, and `OTHER_REASONS` where there are too many."""
+        """Return `reason` as it is stored: cut where it is long, and `OTHER_REASONS` where there are too many."""
         if len(reason) > MAX_REASON_LENGTH:
             reason = reason[: MAX_REASON_LENGTH - 1] + "…"
         if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:
@@ -507,7 +506,7 @@ class Ledger:
 
 @contextmanager
 def _listed(listeners: list[L], listener: L) -> Iterator[None]:
-    """Within the body, `listener` is among `listeners`."""
+    """Add `listener` to `listeners` within the body."""
     listeners.append(listener)
     try:
         yield
@@ -516,7 +515,7 @@ def _listed(listeners: list[L], listener: L) -> Iterator[None]:
 
 
 def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
-    """Repetitions by group, as bit masks."""
+    """Return the repetitions of each group, as bit masks."""
     if isinstance(what, TrajectoryGroup):
         check_sequences(len(what))
         return [(what.id, mask_in(what.repetition_ids))]

@@ -1,4 +1,4 @@
-"""Refuse arguments of `source`, `then` and `sink` that cannot be meant, and say which line to write instead."""
+"""Refuse invalid arguments of `source`, `then` and `sink`, and say which line to write instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .record_types import annotations_of
 __all__ = ["Kind", "ends_in_a_sink", "refuse_misplaced_stage", "refuse_unknown_placement", "written"]
 
 Kind: TypeAlias = Literal["source", "stage", "sink"]
-"""What a stage is, by the ends that its `run` takes."""
+"""The kind of a stage, by the ends that its `run` takes."""
 
 ENDS: dict[Kind, tuple[str, ...]] = {"source": ("outbox",), "stage": ("inbox", "outbox"), "sink": ("inbox",)}
 
@@ -30,7 +30,7 @@ LINES: dict[tuple[Kind, Kind], str] = {
     ("sink", "source"): "source({}) at the beginning",
     ("sink", "stage"): ".then({}).sink(…)",
 }
-"""What to write where one kind is expected, and another one came."""
+"""The line to write, by the kind that is expected and the kind that was given."""
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -43,7 +43,7 @@ def written(stage: object) -> str:
 
 
 def refuse_misplaced_stage(expected: Kind, stage: object) -> None:
-    """Refuse a class in place of an instance, and a stage that takes other ends than it would be given.
+    """Refuse a class in place of an instance, and a stage whose `run` takes other ends than those of `expected`.
 
     Raises:
         InvalidPipeline: with the line to write instead.
@@ -79,14 +79,14 @@ def _takes(run: Callable[..., Any], ends: tuple[str, ...]) -> bool:
 
 
 def _kind_of(run: Callable[..., Any]) -> Kind | None:
-    """Return what a stage is that does not fit where it was put; None for one that fits nowhere."""
+    """Return the kind of a stage that does not fit its place; None for one that fits nowhere."""
     if _takes(run, ENDS["stage"]):
         return "stage"
     return _kind_of_one_end(run) if _takes(run, ENDS["sink"]) else None
 
 
 def _kind_of_one_end(run: Callable[..., Any]) -> Kind | None:
-    """Return whether the first argument of `run` is an inbox or an outbox, by its annotation or by its name."""
+    """Return "sink" if the first argument of `run` is an inbox, "source" if an outbox, by its annotation or name."""
     name = next(iter(inspect.signature(run).parameters))
     channel = get_origin(annotations_of(run).get(name))
     if channel is ReceiveChannel or name == "inbox":
@@ -95,7 +95,7 @@ def _kind_of_one_end(run: Callable[..., Any]) -> Kind | None:
 
 
 def refuse_unknown_placement(on: object) -> None:
-    """Refuse what is no placement: `here` without parentheses, a number.
+    """Refuse an object that is no placement: `here` without parentheses, a number.
 
     Raises:
         InvalidPipeline: with the line to write instead.
@@ -104,12 +104,12 @@ def refuse_unknown_placement(on: object) -> None:
         return
     count = 4 if on is processes else on
     line = f"processes({count})" if type(count) is int else "here()"
-    came = on.__name__ if inspect.isfunction(on) else repr(on)
-    raise InvalidPipeline(f"on: expected here() or processes(n), got {came}: write on={line}")
+    got = on.__name__ if inspect.isfunction(on) else repr(on)
+    raise InvalidPipeline(f"on: expected here() or processes(n), got {got}: write on={line}")
 
 
 def ends_in_a_sink(run: Run) -> Run:
-    """Refuse a call of `Flow.run` that means `Pipeline.run`: one without an outbox. Type checkers refuse it too."""
+    """Refuse a call of `Flow.run` without an outbox, which is meant for `Pipeline.run`; type checkers refuse it too."""
 
     @wraps(run)
     async def checked(flow: Any, *args: Any, **options: Any) -> None:

@@ -1,8 +1,8 @@
-"""Bit masks of whole numbers, in few bytes where neighbours have the same mask. Knows neither prompts nor repetitions.
+"""Store a bit mask for each of many whole numbers, in few bytes where neighbours have the same mask.
 
-Numbers lie in blocks of 1024, and a block keeps a bit set of numbers for each different mask. A block in which every
+Numbers lie in blocks of 1024, and a block has a bit set of numbers for each different mask. A block in which every
 number has the same mask is one number of the level above, which is built the same way: n numbers in a row with one mask
-take memory in proportion to log n, and gaps between them one bit a number.
+take memory in proportion to log n, and gaps between them one bit a number. Knows neither prompts nor repetitions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["LoneNumber", "NumberMasks", "Run", "merged"]
 
 BLOCK_BITS = 10
-"""A block has two to the power of so many numbers: enough that a dictionary entry for it weighs little, and few enough
-that its bit sets are changed in less than a microsecond."""
+"""A block has 2 ** BLOCK_BITS numbers: enough that its dictionary entry costs little memory, and few enough that its
+bit sets are changed in less than a microsecond."""
 
 BLOCK = 1 << BLOCK_BITS
 FULL = (1 << BLOCK) - 1
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     first: int
     stop: int
-    """One behind the last."""
+    """One after the last."""
     mask: int
 
 
@@ -77,7 +77,7 @@ class NumberMasks:
 
     def __init__(self) -> None:
         self._blocks: dict[int, dict[int, int]] = {}
-        """Of each block: the numbers that have a mask, as a bit set, by mask. Neither empty nor full of one mask."""
+        """The numbers of each block that have a mask, as a bit set, by mask; neither empty nor full of one mask."""
         self._above: NumberMasks | None = None
         """The masks of blocks in which every number has the same."""
 
@@ -102,7 +102,7 @@ class NumberMasks:
         return self
 
     def remove(self, number: int, mask: int) -> None:
-        """Take its mask, which is `mask`, from `number`."""
+        """Remove the mask of `number`, which is `mask`."""
         index = number >> BLOCK_BITS
         if index not in self._blocks:
             self._level_above().remove(index, mask)
@@ -115,7 +115,7 @@ class NumberMasks:
             del self._blocks[index]
 
     def fill(self, run: Run) -> None:
-        """Give the numbers of `run`, which have no mask, that of `run`."""
+        """Set the mask of the numbers of `run`, which have none."""
         first, stop, mask = run
         while first < stop:
             index, place = divmod(first, BLOCK)
@@ -139,14 +139,14 @@ class NumberMasks:
                 yield Run(first << BLOCK_BITS, stop << BLOCK_BITS, mask)
 
     def count(self) -> int:
-        """Return how many numbers have a mask."""
+        """Return the number of numbers that have a mask."""
         above = 0 if self._above is None else self._above.count()
         return (above << BLOCK_BITS) + sum(
-            iter_bits.bit_count() for block in self._blocks.values() for iter_bits in block.values()
+            numbers.bit_count() for block in self._blocks.values() for numbers in block.values()
         )
 
     def copy(self) -> NumberMasks:
-        """Return the same masks, which do not change with these."""
+        """Return an independent copy."""
         copied = NumberMasks()
         copied._blocks = {index: block.copy() for index, block in self._blocks.items()}
         copied._above = None if self._above is None else self._above.copy()
@@ -158,7 +158,7 @@ class NumberMasks:
         return self._above
 
     def _insert(self, index: int, numbers: int, mask: int) -> None:
-        """Give `numbers` of block `index`, which have no mask, this one."""
+        """Set the mask of `numbers` of block `index`, which have none."""
         block = self._blocks.get(index)
         if block is None:
             block = self._blocks[index] = {}
@@ -172,7 +172,7 @@ Masks: TypeAlias = NumberMasks | LoneNumber
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """Return `runs` in order, with those that touch and have the same mask made one."""
+    """Return `runs` in order; adjacent ones with the same mask become one."""
     joined: list[Run] = []
     for run in sorted(runs):
         if joined and (joined[-1].stop, joined[-1].mask) == (run.first, run.mask):
@@ -183,7 +183,7 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def _ones(numbers: int) -> Iterator[tuple[int, int]]:
-    """Yield each row of ones in `numbers`: where it begins, and one behind where it ends."""
+    """Yield each row of ones in `numbers`: its beginning, and one after its end."""
     at = 0
     while numbers:
         zeros = (numbers & -numbers).bit_length() - 1

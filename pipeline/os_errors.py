@@ -1,8 +1,8 @@
-"""Errors of the operating system that a user can mend, raised as one class each, with the path and with what to do.
+"""Raise errors of the operating system that a user can fix as one class each, with the path and with what to do.
 
-A full disk, a folder that cannot be written, and exhausted file descriptors are met in many places: checkpoints,
-journals, metrics, weights, sockets. Each place says what it was about to do and where; which errors are meant, and the
-advice, are here.
+A full disk, a folder that cannot be written, and exhausted file descriptors can occur in many places: checkpoints,
+journals, metrics, weights, sockets. Each place names its operation and the path; the errno values and the advice are
+here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 RAISE_LIMIT = "raise the limit of open files (ulimit -n)"
 
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How errors of libraries in Rust, safetensors among them, name the error of the operating system."""
+"""The form in which errors of Rust libraries, such as safetensors, name the error of the operating system."""
 
 
 @contextmanager
@@ -42,14 +42,14 @@ def explaining_os_errors(
     or_else: str = "or choose another folder",
     elsewhere: str = "choose another folder",
 ) -> Iterator[None]:
-    """Raise what the body meets of the operating system as an error that says what to do; other errors pass unchanged.
+    """Raise an error of the operating system in the body as one that says what to do; other errors pass unchanged.
 
     Args:
-        what: what is written within the body.
-        path: where it is written.
-        disk_full: the class for a full disk, where this place has one of its own.
-        or_else: what helps besides room on the disk, as the end of the sentence "make room there, …".
-        elsewhere: how another folder is chosen, as an imperative.
+        what: the object that the body writes.
+        path: the place that it is written to.
+        disk_full: the class to raise for a full disk.
+        or_else: a remedy besides room on the disk, as the end of the sentence "make room there, …".
+        elsewhere: the way to choose another folder, as an imperative.
 
     Raises:
         DiskFull: the disk, a quota or the limit on the size of a file has no room.
@@ -80,7 +80,7 @@ def explaining_os_errors(
 
 
 def _number_of(error: BaseException | None) -> int:
-    """Return the errno of `error` or of what caused it: torch, for one, raises its own error behind that of a file."""
+    """Return the errno of `error` or of one of its causes: torch raises its own error because of that of a file."""
     while error is not None:
         if isinstance(number := getattr(error, "errno", None), int):
             return number

@@ -1,6 +1,6 @@
-"""Check a run that ended by itself: every stage passed on what it received, and something was trained.
+"""Check a run that ended by itself: every stage accounted for the records that it received, and some were trained.
 
-A run that was cancelled, stopped or failed is not judged: what it came to is in its report.
+A run that was cancelled, stopped or failed is not checked: its report has the result.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from .statistics import Report
 __all__ = ["END_OF_STREAM", "SWALLOWED", "check_outcome"]
 
 END_OF_STREAM = "end of stream"
-"""`Report.stop_reason` of a run whose stages all returned by themselves, with nothing left between them."""
+"""`Report.stop_reason` of a run whose stages all returned by themselves, with empty channels between them."""
 
 SWALLOWED = "swallowed by "
-"""Begins the reason of what is lost because a stage received it and neither sent nor dropped it."""
+"""Prefix of the reason of trajectories that are lost because a stage received and neither sent nor dropped them."""
 
 
 def check_outcome(report: Report, step: int) -> None:
-    """Hold a run to what it was for; `step` is its last optimizer step, those before a resumption included.
+    """Check the result of a run; `step` is its last optimizer step, those before a resumption included.
 
     Raises:
         RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
-        NothingTrained: the sink received nothing, and nothing was trained in a run that this one goes on from. What a
-            sink does with what it received is its own business, as long as it says so in the ledger.
+        NothingTrained: the sink received no record, and the run that this one resumes trained none. A sink may do
+            anything with received records, as long as it records their end in the ledger.
     """
     if report.stop_reason != END_OF_STREAM:
         return
@@ -36,9 +36,9 @@ def check_outcome(report: Report, step: int) -> None:
     if unaccounted:
         names = " and ".join(f"{name} ({count} trajectories)" for name, count in unaccounted.items())
         raise RecordsSwallowed(
-            f"expected every stage to send or drop what it receives, got nothing more of what these received: {names}. "
-            f"Is `await` missing before outbox.send(record)? A stage says what it leaves out with drop(record, "
-            f"'filtered', reason), a sink what it has used with current().ledger.end(record, 'trained')"
+            f"expected every stage to send or drop the records that it receives, got stages that did neither with "
+            f"some: {names}. Is `await` missing before outbox.send(record)? A stage leaves a record out with "
+            f"drop(record, 'filtered', reason), a sink records its use with current().ledger.end(record, 'trained')"
         )
     if not step and not report.statistics.edges[-1].channel.received:
         raise NothingTrained(

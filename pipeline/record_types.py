@@ -1,7 +1,7 @@
 """The types of the records that a stage receives and sends, read from the annotations of its `run`.
 
-Knows nothing about pipelines. Where an annotation is absent, cannot be evaluated or says `Any`, the type is unknown,
-which is None here, and `never_fits` is false: only what is certain is refused.
+Knows nothing about pipelines. Where an annotation is absent, cannot be evaluated or is `Any`, the type is unknown,
+which is None here, and `never_fits` is false: only a certain mismatch is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["RecordTypes", "annotations_of", "function_types", "never_fits", "rec
 
 
 class RecordTypes(NamedTuple):
-    """What a stage receives and what it sends; a TypeVar that is both stands for one type."""
+    """The type that a stage receives and the type that it sends; a TypeVar that is both stands for one type."""
 
     received: Any = None
     sent: Any = None
 
 
 def record_types(stage: object) -> RecordTypes:
-    """Return the types of `stage`; what its `stage_info()` says counts more than annotations.
+    """Return the types of `stage`; those in its `stage_info()` take precedence over annotations.
 
     >>> class Doubling:
     ...     async def run(self, inbox: ReceiveChannel[int], outbox: SendChannel[float]) -> None: ...
@@ -57,13 +57,13 @@ def annotations_of(function: Any, local: dict[str, Any] | None = None) -> dict[s
         alone = SimpleNamespace(__annotations__={name: annotation})
         try:
             evaluated |= get_type_hints(alone, globalns=namespace, localns=local)
-        except Exception:  # noqa: BLE001, S112 (what is evaluated is a caller's, and may raise anything)
+        except Exception:  # noqa: BLE001, S112 (an annotation is a caller's code, and may raise anything)
             continue
     return evaluated
 
 
 def _bound_types(stage: object) -> dict[Any, Any]:
-    """Return what type variables stand for: in `Tap[int]()`, and in a class that inherits from `Tap[int]`."""
+    """Return the types that type variables stand for, in `Tap[int]()` and in a class that inherits from `Tap[int]`."""
     aliases = [base for kind in type(stage).__mro__ for base in kind.__dict__.get("__orig_bases__", ())]
     aliases.append(getattr(stage, "__orig_class__", None))
     bound: dict[Any, Any] = {}
@@ -73,14 +73,14 @@ def _bound_types(stage: object) -> dict[Any, Any]:
 
 
 def _resolved(record: Any, bound: dict[Any, Any]) -> Any:
-    """Return what `record` stands for, None for what says nothing."""
+    """Return the type that `record` stands for, None for `Any`."""
     while record in bound and bound[record] is not record:
         record = bound[record]
     return None if record is Any else record
 
 
 def never_fits(sent: Any, received: Any) -> bool:
-    """Whether no record of type `sent` is one of type `received`."""
+    """Return whether no record of type `sent` is one of type `received`."""
     return not any(_related(one, other) for one in _members(sent) for other in _members(received))
 
 
@@ -96,22 +96,22 @@ def _related(one: Any, other: Any) -> bool:
         return True  # unknown, or a type variable
     try:
         return issubclass(one, other) or issubclass(other, one) or _numeric(one, other)
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol that is not runtime-checkable
         return True
 
 
 def _numeric(*kinds: type) -> bool:
-    """Whether type checkers may take one for the other, as they take an int for a float."""
+    """Return whether type checkers may take one for the other, as they take an int for a float."""
     return all(issubclass(kind, Number) for kind in kinds)
 
 
 def type_name(record: Any) -> str:
-    """Return how a type is written."""
+    """Return the name of a type as it is written."""
     return record.__name__ if isinstance(record, type) else str(record)
 
 
 def function_types(function: Callable[..., Any]) -> RecordTypes:
-    """Return the types of a function of one record: its first argument, and what it returns."""
+    """Return the types of a function of one record: its first argument, and its result."""
     called = function if inspect.isroutine(function) else type(function).__call__
     annotations = annotations_of(called)
     sent = annotations.pop("return", None)

@@ -1,4 +1,4 @@
-"""Log errors that may come thousands of times: a distinct one with its traceback once, then only how often it came."""
+"""Log errors that may occur thousands of times: a distinct one with its traceback once, then only its count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _Place: TypeAlias = tuple[str, str, int]
 class RepeatedErrors:
     """Count errors by their type and by the line that raised them.
 
-    An error is logged when it comes for the first time, with its traceback, and from then on each time that its count
-    has doubled, without one. Messages do not tell errors apart: they may hold the number of a prompt.
+    An error is logged when it first occurs, with its traceback, and from then on each time that its count has doubled,
+    without one. Messages do not distinguish errors: they may hold the number of a prompt.
     """
 
     def __init__(self, log: Any, event: str) -> None:

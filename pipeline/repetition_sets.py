@@ -1,4 +1,4 @@
-"""Some of the repetitions of a prompt, as a bit mask: bit r stands for repetition r."""
+"""Sets of repetitions of a prompt, as bit masks: bit r stands for repetition r."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
 
 __all__ = ["exclude", "iter_bits", "mask_in", "mask_of", "masks_in", "set_mask", "trajectories"]
 
-MASKS_KEPT = 16
-"""Columns of which the mask is remembered: groups of one size mostly number their repetitions alike."""
+MASKS_CACHED = 16
+"""Columns whose masks are cached: groups of one size mostly number their repetitions alike."""
 
 
 def mask_of(repetitions: Iterable[int]) -> int:
-    """The bit mask of these.
+    """Return the bit mask of `repetitions`.
 
     >>> bin(mask_of([0, 3]))
     '0b1001'
@@ -30,12 +30,12 @@ def mask_of(repetitions: Iterable[int]) -> int:
 
 
 def mask_in(column: NDArray[np.int64]) -> int:
-    """The bit mask of all repetitions in `column`."""
+    """Return the bit mask of all repetitions in `column`."""
     return _mask_in(column.tobytes())
 
 
 def masks_in(column: NDArray[np.int64], counts: Iterable[int]) -> list[int]:
-    """The bit masks of groups of `counts` repetitions each, which lie one behind the other in `column`.
+    """Return the bit masks of groups of `counts` repetitions each, which follow each other in `column`.
 
     >>> [bin(mask) for mask in masks_in(np.array([0, 3, 1]), [2, 1])]
     ['0b1001', '0b10']
@@ -44,13 +44,13 @@ def masks_in(column: NDArray[np.int64], counts: Iterable[int]) -> list[int]:
     return [_mask_in(raw[a * width : b * width]) for a, b in pairwise(accumulate(counts, initial=0))]
 
 
-@lru_cache(maxsize=MASKS_KEPT)
+@lru_cache(maxsize=MASKS_CACHED)
 def _mask_in(column: bytes) -> int:
     return mask_of(memoryview(column).cast("q"))
 
 
 def iter_bits(mask: int) -> Iterator[int]:
-    """The repetitions again, in order.
+    """Yield the repetitions in `mask`, in order.
 
     >>> list(iter_bits(0b1001))
     [0, 3]
@@ -62,12 +62,12 @@ def iter_bits(mask: int) -> Iterator[int]:
 
 
 def trajectories(group: GroupId, mask: int) -> list[TrajectoryId]:
-    """Who they are."""
+    """Return the ids of the repetitions in `mask`."""
     return [TrajectoryId(*group, repetition) for repetition in iter_bits(mask)]
 
 
 def set_mask(masks: dict[GroupId, int], group: GroupId, mask: int) -> None:
-    """Note that `mask` is what there is of `group`; an empty one takes no room."""
+    """Set the mask of `group`; an empty one is removed."""
     if mask:
         masks[group] = mask
     else:

@@ -1,11 +1,11 @@
-"""A run that is kept in a folder: run again with the same folder, it goes on from its last checkpoint.
+"""Resume a run from its folder: run again with the same folder, it continues from its last checkpoint.
 
-    <folder>/checkpoints/step-00000100/    what the sink's trainer writes
-    <folder>/metrics.jsonl                 a line a step, each step once
+    <folder>/checkpoints/step-00000100/    written by the sink's trainer
+    <folder>/metrics.jsonl                 one line for each step
 
-Stages take part by methods, all of them optional: the sink by `with_checkpoints`, any other stage that begins
-differently in a resumed run by `resume_from`, and a stage that gathers something by `state_dict` and
-`load_state_dict`. Knows nothing about what is in a checkpoint.
+Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
+resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
+content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ log = get_logger("penstock.pipeline")
 
 
 class ResumePoint(NamedTuple):
-    """How far a run had come before it is resumed."""
+    """The progress of a run before it is resumed."""
 
     step: int
     """Optimizer steps; 0 for a run that begins."""
     committed: Mapping[GroupId, int]
-    """What they trained, as `Ledger.committed`."""
+    """The trajectories that they trained, as `Ledger.committed`."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has gathered something that a run needs to go on: an AdvantageNormalizer's running statistics."""
+    """An object with state that a resumed run needs, such as the running statistics of an AdvantageNormalizer."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What to keep, as JSON values; floats come back bit for bit."""
+        """Return the state, as JSON values; floats are restored bit for bit."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
@@ -57,7 +57,7 @@ class WithCheckpoints(Protocol):
     """A sink that a run in a folder can be resumed with."""
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful], /) -> tuple[Any, ResumePoint]:
-        """Return the same sink with checkpoints in `folder`, resumed from the last one, and how far that had come.
+        """Return the same sink with checkpoints in `folder`, resumed from the last one, and the progress of that one.
 
         Args:
             folder: holds the checkpoints.
@@ -76,7 +76,7 @@ class Resumes(Protocol):
 
 
 class Snapshot:
-    """What a stage had gathered when it was last taken: a checkpoint is written while the stage goes on."""
+    """The state of a stage when `take` was last called: a checkpoint is written while the stage goes on."""
 
     def __init__(self, stage: Stateful) -> None:
         self._stage = stage
@@ -84,7 +84,7 @@ class Snapshot:
         self.take()
 
     def take(self) -> None:
-        """Note what it has gathered by now."""
+        """Record the present state of the stage."""
         self._taken = dict(self._stage.state_dict())
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -98,18 +98,18 @@ class Snapshot:
 
 @contextmanager
 def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
-    """Within the body the run has `folder` for itself: gives the stages to run, as they go on. Blocks.
+    """Lock `folder` for the run within the body; yield the resumed stages, to run instead of `nodes`. Blocks.
 
-    Ledger and metrics go on too.
+    The ledger and the metrics of `context` continue too.
 
     Raises:
-        InvalidPipeline: the sink keeps no checkpoints.
+        InvalidPipeline: the sink writes no checkpoints.
         RunInUse: another process runs in `folder`.
-        DiskFull, NotWritable, OutOfFileDescriptors: the folder cannot be made, or its file of metrics not be written.
+        DiskFull, NotWritable, OutOfFileDescriptors: the folder or its file of metrics cannot be written.
     """
     with explaining_os_errors("the files of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with _locked(folder):
         nodes, point = _opened(folder, nodes)
         if point.step:
             context.ledger.restore(point.committed, point.step)
@@ -121,8 +121,8 @@ def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A lock that goes with the process, however that ends."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock that the kernel releases when the process ends."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _lock(fd, folder)
@@ -144,7 +144,7 @@ def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, 
     *before, last = nodes
     if not isinstance(last.stage, WithCheckpoints):
         raise InvalidPipeline(
-            f"{last.name}: expected a sink that keeps checkpoints (SinkTrainer) for a run in a folder"
+            f"{last.name}: expected a sink that writes checkpoints (SinkTrainer) for a run in a folder"
         )
     gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
     sink, point = last.stage.with_checkpoints(folder / "checkpoints", gathering)
@@ -154,7 +154,7 @@ def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, 
 
 
 def resumed(nodes: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
-    """Return the same links, with the stages of a resumed run."""
+    """Return the same nodes, with their stages resumed from `point`."""
     return tuple(replace(node, stage=_stage_resumed(node.stage, point)) for node in nodes)
 
 

@@ -1,8 +1,11 @@
-"""One run of a chain of stages: channels are opened, stages run as tasks of one group, and everything ends together.
+"""Run a chain of stages once: open its channels, run its stages as tasks of one group, and end all of them together.
 
-How a stage ends decides what happens to the others. It returned: what it feeds ends when all is received, and what
-feeds it is cancelled, for nobody would receive it. It raised: all are cancelled, and the run raises `StageFailed`. A
-run that is cancelled ends likewise, without a failure.
+The end of one stage determines the end of the others:
+
+1. It returned: its outgoing stream ends when all of it is received, and the stages before it are cancelled, because
+   their records would not be received.
+2. It raised: all stages are cancelled, and the run raises `StageFailed`.
+3. The run was cancelled: all stages are cancelled, without a failure.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ __all__ = ["Run"]
 log = get_logger("penstock.pipeline")
 
 
-class _Outlet:
-    """The end of a fragment whose last stage runs in processes: hands its records on to the channel outside."""
+class _Forwarder:
+    """The last stage of a fragment that ends in processes: sends their records to the channel outside."""
 
     async def run(self, inbox: Any, outbox: Any) -> None:
         async for record in inbox:
@@ -56,30 +59,30 @@ class _StageTask:
             flush=context.flush,
             nothing_on_the_way=lambda: run.nothing_before(self),
         )
-        """Of its own, for what the stage drops is counted there."""
+        """A context of its own, in which the trajectories that the stage drops are counted."""
         self.state: StageState = "not started"
         self.scope = anyio.CancelScope()
         self.before: Edge | None = None
-        """What it receives from; None for a source."""
+        """The edge that it receives from; None for a source."""
         self.after: Edge | None = None
-        """What it sends to; None for a sink."""
+        """The edge that it sends to; None for a sink."""
         self.outbox: CountingSendChannel[Any] | None = None
         self.workers: Workers | None = None
         """Its processes, where it does not run here."""
 
     @property
     def over(self) -> bool:
-        """Whether it receives nothing any more."""
+        """Return whether it has ended, so that it receives no more."""
         return self.state not in {"not started", "running"}
 
     @property
     def stream_ended(self) -> bool:
-        """Whether it returned, or had closed its end and only waited for the sink when that returned."""
+        """Return whether it returned, or was cancelled after it had closed its end, when the sink returned."""
         waited = self.state == "cancelled" and self.outbox is not None and self.outbox.all_closed
         return self.state == "returned" or waited
 
     def statistics(self) -> StageStatistics:
-        """What it does now."""
+        """Return its state now."""
         for_records_s, for_credit_s = self.waited()
         return StageStatistics(
             name=self.node.name,
@@ -93,7 +96,7 @@ class _StageTask:
         )
 
     def waited(self) -> tuple[float, float]:
-        """Seconds that it has waited in all, for records and for credit; its workers added up."""
+        """Return the seconds that it has waited in all, for records and for credit; its workers added up."""
         if self.workers is not None:
             return self.workers.waited
         records = self.before.inbox.statistics().waited_s if self.before else 0.0
@@ -119,29 +122,29 @@ class _StageTask:
 
 
 class Run:
-    """A chain of stages while it runs, and what can be said of it afterwards."""
+    """A chain of stages while it runs, and its statistics afterwards."""
 
     def __init__(self, nodes: Sequence[StageNode], context: Context, outbox: SendChannel[Any] | None = None) -> None:
         if outbox is not None and nodes[-1].remote:
-            nodes = [*nodes, StageNode(_Outlet(), "outlet", Here())]
+            nodes = [*nodes, StageNode(_Forwarder(), "outlet", Here())]
         self._context = context
         self._outbox = outbox
-        """Where the last stage sends, when the chain is a fragment without a sink."""
-        self._parts = [_StageTask(node, context, self) for node in nodes]
+        """The channel that the last stage sends to, in a fragment without a sink."""
+        self._tasks = [_StageTask(node, context, self) for node in nodes]
         self._edges: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | None = None
         self._streak = FailureStreak()
         self._open_error: Exception | None = None
-        """What kept the run from opening its channels."""
-        self._cancel: Callable[[], None] = _nothing
+        """The exception for which channels could not be opened."""
+        self._cancel: Callable[[], None] = _no_op
         self._opening = anyio.CancelScope()
-        """Around the opening of the channels."""
+        """The scope in which the channels are opened."""
         self._stopped_by = ""
-        """What the run was told to stop by; empty where it was not."""
+        """The signal that stopped the run; empty where none did."""
         self._inbox: StoppableReceiveChannel[Any] | None = None
-        """What the sink receives from."""
-        self._ran_dry = False
-        """Whether every stage returned by itself and nothing was left between them."""
+        """The channel that the sink receives from."""
+        self._stream_ended = False
+        """True when every stage has returned by itself and the channels between them were empty."""
         self.in_flight_at_end = 0
         """Trajectories that were in flight when every stage had ended."""
 
@@ -157,69 +160,69 @@ class Run:
         async with AsyncExitStack() as channels:
             try:
                 with self._opening:
-                    await self._join(channels)
+                    await self._open_edges(channels)
             except Exception as error:
                 self._open_error = error
                 raise
             if self._opening.cancel_called:
                 return
-            channels.enter_context(self._context.ledger.calling_on_end(self._context.flush.look))
+            channels.enter_context(self._context.ledger.on_end(self._context.flush.check))
             channels.callback(self._finish)  # while the channels are still open
             with unwrap_single():
-                async with anyio.create_task_group() as tasks:
-                    self._cancel = tasks.cancel_scope.cancel
-                    for part in self._parts:
-                        tasks.start_soon(self._attend, part, name=part.node.name)
+                async with anyio.create_task_group() as group:
+                    self._cancel = group.cancel_scope.cancel
+                    for task in self._tasks:
+                        group.start_soon(self._supervise, task, name=task.node.name)
         if self._failure is not None:
             raise self._failure
 
     def stop(self, by: str) -> None:
-        """End the run in good order: the sink's stream ends, and every stage before it is cancelled.
+        """End the run gracefully: the sink's stream ends, and every stage before it is cancelled.
 
         Args:
-            by: what it is stopped by, for people.
+            by: the name of the signal, for the report.
         """
         self._stopped_by = by
         if self._inbox is None:
             self._opening.cancel()
             return
         self._inbox.end()
-        for part in self._parts[:-1]:
-            part.scope.cancel()
+        for task in self._tasks[:-1]:
+            task.scope.cancel()
 
-    async def _attend(self, part: _StageTask) -> None:
-        """Run one stage, and end what its end brings with it."""
-        part.state = "running"
+    async def _supervise(self, task: _StageTask) -> None:
+        """Run one stage, and then end or cancel the stages that its end concerns."""
+        task.state = "running"
         try:
-            with part.scope, entered(part.context), self._telling_waits(part):
-                await self._body(part)
-                part.state = "returned"
-        except Exception as error:  # noqa: BLE001 (whatever a stage raises is reported with its name)
-            self._note_failure(part, error)
+            with task.scope, entered(task.context), self._reporting_waits(task):
+                await self._body(task)
+                task.state = "returned"
+        except Exception as error:  # noqa: BLE001 (every exception of a stage is reported with its name)
+            self._record_failure(task, error)
         finally:
-            if part.state == "running":
-                part.state = "cancelled"
-        if part.state == "returned":
-            self._release_upstream(part)
-            await _close_ends(part)
+            if task.state == "running":
+                task.state = "cancelled"
+        if task.state == "returned":
+            self._release_upstream(task)
+            await _close_ends(task)
 
-    def _telling_waits(self, part: _StageTask) -> AbstractContextManager[None]:
-        if part.workers is not None:
+    def _reporting_waits(self, task: _StageTask) -> AbstractContextManager[None]:
+        if task.workers is not None:
             return nullcontext()
-        return report_waits(self._context.metrics, part.node.name, part.waited)
+        return report_waits(self._context.metrics, task.node.name, task.waited)
 
-    async def _body(self, part: _StageTask) -> None:
-        if part.workers is not None:
-            await part.workers.run(part.before.inbox if part.before else None)
-        elif part.before is None:
-            await part.node.stage.run(part.outbox)
-        elif part.outbox is None:
-            await part.node.stage.run(self._inbox)
+    async def _body(self, task: _StageTask) -> None:
+        if task.workers is not None:
+            await task.workers.run(task.before.inbox if task.before else None)
+        elif task.before is None:
+            await task.node.stage.run(task.outbox)
+        elif task.outbox is None:
+            await task.node.stage.run(self._inbox)
         else:
-            await part.node.stage.run(part.before.inbox, part.outbox)
+            await task.node.stage.run(task.before.inbox, task.outbox)
 
     def limit_failures(self) -> None:
-        """End the run where too many rollouts failed in a row: called after each that fails."""
+        """End the run if too many rollouts failed in a row; called after each failure."""
         ledger = self._context.ledger
         try:
             self._streak.check(*ledger.failures(), lambda: ledger.balance().reasons["failed"])
@@ -228,57 +231,57 @@ class Run:
                 self._failure = error
                 self._cancel()
 
-    def _note_failure(self, part: _StageTask, error: Exception) -> None:
-        if _is_only(error, PeerClosed) and self._is_over_after(part):
+    def _record_failure(self, task: _StageTask, error: Exception) -> None:
+        if _is_only(error, PeerClosed) and self._is_over_after(task):
             return
-        part.state = "failed"
+        task.state = "failed"
         cause = single_exception(error)
-        if self._stopped_by and part is not self._parts[-1]:
-            log.warning("stage_failed_while_stopping", stage=part.node.name, error=_line(cause))
+        if self._stopped_by and task is not self._tasks[-1]:
+            log.warning("stage_failed_while_stopping", stage=task.node.name, error=_line(cause))
             return
-        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{part.node.name} raised {_line(cause)}")
+        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{task.node.name} raised {_line(cause)}")
         if failure is not cause:
             failure.__cause__ = cause
         if self._failure is None:
             self._failure = failure
         else:
             self._failure.add_note(f"besides: {failure}")
-            log.warning("stage_failed_too", stage=part.node.name, error=_line(cause))
+            log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
         self._cancel()
 
-    def _is_over_after(self, part: _StageTask) -> bool:
-        """Whether the stage after `part` receives nothing any more, so that `part` need not send."""
-        position = self._parts.index(part)
-        return any(later.over for later in self._parts[position + 1 :])
+    def _is_over_after(self, task: _StageTask) -> bool:
+        """Return whether a stage after `task` has ended, so that `task` need not send."""
+        position = self._tasks.index(task)
+        return any(later.over for later in self._tasks[position + 1 :])
 
-    def _release_upstream(self, part: _StageTask) -> None:
-        """Nobody will receive what the stages before `part` send. One that has closed its end may stay for the sink.
+    def _release_upstream(self, task: _StageTask) -> None:
+        """Cancel the stages before `task`, which has returned; one that has closed its end runs until the sink returns.
 
-        When that has returned, it may stay on if it has said so (`Context.on_sink_returned`).
+        After that it may run on if it has registered a call (`Context.on_sink_returned`).
         """
-        for earlier in self._parts[: self._parts.index(part)]:
+        for earlier in self._tasks[: self._tasks.index(task)]:
             closed = earlier.outbox is not None and earlier.outbox.all_closed
-            if part is self._parts[-1] and closed and earlier.context.on_sink_returned:
+            if task is self._tasks[-1] and closed and earlier.context.on_sink_returned:
                 for call in earlier.context.on_sink_returned:
                     call()
-            elif part is self._parts[-1] or not closed:
+            elif task is self._tasks[-1] or not closed:
                 earlier.scope.cancel()
 
     def _finish(self) -> None:
-        """Every stage has ended: note how things stand, and what workers still hold is lost."""
+        """Record the state at the end of all stages, and count the trajectories that workers still hold as lost."""
         channels = [edge.inbox.statistics() for edge in self._edges]
         empty = all(channel.sent == channel.received for channel in channels)
-        self._ran_dry = empty and all(part.stream_ended for part in self._parts)
+        self._stream_ended = empty and all(task.stream_ended for task in self._tasks)
         self.in_flight_at_end = self._context.ledger.balance().in_flight
-        for part in self._parts:
-            if part.workers is not None:
-                part.workers.close()
+        for task in self._tasks:
+            if task.workers is not None:
+                task.workers.close()
 
     # -- channels ----------------------------------------------------------------------------------------------------
 
-    async def _join(self, channels: AsyncExitStack) -> None:
-        """Open what lies between the stages."""
-        for before, after in pairwise(self._parts):
+    async def _open_edges(self, channels: AsyncExitStack) -> None:
+        """Open the channels between the stages."""
+        for before, after in pairwise(self._tasks):
             edge = await self._open(before, after, channels)
             before.after = after.before = edge
             before.outbox = edge.outbox
@@ -286,7 +289,7 @@ class Run:
         if self._outbox is None:
             self._inbox = StoppableReceiveChannel(self._edges[-1].inbox)
         if self._outbox is not None:
-            last = self._parts[-1]
+            last = self._tasks[-1]
             counter = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
             last.outbox = CountingSendChannel(self._outbox.clone(), counter)
             channels.push_async_callback(last.outbox.close_all)
@@ -294,7 +297,9 @@ class Run:
     async def _open(self, before: _StageTask, after: _StageTask, channels: AsyncExitStack) -> Edge:
         counter = EdgeCounter(self._admits_to(before))
         if isinstance(before.node.on, Processes):
-            inbox = await channels.enter_async_context(self._staffed(before, before.node.on, after, counter).serve())
+            inbox = await channels.enter_async_context(
+                self._create_workers(before, before.node.on, after, counter).serve()
+            )
             return Edge(before.node.name, after.node.name, inbox, counter, None)
         capacity = 1 if after.node.remote else after.node.capacity or MEMORY_CAPACITY
         sender, receiver = memory_channel[Any](capacity, after.node.capacity_bytes)
@@ -303,69 +308,69 @@ class Run:
         channels.push_async_callback(outbox.close_all)
         return Edge(before.node.name, after.node.name, receiver, counter, outbox)
 
-    def _staffed(self, part: _StageTask, on: Processes, after: _StageTask, counter: EdgeCounter) -> Workers:
-        first = part is self._parts[0]
-        before = None if first else self._parts[self._parts.index(part) - 1].node
-        part.workers = Workers(part.node, on, part.context, counter, before=before, after=after.node)
-        return part.workers
+    def _create_workers(self, task: _StageTask, on: Processes, after: _StageTask, counter: EdgeCounter) -> Workers:
+        first = task is self._tasks[0]
+        before = None if first else self._tasks[self._tasks.index(task) - 1].node
+        task.workers = Workers(task.node, on, task.context, counter, before=before, after=after.node)
+        return task.workers
 
-    def _admits_to(self, part: _StageTask) -> Ledger | None:
-        return self._context.ledger if part is self._parts[0] else None
+    def _admits_to(self, task: _StageTask) -> Ledger | None:
+        return self._context.ledger if task is self._tasks[0] else None
 
-    # -- afterwards, and meanwhile -----------------------------------------------------------------------------------
+    # -- statistics, during the run and afterwards -------------------------------------------------------------------
 
     def statistics(self) -> PipelineStatistics:
-        """Every stage and every edge now, or as they were left."""
+        """Return the state of every stage and every edge: now, or at the end of the run."""
         return PipelineStatistics(
-            stages=tuple(part.statistics() for part in self._parts),
+            stages=tuple(task.statistics() for task in self._tasks),
             edges=tuple(edge.statistics() for edge in self._edges),
         )
 
     @property
     def stop_reason(self) -> str:
-        """Why the run ended, for people."""
+        """The reason for which the run ended, for the report."""
         if self._failure is not None:
             return str(self._failure).partition("\n")[0]
         if self._open_error is not None:
             return f"opening failed: {_line(self._open_error)}".partition("\n")[0]
         if self._stopped_by:
             return f"stopped by {self._stopped_by}"
-        if self._ran_dry:
+        if self._stream_ended:
             return END_OF_STREAM
-        returned = [part.node.name for part in self._parts if part.state == "returned"]
-        return f"{returned[-1]} returned" if returned and self._parts[-1].state == "returned" else "cancelled"
+        returned = [task.node.name for task in self._tasks if task.state == "returned"]
+        return f"{returned[-1]} returned" if returned and self._tasks[-1].state == "returned" else "cancelled"
 
-    def nothing_before(self, part: _StageTask) -> bool:
-        """Whether every trajectory in flight is in `part` or behind it, channels included."""
+    def nothing_before(self, task: _StageTask) -> bool:
+        """Return whether every trajectory in flight is in `task` or downstream of it, channels included."""
         ledger = self._context.ledger
-        held = sum(each.unaccounted for each in self._parts[self._parts.index(part) :])
+        held = sum(each.unaccounted for each in self._tasks[self._tasks.index(task) :])
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
     def loss_reason(self, ledger: Ledger) -> str:
-        """The reason for which trajectories are lost that are in flight when the run has ended."""
-        if not self._ran_dry:
+        """Return the reason of trajectories that are lost because they are in flight when the run has ended."""
+        if not self._stream_ended:
             return RUN_ENDED
-        sink = self._parts[-1]
-        taken = {part: part.unaccounted for part in self._parts[1:]}
+        sink = self._tasks[-1]
+        taken = {task: task.unaccounted for task in self._tasks[1:]}
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
-        taken[self._parts[0]] = max(0, ledger.in_flight - sum(taken.values()))
-        names = [part.node.name for part in self._parts if taken[part]]
+        taken[self._tasks[0]] = max(0, ledger.in_flight - sum(taken.values()))
+        names = [task.node.name for task in self._tasks if taken[task]]
         return f"{SWALLOWED}{' and '.join(names)}"
 
 
-def _nothing() -> None:
-    """Nothing runs yet, so there is nothing to cancel."""
+def _no_op() -> None:
+    """Do nothing: no task runs yet that could be cancelled."""
 
 
-async def _close_ends(part: _StageTask) -> None:
-    """A stage has returned: what it feeds ends, and what feeds it is refused.
+async def _close_ends(task: _StageTask) -> None:
+    """Close the ends of a stage that has returned: its outgoing stream ends, and senders to it are refused.
 
-    Not where it raised or was cancelled: the stage after it would take that for the end of the stream.
+    Not called where it raised or was cancelled: the stage after it would take that for the end of the stream.
     """
-    if part.outbox is not None:
-        await part.outbox.close_all()
-    if part.before is not None and part.before.outbox is not None:
-        await part.before.inbox.aclose()
+    if task.outbox is not None:
+        await task.outbox.close_all()
+    if task.before is not None and task.before.outbox is not None:
+        await task.before.inbox.aclose()
 
 
 def _is_only(error: BaseException, kind: type[BaseException]) -> bool:

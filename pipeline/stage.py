@@ -1,4 +1,4 @@
-"""What a stage is: an object with one coroutine, `run`. No base class, no registry.
+"""The protocols of stages: objects with one coroutine, `run`. No base class, no registry.
 
 Returning from `run` ends the stream that the stage feeds; raising cancels the pipeline.
 """
@@ -16,7 +16,7 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 
 class Source(Protocol[Out_co]):
-    """Where records begin."""
+    """The first stage of a pipeline, which only sends."""
 
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
         """Send records until there are no more."""
@@ -27,12 +27,12 @@ class Stage(Protocol[In_contra, Out_co]):
     """A loop from an inbox to an outbox."""
 
     async def run(self, inbox: ReceiveChannel[In_contra], outbox: SendChannel[Out_co], /) -> None:
-        """Receive until the stream ends; send what came of it; `drop` what is not sent."""
+        """Receive until the stream ends; send the resulting records, and `drop` the others."""
         ...
 
 
 class Sink(Protocol[In_contra]):
-    """Where records end."""
+    """The last stage of a pipeline, which only receives."""
 
     async def run(self, inbox: ReceiveChannel[In_contra], /) -> None:
         """Receive until the stream ends."""

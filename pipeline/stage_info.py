@@ -22,35 +22,35 @@ __all__ = ["DescribesItself", "HasTokenizer", "StageInfo", "info_of", "tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInfo:
-    """Facts about a stage, all of them optional."""
+    """Facts about a stage, all optional."""
 
     name: str | None = None
-    """Its name, where the name of its class does not say enough."""
+    """Its name, where that of its class is too general."""
     receives: type[Any] | None = None
-    """The class of the records that it receives, where the annotation of its inbox does not say."""
+    """The class of the records that it receives, where its inbox has no annotation for it."""
     output_type: type[Any] | None = None
-    """The class of the records that it sends, where the annotation of its outbox does not say."""
+    """The class of the records that it sends, where its outbox has no annotation for it."""
     sends_at_most_tokens: int | None = None
-    """No group that it sends holds more tokens."""
+    """The most tokens of a group that it sends."""
     takes_at_most_tokens: int | None = None
-    """It can never take a group of more tokens."""
+    """The most tokens of a group that it can process."""
     begins_at_most: int | None = None
-    """A source begins no more trajectories before an optimizer step trains some of them."""
+    """The most trajectories that a source begins before an optimizer step trains some of them."""
     waits_for: int | None = None
-    """It sends nothing before so many trajectories have come."""
+    """The number of trajectories that it must receive before it sends any."""
     keeps_groups: int = 0
-    """Groups that it keeps, as they came, before it sends anything."""
+    """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False
-    """It gathers what belongs together, so that it cannot be spread over several processes."""
+    """True where it must receive every record, so that it cannot run in several processes."""
     check_workers: Callable[[int], None] | None = None
     """Called with a number of workers; raises InvalidConfig where so many cannot share its work."""
     tokenizers: tuple[Any, ...] | None = None
-    """Tokenizers that it makes tokens or text with, or their `TokenizerIdentity`. An empty tuple says that it uses one
-    that is not known; None that it uses none."""
+    """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses one that is not known; None where
+    it uses none."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
     nodes: tuple[StageNode, ...] = ()
-    """The stages of a fragment, each with where it runs."""
+    """The stages of a fragment, each with its placement."""
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ class HasTokenizer(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, its `TokenizerIdentity`, or None."""
+        """Return the tokenizer, its `TokenizerIdentity`, or None."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""A node of a chain: a stage, where it runs, and the edge that leads to it; what is known before anything runs.
+"""A node of a chain: a stage, its placement, and the edge that leads to it.
 
-Also what can be learned of a stage by looking at it: its name, what it sends, and the hints it gives about sizes.
+Also functions that read the name of a stage and the type of the records that it sends, without running it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StageNode:
 
     @property
     def remote(self) -> bool:
-        """Whether the stage runs in processes."""
+        """Return whether the stage runs in processes."""
         return isinstance(self.on, Processes)
 
 
@@ -52,7 +52,7 @@ def name_of(stage: object) -> str:
 
 
 def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
-    """The same links; equal names are told apart by a number."""
+    """Return the same nodes, with a number appended to names that occur more than once."""
     seen: Counter[str] = Counter()
     distinct: list[StageNode] = []
     for node in nodes:
@@ -64,16 +64,16 @@ def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
 
 
 def output_type(stage: object) -> type[Any] | None:
-    """Return the class of what a stage sends; None where nothing tells it, or it is one of several."""
+    """Return the class of the records that a stage sends; None where it is unknown, or one of several."""
     return _class(record_types(stage).sent)
 
 
 def sent_along(stages: Iterable[RecordTypes]) -> list[Any]:
-    """Return the type that each stage of a chain sends; one that hands on what it receives sends the type before it."""
+    """Return the type that each stage of a chain sends; a stage that forwards its records sends the type before it."""
     sent: list[Any] = []
     for known in stages:
-        hands_on = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
-        sent.append(sent[-1] if hands_on else known.sent)
+        forwards = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
+        sent.append(sent[-1] if forwards else known.sent)
     return sent
 
 
@@ -82,5 +82,5 @@ def _class(record: Any) -> type[Any] | None:
 
 
 def wire_type(stage: object) -> type[TrajectoryGroup | TrainBatch]:
-    """What a channel from `stage` to another process carries: groups, unless it says that it sends batches."""
+    """Return the record type of a channel from `stage` to another process: groups, unless it declares batches."""
     return TrainBatch if output_type(stage) is TrainBatch else TrajectoryGroup

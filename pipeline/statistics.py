@@ -1,4 +1,4 @@
-"""What a pipeline says of itself: frozen values, taken at one moment."""
+"""Statistics of a pipeline: frozen values, taken at one moment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
-"""returned: its stream ended, or it had enough · cancelled: the pipeline, or the stage after it, needed no more."""
+"""returned: by itself · cancelled: by the pipeline, or because the stage after it had ended · failed: it raised."""
 
 WorkerState: TypeAlias = Literal["starting", "running", "stopping", "finished", "failed", "dead"]
-"""failed: it raised · dead: it ended without a word, by a signal or `os._exit`."""
+"""failed: its stage raised · dead: its process ended without reporting, by a signal or `os._exit`."""
 
 
 class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,44 +32,44 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """`SourceEnv 2/4`: the second of four."""
     pid: int | None
-    """The process that runs it now, or ran it last; None before it was started."""
+    """Id of its present process, or of its last one; None before it was started."""
     state: WorkerState
     restarts: int
-    """How often it died and was started anew."""
+    """Times that it died and was restarted."""
     starting: str = ""
-    """What it does while it starts: `importing train.py`; "" at any other time."""
+    """The phase of its start: `importing train.py`; "" at any other time."""
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage does, and what it has waited for."""
+    """The state of one stage, and its waits."""
 
     name: str
     placement: str
-    """`here`, or how many processes."""
+    """`here`, or the number of processes and restarts."""
     state: StageState
     waiting_for: str
-    """What it waits for right now, and from whom: `records from Batcher`, `credit from SinkTrainer`,
+    """The cause of its present wait, and its origin: `records from Batcher`, `credit from SinkTrainer`,
     `start of SourceEnv 2/4`; "" while busy."""
     waited_for_records_s: float
-    """Seconds that it has waited for records in all, the present wait included.
+    """Seconds that it has waited for records in all, including the present wait.
 
-    Of a stage in processes: its workers added up, as they told with the last of their records.
+    For a stage in processes: its workers added up, as of their last reports.
     """
     waited_for_credit_s: float
-    """Seconds that it has waited for room in the next channel in all; likewise."""
+    """Seconds that it has waited for credit from the next channel in all; likewise."""
     dropped: dict[str, int]
-    """Trajectories that it dropped here, by the state they ended in."""
+    """Trajectories that it dropped here, by end state."""
     workers: tuple[WorkerStatistics, ...]
     """Its processes; none where it runs here."""
 
 
 class EdgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies between two stages."""
+    """The state of the channel between two stages."""
 
     upstream: str
     downstream: str
     trajectories: int
-    """Trajectories that passed so far; records that are neither groups nor batches are not counted."""
+    """Trajectories that have passed; records that are neither groups nor batches are not counted."""
     channel: ChannelStatistics
 
 
@@ -81,22 +81,22 @@ class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to."""
+    """The result of a run."""
 
     stop_reason: str
     """`end of stream`, `SinkTrainer returned`, `stopped by SIGTERM`, `cancelled`, or the failure in a line:
     `opening failed: …` where no stage had begun."""
     seconds: float
     balance: Balance
-    """The books at the end: nothing is in flight any more; what was, is lost with its reason."""
+    """The ledger's balance at the end: trajectories that were in flight are counted as lost, with the reason."""
     in_flight: int
     """Trajectories that were in flight when the run ended, and were counted as lost then."""
     checkpoint: str = ""
     """Path of the last checkpoint that this run wrote; "" where it wrote none."""
     statistics: PipelineStatistics
-    """As the stages left it."""
+    """The statistics at the end of the run."""
 
     @property
     def ended(self) -> dict[str, int]:
-        """Trajectories that ended during the run, by state: in the balance, those in flight at its end are lost too."""
+        """Trajectories that ended during the run, by state; those in flight at its end are not counted as lost here."""
         return self.balance.ended | {"lost": self.balance.ended["lost"] - self.in_flight}

@@ -1,4 +1,4 @@
-"""What a run prints that a signal has stopped: what it came to, where its checkpoint lies, and how to resume."""
+"""The message of a run that a signal has stopped: its result, the path of its checkpoint, and how to resume it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["stop_message"]
 
 
 def stop_message(report: Report, folder: str | Path | None) -> str:
-    """Return the lines for people about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""
+    """Return the lines to print about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""
     return "\n".join(
         [
             f"the run was {report.stop_reason}"
@@ -24,7 +24,7 @@ def stop_message(report: Report, folder: str | Path | None) -> str:
 
 
 def _counts(report: Report) -> str:
-    """The balance in a line; what was in flight is told apart from what was lost."""
+    """Return the balance in a line; trajectories that were in flight are listed apart from lost ones."""
     parts = [f"{count} {state}" for state, count in report.ended.items() if count]
     if report.in_flight:
         parts.append(f"{report.in_flight} in flight, not trained")
@@ -42,4 +42,4 @@ def _to_resume(report: Report, folder: str | Path | None) -> str:
         return f"start the script again: it continues from the newest checkpoint in {folder}"
     if report.checkpoint:
         return f"call trainer.resume({report.checkpoint!r}) before the run"
-    return "not possible: a new run begins anew"
+    return "not possible: the next run starts from the beginning"

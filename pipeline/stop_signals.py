@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT during a run: the first one stops it in good order, a second one ends the process at once.
+"""Handle SIGTERM and SIGINT during a run: the first one stops it gracefully, a second one ends the process at once.
 
-Handlers are installed where a run is in the main thread of a script, for the signals that the script handles in no way
-of its own, and are restored when the last run has ended without one. From the first signal on the process has
-`stop_timeout_s` to end. A thread sees to that: a stage may hold up the event loop, and a step the interpreter's exit.
+Handlers are installed where a run is in the main thread of a script, for signals for which the script has no handler of
+its own, and are restored when the last run has ended without a signal. From the first signal on the process has
+`stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a step the interpreter's exit.
 Knows no stage.
 """
 
@@ -27,23 +27,23 @@ import anyio
 from .errors import RunStopped
 from .exception_groups import all_of
 
-__all__ = ["STOP_TIMEOUT_S", "StopRequest", "say", "stop_request"]
+__all__ = ["STOP_TIMEOUT_S", "StopRequest", "print_line", "stop_request"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 STOP_TIMEOUT_S = 30.0
-"""How long a process has from the first signal to its end: what Kubernetes and torchrun allow before SIGKILL."""
+"""Seconds from the first signal to the end of the process: as many as Kubernetes and torchrun allow before SIGKILL."""
 
 STDERR = 2
 
 
 class StopRequest:
-    """Whether one run has been told to stop."""
+    """The request that one run stops, by a signal."""
 
     def __init__(self, stop_timeout_s: float) -> None:
         self.stop_timeout_s = stop_timeout_s
         self.by: signal.Signals | None = None
-        """The signal that came; None as long as the run goes on."""
+        """The signal that was received; None until then."""
         self.ended = anyio.Event()
         """Set when the run has ended."""
         self._loop = asyncio.get_running_loop()
@@ -51,27 +51,27 @@ class StopRequest:
         self._stop: Callable[[str], None] | None = None
 
     def call(self, stop: Callable[[str], None]) -> None:
-        """Call `stop` with the name of the signal when one comes; at once, where one has come."""
+        """Call `stop` with the name of the signal when one is received; at once, where one was already."""
         self._stop = stop
         if self.by is not None:
             stop(self.by.name)
 
     def post(self, by: signal.Signals) -> None:
-        """Take in that `by` came; what follows is done by the event loop. For a signal handler."""
+        """Record signal `by`, and have the event loop stop the run. For a signal handler."""
         self.by = by
         self._loop.call_soon_threadsafe(self._stop_now)
 
     def _stop_now(self) -> None:
         if self.by is not None and self._stop is not None and not self.ended.is_set():
-            say(f"{self.by.name}: the run is stopping; a second signal ends it at once")
+            print_line(f"{self.by.name}: the run is stopping; a second signal ends it at once")
             self._stop(self.by.name)
 
     async def error(self) -> BaseException:
-        """Return what ends the script, when the other runs of this process have stopped too."""
+        """Return the exception that ends the script, once the other runs of this process have stopped too."""
         self.ended.set()
         for other in list(_handlers.requests):
             await other.ended.wait()
-        assert self.by is not None  # noqa: S101 (only then it is called)
+        assert self.by is not None  # noqa: S101 (called only after a signal)
         stopped = RunStopped(self.by)
         _exit_by(stopped)
         # asyncio ends its loop at once, with all other tasks, where a SystemExit leaves any task but the main one
@@ -79,13 +79,13 @@ class StopRequest:
 
 
 class _Handlers:
-    """The signal handlers of this process, as long as any run is on."""
+    """The signal handlers of this process, while any run is on."""
 
     def __init__(self) -> None:
         self.requests: list[StopRequest] = []
         """One for each run."""
         self.main_task: object = None
-        """The task that asyncio.run runs, where that is known."""
+        """The task of asyncio.run; None where it is not known."""
         self._by: signal.Signals | None = None
         self._replaced: dict[signal.Signals, Any] = {}
 
@@ -131,7 +131,7 @@ _within_run: ContextVar[bool] = ContextVar("penstock run", default=False)
 
 @contextmanager
 def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
-    """Within the body a signal is a request to stop; see the module for where it is not. A run in a run gets none."""
+    """Make a signal a request to stop within the body; see the module for exceptions. A run in a run gets none."""
     if not stop_timeout_s > 0:
         raise ValueError(f"stop_timeout_s: expected a positive number of seconds, got {stop_timeout_s}")
     request = StopRequest(stop_timeout_s)
@@ -147,14 +147,14 @@ def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
         _within_run.reset(token)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line to stderr, where that is open."""
     with suppress(OSError, ValueError):
-        print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (the user waits for it)
+        print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
 
 
 def _may_install() -> bool:
-    """Return whether this is the main thread of a script; in an interactive session the user sees to signals."""
+    """Return whether this is the main thread of a script; in an interactive session the user handles signals."""
     return threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1")
 
 
@@ -175,23 +175,21 @@ _ON_SIGINT = getattr(asyncio.Runner, "_on_sigint", None)
 
 
 def _end_after(seconds: float, by: signal.Signals) -> None:
-    """In a thread of its own: end this process if it is still there after `seconds`."""
+    """End this process if it still runs after `seconds`. Runs in a thread of its own."""
     time.sleep(seconds)
     unfinished = len([request for request in _handlers.requests if not request.ended.is_set()])
-    held_up = "the run has not stopped" if unfinished else "the script has not ended"
-    _end_process(
-        by, f"{by.name}: {held_up} within stop_timeout_s={seconds:g}; ended as it was, see the last checkpoint"
-    )
+    cause = "the run has not stopped" if unfinished else "the script has not ended"
+    _end_process(by, f"{by.name}: {cause} within stop_timeout_s={seconds:g}; ended at once, see the last checkpoint")
 
 
-def _end_process(by: signal.Signals, last_words: str) -> None:
+def _end_process(by: signal.Signals, message: str) -> None:
     with suppress(OSError):
-        os.write(STDERR, f"penstock: {last_words}\n".encode())
+        os.write(STDERR, f"penstock: {message}\n".encode())
     os._exit(128 + by)
 
 
 def _exit_by(stopped: RunStopped) -> None:
-    """Have the interpreter exit by `stopped`, without a traceback, also where task groups have wrapped it."""
+    """Make the interpreter exit by `stopped`, without a traceback, also where task groups have wrapped it."""
     before = sys.excepthook
 
     def exit_or_print(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

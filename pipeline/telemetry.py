@@ -1,8 +1,8 @@
-"""What a run says of itself: flat metrics, step by step, and structured log events.
+"""Metrics of a run, as flat mappings for each optimizer step, and structured log events.
 
-Metrics gather between optimizer steps and leave together: means as Σ/Σ (never a mean of means), totals as sums,
-extremes as extremes, gauges as they stand. A sink is anything that takes (metrics, step). A sink that raises is
-reported once and left out from then on: watching a run must never end it.
+Metrics are aggregated between optimizer steps and emitted together: means as Σ/Σ (never a mean of means), totals as
+sums, extremes as extremes, gauges as their last values. A sink is a callable of (metrics, step). A sink that raises is
+logged once and removed: watching a run must never end it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 
 
 def get_logger(name: str) -> Any:
-    """A structlog logger: `log.info("worker_started", worker=0, pid=…)`. Events, not prose.
+    """Return a structlog logger, for events with fields: `log.info("worker_started", worker=0, pid=…)`.
 
-    Where structlog is not configured, events go to the standard library's logger `name`, so that a script whose author
-    set up neither sees warnings on stderr, and nothing on stdout.
+    Where structlog is not configured, events go to the standard library's logger `name`, so that a script that
+    configures neither has warnings on stderr and no output on stdout.
     """
     return _Logger(name)
 
 
 class _Logger:
-    """Decides at every event, for a script may configure structlog long after it imported penstock."""
+    """A logger that chooses its backend at every event: a script may configure structlog after it imported penstock."""
 
     def __init__(self, name: str) -> None:
         self._configured = structlog.get_logger(name)
@@ -65,7 +65,7 @@ class _Logger:
 
 
 def _as_standard(_: Any, __: str, fields: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
-    """An event as the arguments of a standard logger: `worker_started worker=0 pid=…`."""
+    """Return an event as the arguments of a standard logger: `worker_started worker=0 pid=…`."""
     passed_on = {name: fields.pop(name) for name in ("exc_info", "stack_info") if name in fields}
     event = fields.pop("event")
     return (" ".join([event, *(f"{name}={value!r}" for name, value in fields.items())]),), passed_on
@@ -75,7 +75,7 @@ log = get_logger("penstock.telemetry")
 
 
 class Observations(msgspec.Struct, frozen=True, array_like=True):
-    """What one process has observed and not yet emitted: what a worker sends to the trainer's process."""
+    """The observations that one process has not yet emitted; a worker sends them to the trainer's process."""
 
     means: dict[str, tuple[float, float]]
     totals: dict[str, float]
@@ -85,17 +85,17 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Metrics:
-    """Gathers observations; `emit` hands them to the sinks. One event loop uses it."""
+    """Aggregates observations until `emit` passes them to the sinks. One event loop uses it."""
 
     __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "file", "observers", "sinks")
 
     def __init__(self, *sinks: MetricSink) -> None:
         self.sinks: list[MetricSink] = list(sinks)
-        """Where each step's metrics go; one that raises is left out from then on."""
+        """Called with each step's metrics; one that raises is removed."""
         self.file: MetricSink | None = None
-        """Where a run that is kept in a folder writes each step; if it raises, so does `emit`."""
+        """The file of metrics of a run in a folder; if it raises, so does `emit`."""
         self.observers: list[Callable[[], None]] = []
-        """Called before observations are taken, for what is cheaper to look up now and then than to note at once."""
+        """Called before observations are taken, for values that are cheaper to read then than to record at changes."""
         self._means: dict[str, list[float]] = {}
         self._totals: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
@@ -104,33 +104,33 @@ class Metrics:
         self._since = time.monotonic()
 
     def mean(self, name: str, values: ArrayLike, weight: ArrayLike | None = None) -> None:
-        """Observe `values`; what is emitted is Σ value · weight / Σ weight."""
+        """Observe `values`; emits Σ value · weight / Σ weight."""
         weighted, weighs = _sums(values, weight)
         sums = self._means.setdefault(name, [0.0, 0.0])
         sums[0] += weighted
         sums[1] += weighs
 
     def total(self, name: str, amount: float = 1) -> None:
-        """Add `amount`; what is emitted is the sum since the last step."""
+        """Add `amount`; emits the sum since the last step."""
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
     def maximum(self, name: str, values: ArrayLike) -> None:
-        """Observe `values`; what is emitted is the largest."""
+        """Observe `values`; emits the largest."""
         if np.size(values):
             self._maxima[name] = max(self._maxima.get(name, -np.inf), float(np.max(values)))
 
     def minimum(self, name: str, values: ArrayLike) -> None:
-        """Observe `values`; what is emitted is the smallest."""
+        """Observe `values`; emits the smallest."""
         if np.size(values):
             self._minima[name] = min(self._minima.get(name, np.inf), float(np.min(values)))
 
     def gauge(self, name: str, value: float) -> None:
-        """Note how something stands; what is emitted is the last value, at every step from now on."""
+        """Set a present value; emits the last one, at every step from now on."""
         self._gauges[name] = float(value)
 
     @contextmanager
     def observing(self, observe: Callable[[], None]) -> Iterator[None]:
-        """Call `observe` before all that is emitted within the body, and at its end."""
+        """Call `observe` before each emission within the body, and at its end."""
         self.observers.append(observe)
         try:
             yield
@@ -139,7 +139,7 @@ class Metrics:
             self.observers.remove(observe)
 
     def take(self) -> Observations:
-        """Everything observed since the last `take` or `emit`, for the `merge` of another process."""
+        """Return all observations since the last `take` or `emit`, for the `merge` of another process."""
         for observe in self.observers:
             observe()
         means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
@@ -148,7 +148,7 @@ class Metrics:
         return taken
 
     def merge(self, observed: Observations) -> None:
-        """Add what another process observed."""
+        """Add the observations of another process."""
         for name, (weighted, weight) in observed.means.items():
             sums = self._means.setdefault(name, [0.0, 0.0])
             sums[0] += weighted
@@ -162,11 +162,11 @@ class Metrics:
         self._gauges |= observed.gauges
 
     def __bool__(self) -> bool:
-        """Whether anything was observed since the last `take` or `emit`."""
+        """Return whether anything was observed since the last `take` or `emit`."""
         return bool(self._means or self._totals or self._maxima or self._minima)
 
     def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
-        """Hand everything observed since the last step, and `extra`, to the sinks; returns it too.
+        """Pass all observations since the last step, and `extra`, to the sinks, and return them.
 
         Raises:
             DiskFull, NotWritable, OutOfFileDescriptors: the run's own file of metrics cannot be written.
@@ -193,7 +193,7 @@ class Metrics:
 
 
 def _sums(values: ArrayLike, weight: ArrayLike | None) -> tuple[float, float]:
-    """Σ value · weight, and Σ weight. Most values are single ones, and those need no array."""
+    """Return Σ value · weight, and Σ weight. Most values are single numbers, which need no array."""
     if isinstance(values, int | float) and (weight is None or isinstance(weight, int | float)):
         weighs = 1.0 if weight is None else float(weight)
         return float(values) * weighs, weighs
@@ -205,20 +205,20 @@ def _sums(values: ArrayLike, weight: ArrayLike | None) -> tuple[float, float]:
 
 
 Waited: TypeAlias = Callable[[], tuple[float, float]]
-"""How long a stage has waited in all so far, in seconds: for records, and for credit."""
+"""Returns the seconds that a stage has waited in all so far: for records, and for credit."""
 
 
 @contextmanager
 def report_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
-    """Report within the body how long `stage` waited, as `timing_s/<stage>/wait_input` and `…/wait_output`."""
-    told = waited()
+    """Report the waits of `stage` within the body, as `timing_s/<stage>/wait_input` and `…/wait_output`."""
+    reported = waited()
 
     def observe() -> None:
-        nonlocal told
+        nonlocal reported
         now = waited()
-        for name, before, after in zip(_names_of_waits(stage), told, now, strict=True):
+        for name, before, after in zip(_names_of_waits(stage), reported, now, strict=True):
             metrics.total(name, after - before)
-        told = now
+        reported = now
 
     with metrics.observing(observe):
         yield
@@ -229,39 +229,39 @@ def _names_of_waits(stage: str) -> tuple[str, str]:
 
 
 class MetricsReceiver(Protocol):
-    """Takes in what other processes observed."""
+    """Receives the observations of other processes."""
 
     def merge(self, observed: Observations) -> None:
-        """Add what another process observed."""
+        """Add the observations of another process."""
         ...
 
 
 class WaitAggregator:
-    """Passes on what the workers of one stage observed, and sums up how long they have waited."""
+    """Passes on the observations of the workers of one stage, and adds up their waits."""
 
     def __init__(self, metrics: MetricsReceiver, stage: str) -> None:
         self._metrics = metrics
         self._names = _names_of_waits(stage)
         self.waited = (0.0, 0.0)
-        """Seconds in all that were told so far, workers added up: for records, and for credit."""
+        """Seconds reported so far, workers added up: for records, and for credit."""
 
     def merge(self, observed: Observations) -> None:
-        """Add what a worker observed."""
+        """Add the observations of a worker."""
         records, credit = (observed.totals.get(name, 0.0) for name in self._names)
         self.waited = (self.waited[0] + records, self.waited[1] + credit)
         self._metrics.merge(observed)
 
 
 class JsonlMetrics:
-    """Writes one JSON object a step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
+    """Writes one JSON object for each step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
 
     Args:
-        path: of the file; what is there already stays.
-        after_step: the step that this run goes on from: lines of later steps, which a run before wrote and no
-            checkpoint holds, are cut off, and one that it did not finish. None leaves all.
+        path: of the file; existing lines stay.
+        after_step: the step that this run continues from: lines of later steps, which an earlier run wrote and no
+            checkpoint holds, and an incomplete line are cut off. None leaves all.
 
     Raises:
-        DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; nothing of it stays.
+        DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; no part of it stays.
     """
 
     def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
@@ -274,7 +274,7 @@ class JsonlMetrics:
                 os.truncate(self._path, _bytes_until(self._path, after_step))
 
     def __repr__(self) -> str:
-        return f"JsonlSink({str(self._path)!r})"
+        return f"JsonlMetrics({str(self._path)!r})"
 
     def __call__(self, metrics: dict[str, float], step: int) -> None:
         """Append one line."""
@@ -293,7 +293,7 @@ class _Line(msgspec.Struct):
 
 
 def _bytes_until(path: Path, step: int) -> int:
-    """How long the file at `path` is up to the end of the line of `step`, or of the last one before it."""
+    """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
     kept = 0
     with path.open("rb") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""What penstock's own tests are made of, for yours: drive one stage alone, build records, hold a channel to the rules.
+"""Tools for tests, penstock's and yours: drive one stage alone, build records, run in virtual time.
 
 Public as `penstock.testing`. No process, no socket, no sleep: a stage is a coroutine between two memory channels.
 
@@ -43,21 +43,21 @@ R = TypeVar("R")
 
 
 class Driven(list[Out], Generic[Out]):
-    """What a stage sent, in order, with the books and the metrics of the drive."""
+    """The records that a stage sent, in order, with the ledger and the metrics of the drive."""
 
     def __init__(self, records: Iterable[Out], context: Context) -> None:
         super().__init__(records)
         self.ledger: Ledger = context.ledger
-        """Every record that went in was admitted here; those that came out are in flight, those dropped have ended."""
+        """Every record that was fed is admitted here; those that were sent are in flight, dropped ones have ended."""
         self.metrics: Metrics = context.metrics
-        """`metrics.emit(step)` gives what the stage observed."""
+        """`metrics.emit(step)` returns the observations of the stage."""
 
 
 async def drive(stage: Stage[In, Out], records: Iterable[In], *, worker: Worker | None = None) -> Driven[Out]:
-    """Run `stage` alone on `records` until both ends are done, and return what it sent.
+    """Run `stage` alone on `records` until both ends are done, and return the records that it sent.
 
     Raises:
-        Exception: whatever the stage raises, as it raised it.
+        Exception: the exception of the stage, not in a group.
     """
     context = Context(worker=worker or Worker())
     outbox, collected = memory_channel[Out](1)
@@ -71,7 +71,7 @@ async def drive(stage: Stage[In, Out], records: Iterable[In], *, worker: Worker 
 
 
 async def drive_source(source: Source[Out], *, limit: int | None = None, worker: Worker | None = None) -> Driven[Out]:
-    """Run `source` alone and return what it sent; after `limit` records it is cancelled."""
+    """Run `source` alone and return the records that it sent; after `limit` records it is cancelled."""
     context = Context(worker=worker or Worker())
     outbox, collected = memory_channel[Out](1)
 
@@ -92,7 +92,7 @@ async def drive_sink(sink: Sink[In], records: Iterable[In], *, worker: Worker | 
 
 
 def _feed(records: Iterable[In], context: Context) -> MemoryReceiver[In]:
-    """A channel that holds `records` and then ends; their trajectories are admitted."""
+    """Return a channel that holds `records` and then ends; their trajectories are admitted."""
     given = list(records)
     sender, receiver = memory_channel[In](max(1, len(given)))
     for record in given:
@@ -115,7 +115,7 @@ async def _collect(
     async def guarded() -> None:
         try:
             await run()
-        except Exception as error:  # noqa: BLE001 (handed to the caller below, bare instead of inside a group)
+        except Exception as error:  # noqa: BLE001 (raised below, not in a group)
             failure.append(error)
 
     async with collected, anyio.create_task_group() as tasks:
@@ -149,7 +149,7 @@ def group(
     meta: Mapping[str, Any] | None = None,
     **columns: Any,
 ) -> TrajectoryGroup:
-    """A checked group: one sequence a completion length, random tokens, every reward 1 unless `rewards` says otherwise.
+    """Return a checked group: one sequence for each completion length, random tokens, every reward 1 by default.
 
     >>> group(completion_lengths=[4, 6]).completion_lengths().tolist()
     [4, 6]
@@ -178,7 +178,7 @@ def group(
 
 
 def trajectory(*, completion_len: int = 6, reward: float = 1.0, **columns: Any) -> Trajectory:
-    """The only row of a group of one.
+    """Return the only row of a group of one.
 
     >>> int(trajectory(completion_len=6).loss_mask.sum())
     6
@@ -187,7 +187,7 @@ def trajectory(*, completion_len: int = 6, reward: float = 1.0, **columns: Any) 
 
 
 def batch(groups: int = 2, **columns: Any) -> TrainBatch:
-    """A packed batch of `groups` groups, each built by `group` with `columns` and an instance id of its own.
+    """Return a packed batch of `groups` groups, each built by `group` with `columns` and an instance id of its own.
 
     >>> len(batch(groups=3, completion_lengths=[4, 6]))
     6
@@ -199,7 +199,7 @@ def batch(groups: int = 2, **columns: Any) -> TrainBatch:
 
 
 class VirtualClock:
-    """An event loop whose time passes only when nobody has anything to do, and then at once.
+    """An event loop whose time passes only when no task can run, and then at once.
 
     Timeouts, deadlines and sleeps of the code under test keep their order and cost no real time. Work in threads and
     other processes is not waited for: this is for single-threaded code.
@@ -215,7 +215,7 @@ class VirtualClock:
         """Seconds that have passed, virtually."""
 
     def run(self, main: Callable[[], Awaitable[R]]) -> R:
-        """Like `anyio.run(main)`, in virtual time."""
+        """Run `main` as `anyio.run(main)` does, in virtual time."""
         return anyio.run(main, backend_options={"loop_factory": lambda: _VirtualLoop(self)})
 
 

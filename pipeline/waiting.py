@@ -1,4 +1,4 @@
-"""How a task waits for another one: in order, without polling, and with a name for what it waits for.
+"""Let tasks wait for each other: in order, without polling, and with a name for the cause of the wait.
 
 `Waiters` never loses a wake-up: one that reaches a task in the moment it is cancelled is passed on to the next.
 penstock runs on asyncio; futures are used where an anyio.Event would cost several times as much on the record path.
@@ -21,14 +21,14 @@ class Waiters:
 
     def __init__(self) -> None:
         self._queue: deque[asyncio.Future[None]] = deque()
-        """One for each waiting task, which takes it out itself: one that was woken still counts until it runs."""
+        """One for each waiting task, which removes it itself: a task that was woken still counts until it runs."""
 
     def __bool__(self) -> bool:
-        """Whether anyone waits: whoever comes now stands behind them."""
+        """Return whether any task waits: a new one must queue behind them."""
         return bool(self._queue)
 
     async def wait(self, *, first: bool = False) -> None:
-        """Wait for a wake-up; `first` keeps the place of a task that was woken in vain."""
+        """Wait for a wake-up; `first` keeps the place of a task that was woken but could not proceed."""
         future = asyncio.get_running_loop().create_future()
         if first:
             self._queue.appendleft(future)
@@ -42,7 +42,7 @@ class Waiters:
             at_the_head = self._queue[0] is future
             self._queue.remove(future)
             if not woken and (at_the_head or not future.cancelled()):
-                self.wake_one()  # what it did not take, or could not use, may do for the next
+                self.wake_one()  # the wake-up that it did not use goes to the next task
 
     def wake_one(self) -> None:
         """Wake the task that has waited longest."""
@@ -52,23 +52,23 @@ class Waiters:
                 return
 
     def wake_all(self) -> None:
-        """Wake everyone: the condition will not come, or came for all."""
+        """Wake all tasks: the condition holds for all of them, or never will."""
         for future in self._queue:
             if not future.done():
                 future.set_result(None)
 
 
 class WaitClock:
-    """What one end of a channel waits for, and how long it has waited in all.
+    """Records the cause of the present wait of one end of a channel, and its waits in all.
 
-    Several tasks may share an end and wait at once: time runs as long as any of them waits.
+    Several tasks may share an end and wait at once: time is counted while any of them waits.
     """
 
     __slots__ = ("_name", "_since", "_total_s", "_waiting", "waiting_for")
 
     def __init__(self) -> None:
         self.waiting_for = ""
-        """Empty while nothing is waited for."""
+        """The cause of the present wait; empty while there is none."""
         self._name = ""
         self._since = 0.0
         self._total_s = 0.0

@@ -79,7 +79,7 @@ class Journal:
             opened = open_journal(Path(self.folder), capacity_bytes=self.capacity_bytes, fsync=self.fsync)
             files = await enter_in_thread(stack, opened)
             writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
-            stack.enter_context(context.ledger.hearing_of_checkpoints(writing.kept.forget))
+            stack.enter_context(context.ledger.on_checkpoint(writing.kept.forget))
             await writing.offer_again(outbox)
             async for records in receive_chunks(inbox):
                 await writing.write(records)

@@ -120,7 +120,7 @@ class SourceChannel:
                 inbox.keep_open()
                 unsaved.on_received = flush.withdraw
                 unsaved.on_gone = lambda: flush.request() if _all_done(inbox) and not unsaved.empty else None
-            stack.enter_context(current().ledger.hearing_of_checkpoints(unsaved.saved))
+            stack.enter_context(current().ledger.on_checkpoint(unsaved.saved))
             if self.address is not None:
                 await anyio.to_thread.run_sync(_note, Path(self.address), inbox.url)
             async for record in inbox:

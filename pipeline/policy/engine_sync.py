@@ -30,12 +30,12 @@ class Published(Protocol):
 
     @property
     def url(self) -> str:
-        """The URL for subscribers."""
+        """Return the URL for subscribers."""
         ...
 
     @property
     def version(self) -> int:
-        """The newest version; −1 before the first."""
+        """Return the newest version; −1 before the first."""
         ...
 
 

@@ -43,7 +43,7 @@ def directory_of(url: str) -> Path:
 
 
 async def connect_publisher(url: str) -> ControlConnection:
-    """The listening at `url`, from outside.
+    """Return the listening at `url`, from outside.
 
     Raises:
         ValueError: `url` is not one of a publisher of weights.

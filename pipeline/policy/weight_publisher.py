@@ -187,7 +187,7 @@ class WeightPublisher:
 
     @property
     def version(self) -> int:
-        """The newest version that was published; −1 before the first."""
+        """Return the newest version that was published; −1 before the first."""
         return self._writer.latest if self._writer else NO_VERSION
 
     @property

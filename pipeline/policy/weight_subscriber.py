@@ -148,12 +148,12 @@ class WeightSubscriber:
 
     @property
     def latest(self) -> int:
-        """The newest version that was published; −1 before the first. A look into memory, no system call."""
+        """Return the newest version that was published; −1 before the first. A look into memory, no system call."""
         return self._reader.latest if self._reader else NO_VERSION
 
     @property
     def version(self) -> int:
-        """The version that the attached tensors hold; −1 before the first `refresh`."""
+        """Return the version that the attached tensors hold; −1 before the first `refresh`."""
         return self._version
 
     @property
@@ -218,7 +218,7 @@ class WeightSubscriber:
 
     @property
     def intact(self) -> bool:
-        """Whether what the model computed since `refresh` was computed with one version. A look into memory.
+        """Return whether what the model computed since `refresh` was computed with one version. A look into memory.
 
         False where the model is views, and the publisher lost patience and wrote over what it is views of, or has gone
         and its memory with it: throw away what was sampled, and refresh.
@@ -255,7 +255,7 @@ class WeightSubscriber:
 
     @property
     def paused(self) -> bool:
-        """Whether the publisher wants no sampling now."""
+        """Return whether the publisher wants no sampling now."""
         return bool(self._pause)
 
     @asynccontextmanager
@@ -318,7 +318,7 @@ class WeightSubscriber:
                     await connection.send(PauseAck(self._confirmed))
 
     def _holding(self) -> int:
-        """The publication that must stay as it is.
+        """Return the publication that must stay as it is.
 
         Whoever does not sample lets go of it when there is a newer one, or when the publisher closes.
         """

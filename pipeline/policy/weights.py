@@ -117,7 +117,7 @@ class WeightWriter:
 
     @property
     def latest(self) -> int:
-        """The newest version that was published; −1 before the first."""
+        """Return the newest version that was published; −1 before the first."""
         return self._words[LATEST]
 
     @property

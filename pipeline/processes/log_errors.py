@@ -37,7 +37,7 @@ def first_error(lines: Sequence[str]) -> str:
 
 
 def _raised(lines: Sequence[str], logged: str) -> list[str]:
-    """The exception at the end of a traceback. `logged` stands before each of its lines; others are in between."""
+    """Return the exception at the end of a traceback, whose lines begin with `logged`; other lines may intervene."""
     raised: list[str] = []
     for line in lines:
         if not line.startswith(logged):

@@ -54,7 +54,7 @@ Probe: TypeAlias = Callable[[], Awaitable[object]]
 
 
 def http_ready(url: str) -> Probe:
-    """A probe: a GET of this `http://` URL is answered with a status from 200 to 299.
+    """Return a probe: a GET of this `http://` URL is answered with a status from 200 to 299.
 
     Raises:
         ValueError: it is not such a URL.
@@ -78,7 +78,7 @@ async def _get(url: str) -> None:
 
 
 def tcp_ready(port: int, host: str = "127.0.0.1") -> Probe:
-    """A probe: somebody accepts connections at this port."""
+    """Return a probe: somebody accepts connections at this port."""
     return partial(_connect, host, whole_number("port", port))
 
 

@@ -55,7 +55,7 @@ def main(parent: int, stop_timeout_s: float, config: int, words: int, command: l
 
 
 def _wakes() -> int:
-    """A descriptor that gives the numbers of signals: a child has ended, or this process is to."""
+    """Return a descriptor that gives the numbers of signals: a child has ended, or this process is to."""
     wakes, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -70,7 +70,7 @@ def _drained(wakes: int) -> bytes:
 
 
 def _start(command: list[str], prctl: Callable[..., int], words: int) -> int | None:
-    """The server's pid; in a session of its own, and killed by the kernel should this process die."""
+    """Return the server's pid; in a session of its own, and killed by the kernel should this process die."""
     subreaper = os.getpid()
     hears, says = os.pipe()
     server = os.fork()
@@ -123,7 +123,7 @@ def _end(wakes: int, deadline: float, reap: Callable[[], object]) -> None:
 
 
 def _has_children() -> bool:
-    """Whether any is left, ended or not."""
+    """Return whether any is left, ended or not."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -88,7 +88,7 @@ class _Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not been reaped."""
+        """Return whether the process has not been reaped."""
         return self._popen.returncode is None
 
     async def exited(self) -> None:
@@ -163,7 +163,7 @@ class _Child:
 
     @property
     def may_leave_sockets(self) -> bool:
-        """Whether the sockets that it served may still lie about."""
+        """Return whether the sockets that it served may still lie about."""
         return bool(self.config.channels.inbox_kind) and not self.finished and self.failure is None
 
     @property
@@ -265,7 +265,7 @@ class Supervisor:
         """The last process of each worker, by index."""
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """The workers now."""
+        """Return the workers now."""
         return tuple(self._statistics(index) for index in range(self._on.count))
 
     def _statistics(self, index: int) -> WorkerStatistics:

@@ -156,7 +156,7 @@ def _told(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the stage on: how it came to be called says nothing."""
+    """Return the traceback from the stage on: how it came to be called says nothing."""
     error.__traceback__ = _from_the_stage_on(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     return text if len(text) <= LONGEST_TRACEBACK else "…" + text[-LONGEST_TRACEBACK:]
@@ -217,7 +217,7 @@ async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> 
         admits_to = None if config.channels.inbox_kind else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=report.flush_if_due))
         try:
-            with context.ledger.calling_on_failure(report.flush_if_due):
+            with context.ledger.on_failure(report.flush_if_due):
                 await _run_stage(stage, config, context, outbox)
         except Exception as error:
             if not consists_of(error, sender.failure):

@@ -85,7 +85,7 @@ class WorkerAccounting:
         if self._source:
             opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
             opened.counters = SharedCounters(opened.memory, worker)
-            self._ledger.open_account(opened.counters)
+            self._ledger.attach_counters(opened.counters)
         return fd
 
     def handed(self, worker: str, record: Any) -> None:
@@ -168,7 +168,7 @@ class WorkerAccounting:
         self._ledger.end(held, "lost", known.reason)
         lost = len(held)
         if known.counters is not None and known.memory is not None:
-            lost += self._ledger.close_account(known.counters, known.reason)
+            lost += self._ledger.detach_counters(known.counters, known.reason)
             known.memory.close()
         if lost:
             report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end: nothing went wrong

@@ -20,7 +20,7 @@ from ..channels.transports import connect, serve
 from ..context import Context
 from ..edge import EdgeCounter
 from ..errors import NobodyListens
-from ..file_descriptors import held
+from ..file_descriptors import reserved
 from ..stage_node import StageNode, wire_type
 from ..statistics import WorkerStatistics
 from ..telemetry import WaitAggregator
@@ -91,7 +91,7 @@ class Workers:
         ) as self._receiver:
             self._receiver.keep_open()  # workers die and are started anew, so how many will come and go is not known
             purpose = f"the workers of {self._node.name} ({self._on.count})"
-            with held(self._descriptors, purpose, ", or run fewer workers") as self._held:
+            with reserved(self._descriptors, purpose, ", or run fewer workers") as self._held:
                 yield self._receiver
 
     @property
@@ -122,7 +122,7 @@ class Workers:
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """The workers now."""
+        """Return the workers now."""
         return self._supervisor.statistics()
 
     @property

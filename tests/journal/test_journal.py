@@ -403,7 +403,7 @@ async def test_a_checkpoint_is_announced_when_it_is_on_the_disk_and_not_before(t
     async with inbox:
         with (
             entered(Context(ledger=ledger)),
-            ledger.hearing_of_checkpoints(announced.append),
+            ledger.on_checkpoint(announced.append),
             pytest.raises(OSError, match="No space left"),
         ):
             await SinkTrainer(trainer, checkpoints=tmp_path, checkpoint_every=1).run(inbox)

@@ -362,7 +362,7 @@ class _Accounting:
         self.workers[worker] = self._ledger(SharedCounters(page))
         self._pages[worker] = SharedCounters(page, str(worker))
         if self.trainer is not None:
-            self.trainer.open_account(self._pages[worker])
+            self.trainer.attach_counters(self._pages[worker])
 
     def admit(self, worker: Worker, sequence: int) -> None:
         """A worker samples."""
@@ -395,7 +395,7 @@ class _Accounting:
     def close(self, worker: Worker) -> None:
         """All that came from a dead worker was taken: what its page says beyond that is lost."""
         assert self.trainer is not None
-        self.trainer.close_account(self._pages.pop(worker), "killed")
+        self.trainer.detach_counters(self._pages.pop(worker), "killed")
         self._lost(worker)
 
     def _lost(self, worker: Worker) -> None:

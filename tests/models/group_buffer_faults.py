@@ -39,9 +39,9 @@ class MergesCopies(GroupBuffer):
     """What waits is not compared with what comes."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
-        gathering = self._waiting.get(piece.id)
-        if gathering is not None:
-            gathering.mask = 0
+        pending = self._waiting.get(piece.id)
+        if pending is not None:
+            pending.mask = 0
         return super().take(piece, now_s)
 
 
@@ -56,8 +56,8 @@ class TakesCopiesForLate(GroupBuffer):
 class BeginsAnew(GroupBuffer):
     """A group that has left is forgotten at once."""
 
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
-        parting = super()._close(group, gathering, why)
+    def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
+        parting = super()._close(group, pending, why)
         self._closed.clear()
         return parting
 
@@ -65,9 +65,9 @@ class BeginsAnew(GroupBuffer):
 class RemembersForEver(GroupBuffer):
     """No group that has left is ever forgotten."""
 
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+    def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
         self._max_closed += 1
-        return super()._close(group, gathering, why)
+        return super()._close(group, pending, why)
 
 
 class TheLateStretchTheirGroup(GroupBuffer):
@@ -84,10 +84,10 @@ class TheLateStretchTheirGroup(GroupBuffer):
 class LeavesTooEarly(GroupBuffer):
     """Two make a group of three."""
 
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
-        parted = super()._gather(group, mask, piece, gathering)
-        if group in self._waiting and gathering.mask.bit_count() == 2:
-            parted.append(self._close(group, gathering, "whole"))
+    def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: Any) -> list[Flush]:
+        parted = super()._add(group, mask, piece, pending)
+        if group in self._waiting and pending.mask.bit_count() == 2:
+            parted.append(self._close(group, pending, "whole"))
         return parted
 
 
@@ -103,8 +103,8 @@ class EveryPieceIsGivenTime(GroupBuffer):
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         parted = super().take(piece, now_s)
-        if (gathering := self._waiting.get(piece.id)) is not None:
-            gathering.due_s = now_s + self._deadline_s
+        if (pending := self._waiting.get(piece.id)) is not None:
+            pending.due_s = now_s + self._deadline_s
         return parted
 
 
@@ -125,9 +125,9 @@ class ExpiresOneAtATime(GroupBuffer):
 class RoomIsNotGivenBack(GroupBuffer):
     """Bytes of what has left still count."""
 
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+    def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
         before = self._nbytes
-        parting = super()._close(group, gathering, why)
+        parting = super()._close(group, pending, why)
         self._nbytes = before
         return parting
 
@@ -158,12 +158,12 @@ class EvictionsAreNotTold(GroupBuffer):
 class LeavesTwice(GroupBuffer):
     """A group that has left whole waits on."""
 
-    def _close(self, group: GroupId, gathering: Any, why: Why) -> Flush:
+    def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
         waits = group in self._waiting
-        parting = super()._close(group, gathering, why)
+        parting = super()._close(group, pending, why)
         if why == "whole" and waits:
-            self._waiting[group] = gathering
-            self._nbytes += gathering.nbytes
+            self._waiting[group] = pending
+            self._nbytes += pending.nbytes
         return parting
 
 
@@ -194,17 +194,17 @@ class TheLastComeLeaveFirst(GroupBuffer):
 class KeepsTheSlot(GroupBuffer):
     """What waits lies where it came from."""
 
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
-        parted = super()._gather(group, mask, piece, gathering)
-        gathering.pieces[-1] = piece
+    def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: Any) -> list[Flush]:
+        parted = super()._add(group, mask, piece, pending)
+        pending.pieces[-1] = piece
         return parted
 
 
 class ClosesBeforeItLeaves(GroupBuffer):
     """A group that waits is taken for one that has left."""
 
-    def _gather(self, group: GroupId, mask: int, piece: TrajectoryGroup, gathering: Any) -> list[Flush]:
-        parted = super()._gather(group, mask, piece, gathering)
+    def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: Any) -> list[Flush]:
+        parted = super()._add(group, mask, piece, pending)
         self._closed[group] = None
         return parted
 

@@ -118,24 +118,24 @@ class AdmitsAgain(Ledger):
 class WorkersAreNotHeard(Ledger):
     """What a worker counts stays with it."""
 
-    def open_account(self, account: SharedCounters) -> None:
-        super().open_account(SharedCounters(bytearray(account._words.nbytes), account.name))
+    def attach_counters(self, account: SharedCounters) -> None:
+        super().attach_counters(SharedCounters(bytearray(account._words.nbytes), account.name))
 
 
 class TheDeadAreForgotten(Ledger):
     """What a dead worker held is in nobody's books."""
 
-    def close_account(self, account: SharedCounters, reason: str) -> int:
-        self._accounts = [each for each in self._accounts if each is not account]
+    def detach_counters(self, account: SharedCounters, reason: str) -> int:
+        self._worker_counters = [each for each in self._worker_counters if each is not account]
         return 0
 
 
 class ClosesTwice(Ledger):
     """A worker that died twice lost twice."""
 
-    def close_account(self, account: SharedCounters, reason: str) -> int:
-        closed = super().close_account(account, reason)
-        if not closed and account not in self._accounts:
+    def detach_counters(self, account: SharedCounters, reason: str) -> int:
+        closed = super().detach_counters(account, reason)
+        if not closed and account not in self._worker_counters:
             self._count("lost", reason, 1)
             self._admitted += 1
         return closed
@@ -212,4 +212,4 @@ class LosesNothing(Ledger):
     """At the end of a run, what is in flight is left so."""
 
     def lose(self, reason: str) -> int:
-        return sum(self.close_account(account, reason) for account in list(self._accounts))
+        return sum(self.detach_counters(account, reason) for account in list(self._worker_counters))

@@ -93,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _start(self) -> None:
         page, name = bytearray(COUNTERS_BYTES), f"worker {self.started}"
         worker = Worker(name, type(self).ledger(SharedCounters(page)), SharedCounters(page, name))
-        self.trainer.open_account(worker.account)
+        self.trainer.attach_counters(worker.account)
         self.workers.append(worker)
         self.started += 1
 
@@ -312,9 +312,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self._receive(worker)
         self._balanced()
         held = self._at("worker", worker)
-        lost = self.trainer.close_account(worker.account, f"{worker.name} was killed")
+        lost = self.trainer.detach_counters(worker.account, f"{worker.name} was killed")
         hold(TRUE, lost == len(held), f"{lost} lost, {held} held")
-        hold(ONE_END, self.trainer.close_account(worker.account, "again") == 0, worker.name)
+        hold(ONE_END, self.trainer.detach_counters(worker.account, "again") == 0, worker.name)
         for fate in held:
             self._end(fate, "lost", f"{worker.name} was killed")
         self.workers.remove(worker)

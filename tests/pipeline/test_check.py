@@ -108,7 +108,7 @@ def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
     told = complaint(source(Local(), on=processes(1)).sink(Collect()))
 
     assert "Local: expected a stage that can be pickled to its process" in told
-    assert "recipes that live in a module" in told
+    assert "functions of a module, by name" in told
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def test_a_stage_of_an_interactive_session_cannot_go_to_a_process(monkeypatch: p
 
     told = complaint(source(LivesInMain(1), on=processes(1)).sink(Collect()))
 
-    assert "LivesInMain: it lives in an interactive session" in told
+    assert "LivesInMain: it is defined in an interactive session" in told
 
 
 def test_what_is_no_record_does_not_travel_between_processes() -> None:

@@ -240,7 +240,9 @@ async def test_what_a_stage_drops_ends_with_its_reason() -> None:
 async def test_what_a_stage_swallows_is_lost_and_the_stage_is_named() -> None:
     pipeline = source(Groups(4)).then(SwallowOdd()).then(Pack()).sink(Train())
 
-    with pytest.raises(RecordsSwallowed, match=r"received: SwallowOdd \(4 trajectories\)\. Is `await` missing"):
+    with pytest.raises(
+        RecordsSwallowed, match=r"did neither with some: SwallowOdd \(4 trajectories\)\. Is `await` missing"
+    ):
         await pipeline.run()
 
     assert pipeline.report is not None
@@ -251,7 +253,7 @@ async def test_what_a_stage_swallows_is_lost_and_the_stage_is_named() -> None:
 async def test_a_sink_that_does_not_commit_swallows() -> None:
     pipeline = source(Groups(2)).then(DropOdd()).sink(Collect())
 
-    with pytest.raises(RecordsSwallowed, match=r"Collect \(2 trajectories\).*a sink what it has used with current"):
+    with pytest.raises(RecordsSwallowed, match=r"Collect \(2 trajectories\).*a sink records its use with current"):
         await pipeline.run()
 
     assert pipeline.report is not None

@@ -174,7 +174,7 @@ def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it(ente
     before = ledger.balance()
 
     with pytest.raises(
-        LedgerImbalance, match=r"test/a repetitions \[0, 1\] is in flight or was trained, and comes again"
+        LedgerImbalance, match=r"test/a repetitions \[0, 1\] is in flight or was trained, and arrives again"
     ):
         getattr(ledger, enter)(TrainBatch.pack([group(instance_id="b"), group(instance_id="a")]))
 
@@ -197,7 +197,7 @@ def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
 def test_a_ledger_tells_of_checkpoints_while_somebody_hears() -> None:
     ledger, heard = Ledger(), list[Mapping[GroupId, int]]()
 
-    with ledger.hearing_of_checkpoints(heard.append):
+    with ledger.on_checkpoint(heard.append):
         ledger.announce_checkpoint({A: 1})
     ledger.announce_checkpoint({B: 1})
 
@@ -261,7 +261,7 @@ class TestTwoProcesses:
         self.worker = Ledger(SharedCounters(self.page))
         self.account = SharedCounters(self.page, "worker 0")
         self.trainer = Ledger()
-        self.trainer.open_account(self.account)
+        self.trainer.attach_counters(self.account)
 
     def hand_over(self, name: str) -> None:
         self.trainer.take_over(group(instance_id=name), self.worker.settle, self.account)
@@ -320,7 +320,7 @@ class TestTwoProcesses:
 
         assert self.worker.in_flight == 1
         assert self.balanced() == {"admitted": 5, "in_flight": 3, "rejected": 2}
-        assert self.trainer.close_account(self.account, "killed") == 1
+        assert self.trainer.detach_counters(self.account, "killed") == 1
         assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
 
     def test_a_worker_is_not_told_of_what_another_sampled_when_its_own_had_ended(self) -> None:
@@ -354,7 +354,7 @@ class TestTwoProcesses:
         if handed_over:
             self.hand_over("a")
 
-        lost = self.trainer.close_account(self.account, "worker 0 was killed by SIGKILL")
+        lost = self.trainer.detach_counters(self.account, "worker 0 was killed by SIGKILL")
 
         assert lost == (3 if handed_over else 5)
         assert self.balanced() == {"admitted": 5, "in_flight": 5 - lost, "lost": lost}
@@ -362,8 +362,8 @@ class TestTwoProcesses:
 
     def test_closing_an_account_twice_counts_once(self) -> None:
         self.worker.admit(A, range(2))
-        assert self.trainer.close_account(self.account, "killed") == 2
-        assert self.trainer.close_account(self.account, "killed") == 0
+        assert self.trainer.detach_counters(self.account, "killed") == 2
+        assert self.trainer.detach_counters(self.account, "killed") == 0
         assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
 
     def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:

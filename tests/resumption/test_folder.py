@@ -18,7 +18,7 @@ class Foreign:
 
 
 async def test_a_sink_that_keeps_no_checkpoints_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    with pytest.raises(InvalidPipeline, match="Collect: expected a sink that keeps checkpoints"):
+    with pytest.raises(InvalidPipeline, match="Collect: expected a sink that writes checkpoints"):
         await source(Groups(1)).sink(Collect()).run(folder=tmp_path)
 
 

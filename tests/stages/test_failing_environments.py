@@ -70,7 +70,7 @@ def test_a_success_by_any_worker_ends_a_row_of_failures() -> None:
     ledger, streak = Ledger(), FailureStreak()
     pages = bytearray(COUNTERS_BYTES), bytearray(COUNTERS_BYTES)
     for page in pages:
-        ledger.open_account(SharedCounters(page))
+        ledger.attach_counters(SharedCounters(page))
     failing, succeeding = map(SharedCounters, pages)
 
     for _ in range(100):
