@@ -169,7 +169,7 @@ def accepted_in(folder: Path) -> set[tuple[int, int]]:
 def gateway() -> Iterator[tuple[int, str]]:
     """A gateway's process id, and where it listens."""
     options = ["--port", "0", "--capacity", str(CAPACITY), "--heartbeat-timeout-s", str(SILENCE_S)]
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "gateway", *options]
+    command = [sys.executable, "-c", "from penstock._cli import main; main()", "gateway", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:  # noqa: S603 (our own)
         try:
             assert running.stdout is not None  # noqa: S101 (it is a pipe)

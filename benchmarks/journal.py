@@ -22,8 +22,8 @@ import anyio
 from rich.console import Console
 
 from penstock import Batcher, Flow, Journal, Pipeline, TrajectoryGroup, processes, source
+from penstock._pipeline.journal_entry import encode_entry
 from penstock.accounting import Ledger
-from penstock.pipeline.journal_entry import encode_entry
 
 from .contestants import leaving_nothing
 from .contestants.harness import DEADLINE_S

@@ -35,9 +35,9 @@ from penstock import (
     processes,
     source,
 )
+from penstock._pipeline.processes.worker import die_with
 from penstock.accounting import CommittedPrompts
 from penstock.channels import ChannelKey, connect_with_replay
-from penstock.pipeline.processes.worker import die_with
 from penstock.training import latest_checkpoint, write_checkpoint
 
 from .records import check_batch, check_record, record_of

@@ -20,8 +20,8 @@ import anyio
 import msgspec
 
 from penstock import GroupId
+from penstock._pipeline.channels.socket_directory import socket_directory
 from penstock.channels import ChannelKey
-from penstock.pipeline.channels.socket_directory import socket_directory
 
 from .actors import Found, Spec, read_trained
 from .cast import Actor, Cast, children_of, left_of

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, tokenizer_identity
-from ..schemas.numbers import whole_number
-from ..schemas.tokenizer import disagreements
+from .._schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, tokenizer_identity
+from .._schemas.numbers import whole_number
+from .._schemas.tokenizer import disagreements
 from .channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .misplaced import written
 from .processes.placement import Processes

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from ..schemas import GroupId
+from .._schemas import GroupId
 from .number_masks import LoneNumber, Masks, NumberMasks, Run, merged
 
 __all__ = ["CommittedPrompts", "CommittedState"]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from ..schemas import TrajectoryGroup, TrajectoryId
+from .._schemas import TrajectoryGroup, TrajectoryId
 from .ledger import EndState, Ledger
 from .telemetry import Metrics
 

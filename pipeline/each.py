@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from ..schemas.numbers import normalize_counts
+from .._schemas.numbers import normalize_counts
 from .channels.channel import ReceiveChannel, SendChannel
 from .errors import InvalidRecord
 from .exception_groups import unwrap_single

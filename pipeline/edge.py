@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
-from ..schemas import GroupId, TrainBatch, TrajectoryGroup
+from .._schemas import GroupId, TrainBatch, TrajectoryGroup
 from .channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
 from .channels.memory import CHECKPOINT_EVERY
 from .channels.protocols import AsyncCloseable, AsyncReceiver

@@ -6,7 +6,7 @@ import signal
 
 import anyio
 
-from ..schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch, TokenizersDiffer
+from .._schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch, TokenizersDiffer
 
 __all__ = [
     "ChannelFull",

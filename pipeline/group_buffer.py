@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..schemas import GroupId, TrajectoryGroup
+from .._schemas import GroupId, TrajectoryGroup
 from .repetition_sets import exclude, mask_of
 
 __all__ = ["Flush", "GroupBuffer", "Why"]

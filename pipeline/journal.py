@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..schemas import ProtocolMismatch, TrajectoryGroup
+from .._schemas import ProtocolMismatch, TrajectoryGroup
 from .appending import append_whole
 from .errors import JournalFull, JournalInUse
 from .journal_entry import CorruptRange, encode_entry, read_entries

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
+from .._schemas import InvalidRecord, TrajectoryGroup
+from .._schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
 
 __all__ = ["CorruptRange", "encode_entry", "read_entries"]
 

@@ -22,8 +22,8 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from ..schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from ..schemas.layout import check_sequences
+from .._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from .._schemas.layout import check_sequences
 from .committed_prompts import CommittedPrompts
 from .errors import LedgerImbalance
 from .processes.shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schemas import GroupId, TrajectoryGroup, TrajectoryId
+from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 
 __all__ = ["exclude", "iter_bits", "mask_in", "mask_of", "masks_in", "set_mask", "trajectories"]
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ..schemas import GroupId
+from .._schemas import GroupId
 from .context import Context
 from .errors import InvalidPipeline, RunInUse
 from .os_errors import explaining_os_errors

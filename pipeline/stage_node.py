@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..schemas import TrainBatch, TrajectoryGroup
-from ..schemas.errors import InvalidConfig
-from ..schemas.numbers import whole_number
+from .._schemas import TrainBatch, TrajectoryGroup
+from .._schemas.errors import InvalidConfig
+from .._schemas.numbers import whole_number
 from .processes.placement import Placement, Processes
 from .record_types import RecordTypes, record_types
 from .stage_info import info_of

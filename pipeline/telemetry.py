@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 from numpy.typing import ArrayLike
 
-from ..schemas.numbers import whole_number
+from .._schemas.numbers import whole_number
 from .appending import append_whole
 from .os_errors import explaining_os_errors
 

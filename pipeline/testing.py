@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 import numpy as np
 
-from ..schemas import StopReason, TrainBatch, Trajectory, TrajectoryGroup
+from .._schemas import StopReason, TrainBatch, Trajectory, TrajectoryGroup
 from .channels.memory import MemoryReceiver, memory_channel
 from .context import Context, Worker, entered
 from .ledger import Ledger

@@ -15,12 +15,12 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
-from ..pipeline.context import current
-from ..pipeline.flush import FlushableInbox
-from ..schemas import TrajectoryGroup
-from ..schemas.numbers import normalize_counts
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.context import current
+from .._pipeline.flush import FlushableInbox
+from .._schemas import TrajectoryGroup
+from .._schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .advantages.formulas import Mode, RunningStatistics
 from .advantages.presets import OURS, PRESETS, Library

@@ -21,15 +21,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.context import current, drop
-from ..pipeline.errors import RecordTooLarge
-from ..pipeline.flush import FlushableInbox
-from ..pipeline.ledger import Ledger
-from ..pipeline.stage_info import StageInfo
-from ..schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
-from ..schemas.batch import oldest_versions
-from ..schemas.numbers import normalize_counts
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.context import current, drop
+from .._pipeline.errors import RecordTooLarge
+from .._pipeline.flush import FlushableInbox
+from .._pipeline.ledger import Ledger
+from .._pipeline.stage_info import StageInfo
+from .._schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
+from .._schemas.batch import oldest_versions
+from .._schemas.numbers import normalize_counts
 from .advantages.formulas import Groups
 from .advantages.zero_advantages import zero_advantages
 from .group_stack import GroupStack

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.errors import InvalidPipeline, PenstockError
-from ..schemas import InvalidRecord, StopReason
+from .._pipeline.errors import InvalidPipeline, PenstockError
+from .._schemas import InvalidRecord, StopReason
 from .engines.policies import Completion, Tokenizer
 from .threads import Call, Threads
 

@@ -15,16 +15,16 @@ from typing import Literal, TypeAlias, get_args
 import anyio
 import msgspec
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.chunks import receive_chunks, send_all
-from ..pipeline.context import current, drop
-from ..pipeline.flush import flush_cancels
-from ..pipeline.group_buffer import Flush, GroupBuffer, Why
-from ..pipeline.repetition_sets import iter_bits, trajectories
-from ..pipeline.stage_info import StageInfo
-from ..pipeline.telemetry import get_logger
-from ..schemas import InvalidRecord, TrainBatch, TrajectoryGroup
-from ..schemas.numbers import normalize_counts, normalize_numbers
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.chunks import receive_chunks, send_all
+from .._pipeline.context import current, drop
+from .._pipeline.flush import flush_cancels
+from .._pipeline.group_buffer import Flush, GroupBuffer, Why
+from .._pipeline.repetition_sets import iter_bits, trajectories
+from .._pipeline.stage_info import StageInfo
+from .._pipeline.telemetry import get_logger
+from .._schemas import InvalidRecord, TrainBatch, TrajectoryGroup
+from .._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["GroupAssembler"]
 

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.columns import as_column, count_between, freeze
-from ..schemas.group import PART_PREFIX
-from ..schemas.noise import rounding
+from .._schemas import InvalidRecord, TrajectoryGroup
+from .._schemas.columns import as_column, count_between, freeze
+from .._schemas.group import PART_PREFIX
+from .._schemas.noise import rounding
 
 __all__ = ["GroupStack"]
 

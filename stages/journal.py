@@ -18,16 +18,16 @@ from typing import NoReturn, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..pipeline.blocking import enter_in_thread
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.chunks import receive_chunks, send_all
-from ..pipeline.context import Context, current
-from ..pipeline.journal import JournalFiles, LogContents, LogFile, open_journal
-from ..pipeline.ledger import Ledger
-from ..pipeline.repetition_sets import exclude, mask_of, set_mask
-from ..pipeline.telemetry import get_logger
-from ..schemas import GroupId, TrajectoryGroup
-from ..schemas.numbers import normalize_counts
+from .._pipeline.blocking import enter_in_thread
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.chunks import receive_chunks, send_all
+from .._pipeline.context import Context, current
+from .._pipeline.journal import JournalFiles, LogContents, LogFile, open_journal
+from .._pipeline.ledger import Ledger
+from .._pipeline.repetition_sets import exclude, mask_of, set_mask
+from .._pipeline.telemetry import get_logger
+from .._schemas import GroupId, TrajectoryGroup
+from .._schemas.numbers import normalize_counts
 
 __all__ = ["Journal"]
 

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..schemas import InvalidRecord, TrajectoryGroup
-from ..schemas.columns import as_column, freeze
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._schemas import InvalidRecord, TrajectoryGroup
+from .._schemas.columns import as_column, freeze
 from .kl_estimate import KLEstimator, kl_estimate
 
 __all__ = ["KLReward"]

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import anyio
 
-from ..pipeline.ledger import Ledger
-from ..pipeline.telemetry import get_logger
+from .._pipeline.ledger import Ledger
+from .._pipeline.telemetry import get_logger
 
 __all__ = ["LagLimiter"]
 

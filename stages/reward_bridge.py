@@ -17,14 +17,14 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
-from ..pipeline.context import drop
-from ..pipeline.exception_groups import unwrap_single
-from ..pipeline.stage_info import StageInfo, tokenizer_of
-from ..pipeline.waiting import Waiters
-from ..schemas import TrajectoryGroup, TrajectoryId
-from ..schemas.config import load_config, parse_config
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.context import drop
+from .._pipeline.exception_groups import unwrap_single
+from .._pipeline.stage_info import StageInfo, tokenizer_of
+from .._pipeline.waiting import Waiters
+from .._schemas import TrajectoryGroup, TrajectoryId
+from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
 from .rewards.reward_functions import Calls, Failure, RewardFunction, RewardInput, calling

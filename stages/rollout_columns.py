@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schemas import InvalidRecord
+from .._schemas import InvalidRecord
 from .engines.policies import Completion
 from .environments import RolloutResult
 

@@ -21,16 +21,16 @@ import anyio.to_thread
 import numpy as np
 from anyio.abc import TaskStatus
 
-from ..pipeline.channels.channel import ReceiveChannel
-from ..pipeline.committed_prompts import CommittedPrompts
-from ..pipeline.context import current
-from ..pipeline.flush import FlushableInbox
-from ..pipeline.ledger import Ledger
-from ..pipeline.resumption import ResumePoint, Snapshot, Stateful
-from ..pipeline.stage_info import StageInfo, tokenizer_of
-from ..pipeline.telemetry import get_logger
-from ..schemas import GroupId, StopReason, TrainBatch
-from ..schemas.numbers import normalize_counts, normalize_numbers
+from .._pipeline.channels.channel import ReceiveChannel
+from .._pipeline.committed_prompts import CommittedPrompts
+from .._pipeline.context import current
+from .._pipeline.flush import FlushableInbox
+from .._pipeline.ledger import Ledger
+from .._pipeline.resumption import ResumePoint, Snapshot, Stateful
+from .._pipeline.stage_info import StageInfo, tokenizer_of
+from .._pipeline.telemetry import get_logger
+from .._schemas import GroupId, StopReason, TrainBatch
+from .._schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
 __all__ = ["Checkpointed", "Resumable", "SinkTrainer", "Trainer", "WeightSink", "WeightedTrainer", "batch_metrics"]

@@ -16,23 +16,23 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ..pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
-from ..pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
-from ..pipeline.channels.keys import ChannelKey
-from ..pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
-from ..pipeline.channels.peer import Peer
-from ..pipeline.channels.remote_receiver import RemoteReceiver
-from ..pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
-from ..pipeline.context import current, outliving_the_sink
-from ..pipeline.errors import PeerLost
-from ..pipeline.ledger import Ledger
-from ..pipeline.os_errors import explaining_os_errors
-from ..pipeline.repetition_sets import mask_of, set_mask
-from ..pipeline.stage_info import StageInfo, tokenizer_of
-from ..pipeline.telemetry import get_logger
-from ..pipeline.waiting import Waiters
-from ..schemas import GroupId, TrajectoryGroup, tokenizer_identity
-from ..schemas.numbers import normalize_counts, normalize_numbers
+from .._pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
+from .._pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
+from .._pipeline.channels.keys import ChannelKey
+from .._pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
+from .._pipeline.channels.peer import Peer
+from .._pipeline.channels.remote_receiver import RemoteReceiver
+from .._pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
+from .._pipeline.context import current, outliving_the_sink
+from .._pipeline.errors import PeerLost
+from .._pipeline.ledger import Ledger
+from .._pipeline.os_errors import explaining_os_errors
+from .._pipeline.repetition_sets import mask_of, set_mask
+from .._pipeline.stage_info import StageInfo, tokenizer_of
+from .._pipeline.telemetry import get_logger
+from .._pipeline.waiting import Waiters
+from .._schemas import GroupId, TrajectoryGroup, tokenizer_identity
+from .._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["SourceChannel"]
 

@@ -23,16 +23,16 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import SendChannel
-from ..pipeline.context import Context, Worker, current, drop
-from ..pipeline.errors import InvalidConfig
-from ..pipeline.ledger import EndState
-from ..pipeline.repeated_errors import RepeatedErrors
-from ..pipeline.resumption import ResumePoint
-from ..pipeline.stage_info import StageInfo, tokenizer_of
-from ..pipeline.telemetry import get_logger
-from ..schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
-from ..schemas.numbers import normalize_counts, normalize_numbers
+from .._pipeline.channels.channel import SendChannel
+from .._pipeline.context import Context, Worker, current, drop
+from .._pipeline.errors import InvalidConfig
+from .._pipeline.ledger import EndState
+from .._pipeline.repeated_errors import RepeatedErrors
+from .._pipeline.resumption import ResumePoint
+from .._pipeline.stage_info import StageInfo, tokenizer_of
+from .._pipeline.telemetry import get_logger
+from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .environments import Environment, EnvironmentFailed, RolloutResult, Task, Tasks, open_tasks
 from .lag_limiter import LagLimiter

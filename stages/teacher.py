@@ -18,16 +18,16 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from ..pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..pipeline.context import Worker, current, drop
-from ..pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
-from ..pipeline.exception_groups import unwrap_single
-from ..pipeline.stage_info import StageInfo, tokenizer_of
-from ..pipeline.telemetry import get_logger
-from ..schemas import TrajectoryGroup
-from ..schemas.columns import freeze
-from ..schemas.numbers import normalize_counts, normalize_numbers
-from ..schemas.tokenizer import check_tokenizers
+from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.context import Worker, current, drop
+from .._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
+from .._pipeline.exception_groups import unwrap_single
+from .._pipeline.stage_info import StageInfo, tokenizer_of
+from .._pipeline.telemetry import get_logger
+from .._schemas import TrajectoryGroup
+from .._schemas.columns import freeze
+from .._schemas.numbers import normalize_counts, normalize_numbers
+from .._schemas.tokenizer import check_tokenizers
 from .engines.backoff import Backoff, jitter
 from .teachers.candidates import TeacherCandidates
 

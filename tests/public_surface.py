@@ -6,15 +6,14 @@ from types import ModuleType
 
 import penstock
 
-INTERNAL = {"cli", "commands"}
-"""Modules beside the public ones that serve the command line."""
-
 
 def public_modules() -> list[ModuleType]:
     """`penstock`, and every public module below it."""
     folder = Path(penstock.__path__[0])
-    stems = [path.stem for path in folder.glob("*.py") if path.stem not in {"__init__", *INTERNAL}]
-    stems += [f"integrations.{path.stem}" for path in (folder / "integrations").glob("*.py") if path.stem != "__init__"]
+    stems = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")]
+    stems += [
+        f"integrations.{path.stem}" for path in (folder / "integrations").glob("*.py") if not path.stem.startswith("_")
+    ]
     return [penstock, *(importlib.import_module(f"penstock.{stem}") for stem in sorted(stems))]
 
 

@@ -18,7 +18,7 @@ def modules() -> list[str]:
     """Every module of the package, by import name."""
     folders = ("schemas", "pipeline", "stages")
     paths = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [".".join(("penstock", *path.with_suffix("").parts)).removesuffix(".__init__") for path in paths]
+    return [f"penstock._{'.'.join(path.with_suffix('').parts)}".removesuffix(".__init__") for path in paths]
 
 
 def pages() -> str:

@@ -97,7 +97,7 @@ def layer_of_module(module: str) -> str | None:
         return top
     if top != "penstock":
         return None
-    folder = rest.replace(".", "/")
+    folder = rest.removeprefix("_").replace(".", "/")
     below = [layer for layer in LAYERS[:4] if f"{folder}/".startswith(layer + "/")]
     return max(below, key=len) if below else "src/penstock"
 
@@ -105,7 +105,8 @@ def layer_of_module(module: str) -> str | None:
 def package_of(path: Path) -> str:
     """The package that a file's relative imports start from."""
     parts = path.relative_to(ROOT).parent.parts
-    return ".".join(("penstock", *parts) if parts[0] in OURS_AT_TOP_LEVEL else parts).removeprefix("src.")
+    inside = ("penstock", f"_{parts[0]}", *parts[1:])
+    return ".".join(inside if parts[0] in OURS_AT_TOP_LEVEL else parts).removeprefix("src.")
 
 
 def sources() -> list[Path]:
@@ -155,7 +156,7 @@ def test_torch_is_imported_where_tensors_live(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "schemas").glob("*.py")), ids=lambda path: path.name)
 def test_records_know_numpy_and_msgspec_and_nobody_else(path: Path) -> None:
-    tops = {each.module.partition(".")[0] for each in imports(path.read_text(), "penstock.schemas")}
+    tops = {each.module.partition(".")[0] for each in imports(path.read_text(), "penstock._schemas")}
 
     assert tops <= sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}
 
@@ -163,9 +164,9 @@ def test_records_know_numpy_and_msgspec_and_nobody_else(path: Path) -> None:
 @pytest.mark.parametrize(
     ("layer", "statement"),
     [
-        ("schemas", "from ..pipeline import errors"),
-        ("schemas", "from .. import stages"),
-        ("pipeline", "import penstock.stages.batcher"),
+        ("schemas", "from .._pipeline import errors"),
+        ("schemas", "from .. import _stages"),
+        ("pipeline", "import penstock._stages.batcher"),
         ("stages", "def run():\n    from .integrations import gem"),
         ("stages/integrations", "from penstock import source"),
         ("src/penstock", "import examples.hello"),
@@ -182,10 +183,10 @@ def test_an_arrow_that_runs_the_other_way_is_seen(layer: str, statement: str) ->
 @pytest.mark.parametrize(
     ("layer", "statement"),
     [
-        ("pipeline", "from ..schemas import TrajectoryGroup"),
-        ("stages", "from ..pipeline.errors import MissingExtra"),
+        ("pipeline", "from .._schemas import TrajectoryGroup"),
+        ("stages", "from .._pipeline.errors import MissingExtra"),
         ("stages/integrations", "from ..batcher import Batcher"),
-        ("src/penstock", "from .stages import batcher"),
+        ("src/penstock", "from ._stages import batcher"),
         ("examples", "from penstock import source"),
         ("examples", "import numpy"),
     ],
@@ -199,4 +200,4 @@ def test_an_arrow_that_runs_the_right_way_is_fine(layer: str, statement: str) ->
 def test_torch_inside_a_function_or_for_types_alone_does_not_count_as_module_level() -> None:
     source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
 
-    assert [each.at_module_level for each in imports(source, "penstock.stages")] == [False, False]
+    assert [each.at_module_level for each in imports(source, "penstock._stages")] == [False, False]

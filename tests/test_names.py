@@ -79,7 +79,7 @@ def test_importing_penstock_does_not_import_torch() -> None:
 async def test_a_policy_whose_extra_is_missing_says_so_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock import Worker  # noqa: PLC0415
 
-    for name in [name for name in sys.modules if name.startswith(("aiohttp", "penstock.stages.engines"))]:
+    for name in [name for name in sys.modules if name.startswith(("aiohttp", "penstock._stages.engines"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
 

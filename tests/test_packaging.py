@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_packages_listed_are_the_folders_on_disk() -> None:
     folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
-    on_disk = {f"penstock.{folder.relative_to(ROOT).as_posix().replace('/', '.')}" for folder in folders}
+    on_disk = {f"penstock._{folder.relative_to(ROOT).as_posix().replace('/', '.')}" for folder in folders}
 
     assert set(_setuptools()["packages"]) == on_disk | {"penstock", "penstock.integrations"}
 
@@ -50,9 +50,9 @@ def test_every_package_has_an_init_file() -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_link_and_the_mapping_lead_to_the_same_folder(name: str) -> None:
-    mapped = _setuptools()["package-dir"][f"penstock.{name}"]
+    mapped = _setuptools()["package-dir"][f"penstock._{name}"]
 
-    assert (ROOT / "src/penstock" / name).resolve() == (ROOT / mapped).resolve() == ROOT / name
+    assert (ROOT / "src/penstock" / f"_{name}").resolve() == (ROOT / mapped).resolve() == ROOT / name
 
 
 def test_every_dependency_is_pinned() -> None:
@@ -79,7 +79,7 @@ def test_the_wheel_holds_every_module_under_the_import_name(built: Path) -> None
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
 
-    assert {f"penstock/{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
+    assert {f"penstock/_{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
     assert {"penstock/__init__.py", "penstock/py.typed"} <= names
     assert {name.split("/")[0] for name in names} == {"penstock", "penstock-0.1.0.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -97,13 +97,13 @@ def test_the_sdist_holds_each_module_once_and_all_that_the_tests_need(built: Pat
     assert wanted | {"tests/conftest.py", ".ci/run"} | {module for name in FOLDERS for module in _in(ROOT / name)} <= {
         *names
     }
-    assert not [name for name in names if name.startswith(tuple(f"src/penstock/{folder}" for folder in FOLDERS))]
+    assert not [name for name in names if name.startswith(tuple(f"src/penstock/_{folder}" for folder in FOLDERS))]
 
 
 def test_what_is_in_the_wheel_imports_without_the_checkout(built: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path)  # noqa: S202 (built by this test)
-    command = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import penstock.schemas; print(penstock.__file__)"
+    command = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import penstock._schemas; print(penstock.__file__)"
 
     ran = subprocess.run(
         [sys.executable, "-I", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -123,7 +123,7 @@ def test_a_script_beside_a_clone_imports_the_package_and_not_the_folder(installe
 
 def test_an_editable_installation_sees_modules_that_are_added_later(installed: Installed) -> None:
     (installed.checkout / "stages/added_later.py").write_text("ANSWER = 42\n")
-    command = "from penstock.stages.added_later import ANSWER; print(ANSWER)"
+    command = "from penstock._stages.added_later import ANSWER; print(ANSWER)"
 
     ran = subprocess.run([installed.python, "-I", "-c", command], capture_output=True, text=True, check=False)
 

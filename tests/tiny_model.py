@@ -1,4 +1,4 @@
-"""A transformer small enough for a unit test, as a user would write one for `penstock.stages.training.causal_model`."""
+"""A transformer small enough for a unit test, as a user would write one for `CausalModel` of `penstock.torch`."""
 
 from __future__ import annotations
 

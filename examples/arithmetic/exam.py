@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock import TrainBatch
-from penstock.stages.engines.torch_sampling import Request, generate
+from penstock._stages.engines.torch_sampling import Request, generate
 from penstock.torch import TorchTrainer
 
 from .model import Transformer

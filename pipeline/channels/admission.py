@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from ...schemas import TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
-from ...schemas.tokenizer import disagreements
+from ..._schemas import TokenizerIdentity
+from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
+from ..._schemas.tokenizer import disagreements
 from ..telemetry import get_logger
 from .connection import PeerControl
 from .transport import PayloadReader

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from ...schemas import InvalidRecord
+from ..._schemas import InvalidRecord
 
 __all__ = ["CHECKSUM_BYTES", "ChecksumDiffers", "checked", "with_checksum"]
 

@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from ...schemas import GroupId, StopReason, TrajectoryGroup
+from ..._schemas import GroupId, StopReason, TrajectoryGroup
 from ..errors import ChannelFull, PeerClosed, PeerLost, RecordTooLarge
 from ..testing import group
 from .channel import ReceiveChannel, SendChannel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...schemas.control import Message
+from ..._schemas.control import Message
 from ..errors import PeerClosed, PeerLost
 from .transport import Frames
 

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import Listener, SocketAttribute, SocketStream, UNIXSocketStream
 from anyio.lowlevel import checkpoint
 
-from ...schemas.control import Message, decode, encode
+from ..._schemas.control import Message, decode, encode
 from ..errors import OutOfFileDescriptors, ProtocolMismatch
 from ..os_errors import EXHAUSTED, RAISE_LIMIT
 from .protocols import AsyncCloseable

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...schemas.control import CreditGrant, Message, Outcomes
+from ..._schemas.control import CreditGrant, Message, Outcomes
 from .peer import Peer
 
 __all__ = ["CreditReturner"]

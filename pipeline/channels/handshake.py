@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from ...schemas import ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import PROTOCOL_VERSION, Accept, Connect, Message, Ready, Reject, SegmentOffer, printable
+from ..._schemas import ProtocolMismatch, TokenizerIdentity
+from ..._schemas.control import PROTOCOL_VERSION, Accept, Connect, Message, Ready, Reject, SegmentOffer, printable
 from ..errors import (
     MemberNameInUse,
     MemberNameRequired,

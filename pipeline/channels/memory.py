@@ -14,7 +14,7 @@ from warnings import warn
 import anyio
 import anyio.lowlevel
 
-from ...schemas.numbers import whole_number
+from ..._schemas.numbers import whole_number
 from ..errors import ChannelFull, PeerClosed, RecordTooLarge
 from ..waiting import WaitClock, Waiters
 from .channel import MEMORY_CAPACITY, ChannelStatistics

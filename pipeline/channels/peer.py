@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from ...schemas import GroupId
-from ...schemas.control import Connect, Reject
-from ...schemas.descriptor import Descriptor
+from ..._schemas import GroupId
+from ..._schemas.control import Connect, Reject
+from ..._schemas.descriptor import Descriptor
 from ..ledger import EndState
 from ..repetition_sets import iter_bits
 from .connection import PeerControl

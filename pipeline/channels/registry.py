@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...schemas.control import Message, Reject
+from ..._schemas.control import Message, Reject
 from .admission import Admission, RejectionCounter
 from .peer import Peer
 

@@ -17,8 +17,8 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ...schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
-from ...schemas.control import (
+from ..._schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
+from ..._schemas.control import (
     PROTOCOL_VERSION,
     Accept,
     Close,
@@ -36,7 +36,7 @@ from ...schemas.control import (
     encode,
     printable,
 )
-from ...schemas.descriptor import Descriptor
+from ..._schemas.descriptor import Descriptor
 from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
 from ..telemetry import get_logger
 from ..waiting import WaitClock, Waiters

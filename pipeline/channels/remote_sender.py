@@ -16,8 +16,8 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ...schemas import Array, InvalidRecord, ProtocolMismatch
-from ...schemas.control import (
+from ..._schemas import Array, InvalidRecord, ProtocolMismatch
+from ..._schemas.control import (
     Accept,
     Close,
     CloseAck,
@@ -33,7 +33,7 @@ from ...schemas.control import (
     decode,
     encode,
 )
-from ...schemas.layout import AxisSizes, ColumnLayout
+from ..._schemas.layout import AxisSizes, ColumnLayout
 from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
 from ..ledger import Origin
 from ..telemetry import get_logger

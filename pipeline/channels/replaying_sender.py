@@ -16,8 +16,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ...schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
-from ...schemas.numbers import finite_number, whole_number
+from ..._schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
+from ..._schemas.numbers import finite_number, whole_number
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, ReplayBufferFull, TooManySenders
 from ..exception_groups import unwrap_single
 from ..repetition_sets import mask_of

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas import Array
-from ...schemas.descriptor import Descriptor
-from ...schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, typed
+from ..._schemas import Array
+from ..._schemas.descriptor import Descriptor
+from ..._schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, typed
 from ..errors import OutOfSharedMemory, StaleDescriptor
 from .checksum import checked, with_checksum
 from .shared_memory import allocate, may_shrink

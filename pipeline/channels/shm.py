@@ -19,10 +19,10 @@ import anyio.to_thread
 import zmq
 from anyio.abc import SocketListener
 
-from ...schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
-from ...schemas.control import Publish, SegmentOffer, encode
-from ...schemas.descriptor import Descriptor
-from ...schemas.layout import (
+from ..._schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
+from ..._schemas.control import Publish, SegmentOffer, encode
+from ..._schemas.descriptor import Descriptor
+from ..._schemas.layout import (
     AxisSizes,
     BundleEntry,
     BundleHeader,

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import anyio
 from anyio.abc import Listener, SocketStream
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import Connect, Ready, Reject
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import Connect, Ready, Reject
 from ..errors import (
     MemberNameInUse,
     MemberNameRequired,

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import anyio
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import CloseAck, Closed, Reject
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import CloseAck, Closed, Reject
 from ..errors import PeerClosed, PeerLost
 from .control_connection import ControlConnection
 from .heartbeat import GRACE_S, UNRESPONSIVE

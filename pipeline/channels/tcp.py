@@ -16,10 +16,10 @@ import anyio.to_thread
 import numpy as np
 import zmq
 
-from ...schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
-from ...schemas.control import Publish, Ready, encode
-from ...schemas.descriptor import Descriptor
-from ...schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
+from ..._schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
+from ..._schemas.control import Publish, Ready, encode
+from ..._schemas.descriptor import Descriptor
+from ..._schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
 from ..errors import RecordTooLarge, StaleDescriptor
 from .checksum import checked, with_checksum
 from .handshake import greeting, handshake_timeout, offer_segment, request_session

@@ -20,8 +20,8 @@ from contextlib import suppress
 import anyio
 import zmq
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import Accept, Connect, Message, Ready, Reject, decode
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import Accept, Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
 from .admission import Admission, RejectionCounter
 from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S

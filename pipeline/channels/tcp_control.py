@@ -11,7 +11,7 @@ from contextlib import suppress
 import anyio
 import zmq
 
-from ...schemas.control import Message, decode, encode
+from ..._schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from .handshake import handshake_timeout
 from .heartbeat import CHECKS_PER_TIMEOUT, UNRESPONSIVE, send_heartbeats

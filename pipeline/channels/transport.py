@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
-from ...schemas import Array, Packer
-from ...schemas.descriptor import Descriptor
-from ...schemas.layout import AxisSizes, Columned, ColumnLayout, Schema
+from ..._schemas import Array, Packer
+from ..._schemas.descriptor import Descriptor
+from ..._schemas.layout import AxisSizes, Columned, ColumnLayout, Schema
 
 __all__ = [
     "EVENTS",

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.control import DeviceHandle
+from ..._schemas.control import DeviceHandle
 from ..errors import NoDevice, OutOfSharedMemory, StaleHandle
 from .weight_specs import Tensor, TensorSpec
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.errors import UNREADABLE
+from ..._schemas.errors import UNREADABLE
 from .weight_specs import DTYPES, Part, TableSpec, TensorManifest, TensorSpec
 
 __all__ = ["LENGTH", "TensorEntry", "TensorLayout", "header_bytes", "parse_header"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas import Array
+from ..._schemas import Array
 from .device_memory import DeviceMemory
 from .tensor_layout import TensorLayout
 from .weight_specs import Part, Tensor, TensorSpec

@@ -22,8 +22,8 @@ import anyio
 import anyio.to_thread
 from anyio.abc import SocketListener, TaskGroup
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import (
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import (
     PROTOCOL_VERSION,
     EndOfWeights,
     Message,
@@ -37,7 +37,7 @@ from ...schemas.control import (
     Weights,
     check_name,
 )
-from ...schemas.numbers import finite_number
+from ..._schemas.numbers import finite_number
 from ..blocking import enter_in_thread
 from ..channels.control_connection import ControlConnection, serve_control
 from ..file_descriptors import available

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...schemas import Array
+from ..._schemas import Array
 from ..errors import WeightsMismatch
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Self
 import anyio
 import anyio.to_thread
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import (
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import (
     PROTOCOL_VERSION,
     EndOfWeights,
     Message,

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...schemas import ProtocolMismatch
-from ...schemas.control import DeviceHandle
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import DeviceHandle
 from ..channels.shared_memory import allocate, may_shrink
 from ..errors import OutOfSharedMemory, StaleHandle
 from .device_memory import DeviceMemory

@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from ...schemas.numbers import normalize_numbers, whole_number
+from ..._schemas.numbers import normalize_numbers, whole_number
 from ..context import current
 from ..errors import ServerFailed
 from ..os_errors import explaining_os_errors

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ...schemas.numbers import normalize_counts, normalize_numbers
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
 

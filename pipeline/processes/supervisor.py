@@ -240,7 +240,7 @@ class _Spawner:
                 events=write_end,
             )
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                interpreter_command("penstock.pipeline.processes.worker", msgspec.json.encode(config).decode()),
+                interpreter_command("penstock._pipeline.processes.worker", msgspec.json.encode(config).decode()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(config.payload, config.counters, config.events),
                 process_group=0,

@@ -26,7 +26,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from ...schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
 from ..context import Context, entered

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ...schemas import GroupId, TrajectoryId
-from ...schemas.errors import UNREADABLE
+from ..._schemas import GroupId, TrajectoryId
+from ..._schemas.errors import UNREADABLE
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from ..context import Worker
 from ..ledger import EndState

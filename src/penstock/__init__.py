@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from .pipeline.channels.channel import ReceiveChannel, SendChannel
-from .pipeline.context import Context, Worker, current, drop
-from .pipeline.each import each
-from .pipeline.flow import Flow, Pipeline, source
-from .pipeline.processes.placement import here, processes
-from .pipeline.stage import Sink, Source, Stage
-from .pipeline.stage_info import StageInfo
-from .pipeline.statistics import Report
-from .schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
-from .stages.advantage_normalizer import AdvantageNormalizer
-from .stages.batcher import Batcher
-from .stages.group_assembler import GroupAssembler
-from .stages.journal import Journal
-from .stages.kl_reward import KLReward
-from .stages.reward_bridge import RewardBridge
-from .stages.sink_trainer import SinkTrainer
-from .stages.source_channel import SourceChannel
-from .stages.source_env import SourceEnv
-from .stages.teacher import Teacher
+from ._pipeline.channels.channel import ReceiveChannel, SendChannel
+from ._pipeline.context import Context, Worker, current, drop
+from ._pipeline.each import each
+from ._pipeline.flow import Flow, Pipeline, source
+from ._pipeline.processes.placement import here, processes
+from ._pipeline.stage import Sink, Source, Stage
+from ._pipeline.stage_info import StageInfo
+from ._pipeline.statistics import Report
+from ._schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
+from ._stages.advantage_normalizer import AdvantageNormalizer
+from ._stages.batcher import Batcher
+from ._stages.group_assembler import GroupAssembler
+from ._stages.journal import Journal
+from ._stages.kl_reward import KLReward
+from ._stages.reward_bridge import RewardBridge
+from ._stages.sink_trainer import SinkTrainer
+from ._stages.source_channel import SourceChannel
+from ._stages.source_env import SourceEnv
+from ._stages.teacher import Teacher
 
 __version__ = version("penstock")
 

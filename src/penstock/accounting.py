@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .pipeline.committed_prompts import CommittedPrompts
-from .pipeline.ledger import Balance, EndState, Ledger
-from .pipeline.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
-from .pipeline.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
+from ._pipeline.committed_prompts import CommittedPrompts
+from ._pipeline.ledger import Balance, EndState, Ledger
+from ._pipeline.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
+from ._pipeline.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
 
 __all__ = [
     "Balance",

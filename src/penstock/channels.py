@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from .pipeline.channels.channel import ChannelStatistics
-from .pipeline.channels.keys import ChannelKey
-from .pipeline.channels.memory import MemoryReceiver, MemorySender, memory_channel
-from .pipeline.channels.remote_receiver import RemoteReceiver
-from .pipeline.channels.remote_sender import RemoteSender
-from .pipeline.channels.replaying_sender import ReplayingSender, connect_with_replay
-from .pipeline.channels.transports import connect, serve
+from ._pipeline.channels.channel import ChannelStatistics
+from ._pipeline.channels.keys import ChannelKey
+from ._pipeline.channels.memory import MemoryReceiver, MemorySender, memory_channel
+from ._pipeline.channels.remote_receiver import RemoteReceiver
+from ._pipeline.channels.remote_sender import RemoteSender
+from ._pipeline.channels.replaying_sender import ReplayingSender, connect_with_replay
+from ._pipeline.channels.transports import connect, serve
+from ._pipeline.flush import FlushableInbox
 
 __all__ = [
     "ChannelKey",
     "ChannelStatistics",
+    "FlushableInbox",
     "MemoryReceiver",
     "MemorySender",
     "RemoteReceiver",

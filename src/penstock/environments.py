@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .stages.environments import (
+from ._stages.environments import (
     Environment,
     EnvironmentFailed,
     OutsideEnvironment,

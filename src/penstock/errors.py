@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pipeline.errors import (
+from ._pipeline.errors import (
     ChannelFull,
     DiskFull,
     EngineFailed,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .pipeline.extras import extra
+from ._pipeline.extras import extra
 
 with extra("torch", "penstock.losses"):
-    from .stages.losses import (
+    from ._stages.losses import (
         CISPO,
         GSPO,
         KL,

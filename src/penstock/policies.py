@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .schemas import TokenizerIdentity, check_tokenizers, tokenizer_identity
-from .stages.engines.engine_publisher import EnginePublisher
-from .stages.engines.http_policy import HttpPolicy
-from .stages.engines.policies import Completion, Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, Tokenizer
-from .stages.engines.pretrained_tokenizer import PretrainedTokenizer
+from ._schemas import TokenizerIdentity, check_tokenizers, tokenizer_identity
+from ._stages.engines.engine_publisher import EnginePublisher
+from ._stages.engines.http_policy import HttpPolicy
+from ._stages.engines.policies import Completion, Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, Tokenizer
+from ._stages.engines.pretrained_tokenizer import PretrainedTokenizer
 
 __all__ = [
     "Completion",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .schemas import Array, PackedGroup, Packer, PaddedBatch
+from ._schemas import Array, PackedGroup, Packer, PaddedBatch
 
 __all__ = ["Array", "PackedGroup", "Packer", "PaddedBatch"]

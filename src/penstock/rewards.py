@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .stages.rewards.reward_functions import RewardFunction, RewardInput
+from ._stages.rewards.reward_functions import RewardFunction, RewardInput
 
 __all__ = ["RewardFunction", "RewardInput"]

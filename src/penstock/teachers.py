@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .stages.teacher import TeacherEngine, TeacherPolicy
-from .stages.teachers.candidates import TeacherCandidates
-from .stages.teachers.http_teacher import HttpTeacher
+from ._stages.teacher import TeacherEngine, TeacherPolicy
+from ._stages.teachers.candidates import TeacherCandidates
+from ._stages.teachers.http_teacher import HttpTeacher
 
 __all__ = ["HttpTeacher", "TeacherCandidates", "TeacherEngine", "TeacherPolicy"]

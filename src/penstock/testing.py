@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .pipeline.channels.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
-from .pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, entered, group, trajectory
+from ._pipeline.channels.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
+from ._pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, entered, group, trajectory
 
 __all__ = [
     "CHANNEL_RULES",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .pipeline.extras import extra
+from ._pipeline.extras import extra
 
 with extra("torch", "penstock.torch"):
-    from .stages.engines.torch_folder_subscriber import FolderSubscriber
-    from .stages.engines.torch_policy import TorchPolicy
-    from .stages.engines.torch_weight_folder import WeightFolder
-    from .stages.teachers.torch_teacher import TorchTeacher
-    from .stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
-    from .stages.training.torch_ranked_trainer import RankedTrainer
-    from .stages.training.torch_reference import TorchReference
-    from .stages.training.torch_trainer import TorchTrainer
+    from ._stages.engines.torch_folder_subscriber import FolderSubscriber
+    from ._stages.engines.torch_policy import TorchPolicy
+    from ._stages.engines.torch_weight_folder import WeightFolder
+    from ._stages.teachers.torch_teacher import TorchTeacher
+    from ._stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+    from ._stages.training.torch_ranked_trainer import RankedTrainer
+    from ._stages.training.torch_reference import TorchReference
+    from ._stages.training.torch_trainer import TorchTrainer
 
 __all__ = [
     "CausalModel",

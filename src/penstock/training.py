@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .pipeline.resumption import ResumePoint, Stateful
-from .stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
-from .stages.training.checkpoint import latest_checkpoint, write_checkpoint
+from ._pipeline.resumption import ResumePoint, Stateful
+from ._stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
+from ._stages.training.checkpoint import latest_checkpoint, write_checkpoint
 
 __all__ = [
     "Checkpointed",

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.noise import rounding
+from ..._schemas.noise import rounding
 from ..group_stack import GroupStack
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
 from .presets import Preset

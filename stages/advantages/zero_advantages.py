@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas import TrajectoryGroup
-from ...schemas.columns import freeze
+from ..._schemas import TrajectoryGroup
+from ..._schemas.columns import freeze
 
 __all__ = ["zero_advantages"]
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...pipeline.context import Worker
-from ...schemas.numbers import normalize_counts, normalize_numbers
+from ..._pipeline.context import Worker
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["Backoff", "jitter"]
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from ...pipeline.errors import ProtocolMismatch
-from ...schemas import StopReason
+from ..._pipeline.errors import ProtocolMismatch
+from ..._schemas import StopReason
 from .policies import Completion
 from .server_client import RequestFailed
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import anyio
 
-from ...pipeline.errors import EngineTimedOut, PenstockError
-from ...pipeline.exception_groups import first_exception
-from ...pipeline.policy.engine_sync import Published
-from ...pipeline.telemetry import get_logger
+from ..._pipeline.errors import EngineTimedOut, PenstockError
+from ..._pipeline.exception_groups import first_exception
+from ..._pipeline.policy.engine_sync import Published
+from ..._pipeline.telemetry import get_logger
 from .policies import Engine
 
 __all__ = ["EnginePublisher", "Weights"]

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...pipeline.context import Worker
-from ...pipeline.errors import InvalidConfig
-from ...pipeline.extras import extra
-from ...schemas.config import check_url
-from ...schemas.numbers import normalize_counts, normalize_numbers
+from ..._pipeline.context import Worker
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.extras import extra
+from ..._schemas.config import check_url
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .backoff import Backoff
 from .inference_servers import SERVERS, KnownServer, Server
 from .policies import Engine

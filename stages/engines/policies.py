@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...pipeline.context import Worker
-from ...pipeline.errors import PenstockError
-from ...schemas import StopReason
+from ..._pipeline.context import Worker
+from ..._pipeline.errors import PenstockError
+from ..._schemas import StopReason
 
 __all__ = [
     "Completion",

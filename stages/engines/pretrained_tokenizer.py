@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ...pipeline.errors import InvalidConfig
-from ...pipeline.extras import extra
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.extras import extra
 
 __all__ = ["PretrainedTokenizer"]
 

@@ -15,8 +15,8 @@ import aiohttp
 import anyio
 import msgspec
 
-from ...pipeline.context import current
-from ...pipeline.errors import (
+from ..._pipeline.context import current
+from ..._pipeline.errors import (
     EngineFailed,
     EngineRefused,
     EngineTimedOut,
@@ -24,7 +24,7 @@ from ...pipeline.errors import (
     PenstockError,
     ProtocolMismatch,
 )
-from ...pipeline.telemetry import get_logger
+from ..._pipeline.telemetry import get_logger
 from .backoff import Backoff
 from .retry import RetryDecision, retry
 

@@ -23,10 +23,10 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pipeline.context import current
-from ...pipeline.errors import EngineRefused, PeerLost
-from ...pipeline.policy.weights import NO_VERSION
-from ...schemas import StopReason
+from ..._pipeline.context import current
+from ..._pipeline.errors import EngineRefused, PeerLost
+from ..._pipeline.policy.weights import NO_VERSION
+from ..._schemas import StopReason
 from ..training.causal_model import CausalModel
 from .gate import GenerationGate
 from .policies import Completion, check_request

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 import anyio
 import anyio.to_thread
 
-from ...pipeline.context import Worker
-from ...schemas.numbers import normalize_counts
+from ..._pipeline.context import Worker
+from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
 from .policies import Engine
 from .torch_engine import TorchEngine, as_seed

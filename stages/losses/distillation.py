@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from ...schemas import InvalidRecord
+from ..._schemas import InvalidRecord
 from .metrics import Metric, TokensUsed
 from .policy import AdvantageWeighted, PolicyTerm
 from .scored import Scored, clamped

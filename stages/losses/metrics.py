@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from ...schemas import InvalidRecord
+from ..._schemas import InvalidRecord
 from .scored import Scored
 
 __all__ = ["EffectiveSamples", "Max", "Mean", "Metric", "Min", "TokensUsed", "check_used", "merge", "weights_metrics"]

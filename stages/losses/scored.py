@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ...schemas import InvalidRecord
+from ..._schemas import InvalidRecord
 from ..kl_estimate import LOG_RATIO_BOUND
 
 __all__ = ["OldPolicy", "Scored", "clamped", "entropy_of"]

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 
-from ...schemas.numbers import normalize_counts
+from ..._schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
 

@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeAlias
 import anyio
 import msgspec
 
-from ...pipeline.context import current
-from ...pipeline.errors import RewardFunctionFailed
-from ...pipeline.failure_streak import FAILURE_LIMIT
-from ...pipeline.repeated_errors import RepeatedErrors
-from ...pipeline.telemetry import get_logger
-from ...schemas import Trajectory
-from ...schemas.numbers import normalize_counts, normalize_numbers
+from ..._pipeline.context import current
+from ..._pipeline.errors import RewardFunctionFailed
+from ..._pipeline.failure_streak import FAILURE_LIMIT
+from ..._pipeline.repeated_errors import RepeatedErrors
+from ..._pipeline.telemetry import get_logger
+from ..._schemas import Trajectory
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
 __all__ = ["Calls", "Failure", "RewardFunction", "RewardInput", "calling"]

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.config import Config, check_finite
-from ...schemas.noise import rounding
+from ..._schemas.config import Config, check_finite
+from ..._schemas.noise import rounding
 
 __all__ = [
     "FormatMarker",

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas import InvalidRecord
+from ..._schemas import InvalidRecord
 
 __all__ = ["TeacherCandidates"]
 

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...pipeline.context import Worker
-from ...pipeline.errors import ProtocolMismatch
-from ...pipeline.extras import extra
-from ...schemas.config import check_url
+from ..._pipeline.context import Worker
+from ..._pipeline.errors import ProtocolMismatch
+from ..._pipeline.extras import extra
+from ..._schemas.config import check_url
 from ..engines.backoff import Backoff, jitter
 from ..teacher import TeacherEngine
 from .candidates import TeacherCandidates

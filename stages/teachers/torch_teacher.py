@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pipeline.context import Worker
-from ...schemas.numbers import normalize_counts
+from ..._pipeline.context import Worker
+from ..._schemas.numbers import normalize_counts
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel
 from ..training.scoring import Likelihood, Packed, scored_tokens

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas import Array, InvalidRecord
-from ...schemas.columns import count_between
+from ..._schemas import Array, InvalidRecord
+from ..._schemas.columns import count_between
 
 __all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches", "nothing"]
 

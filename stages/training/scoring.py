@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas import Array, InvalidRecord
+from ..._schemas import Array, InvalidRecord
 from .causal_model import CausalModel, packed_attend
 from .micro_batches import MicroBatch, micro_batches
 

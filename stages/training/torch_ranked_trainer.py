@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ...pipeline.errors import PeerLost
-from ...pipeline.resumption import Stateful
-from ...schemas import GroupId, TokenizerIdentity, TrainBatch
+from ..._pipeline.errors import PeerLost
+from ..._pipeline.resumption import Stateful
+from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .torch_ranks import decode_share, encode_share, owners
 from .torch_trainer import TorchTrainer
 

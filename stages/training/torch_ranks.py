@@ -24,8 +24,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pipeline.errors import PeerLost
-from ...schemas import TrainBatch
+from ..._pipeline.errors import PeerLost
+from ..._schemas import TrainBatch
 from ..losses import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed, merge
 
 __all__ = ["Ranks", "decode_share", "encode_share", "owners"]

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
-from ...pipeline.channels.channel import ReceiveChannel, SendChannel
-from ...pipeline.chunks import receive_chunks, send_all
-from ...schemas import TrajectoryGroup
-from ...schemas.columns import freeze
-from ...schemas.numbers import normalize_counts, normalize_numbers
+from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..._pipeline.chunks import receive_chunks, send_all
+from ..._schemas import TrajectoryGroup
+from ..._schemas.columns import freeze
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .causal_model import CausalModel
 from .scoring import Packed, check_temperature, own_temperatures, scored_tokens
 

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...pipeline.committed_prompts import CommittedPrompts, CommittedState
-from ...pipeline.policy.weight_specs import check_weights, specs_of
-from ...pipeline.resumption import Stateful
-from ...schemas import (
+from ..._pipeline.committed_prompts import CommittedPrompts, CommittedState
+from ..._pipeline.policy.weight_specs import check_weights, specs_of
+from ..._pipeline.resumption import Stateful
+from ..._schemas import (
     Array,
     GroupId,
     InvalidRecord,
@@ -30,7 +30,7 @@ from ...schemas import (
     check_tokenizers,
     tokenizer_identity,
 )
-from ...schemas.numbers import finite_number, whole_number
+from ..._schemas.numbers import finite_number, whole_number
 from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint

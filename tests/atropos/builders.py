@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
-from penstock.stages.integrations.atropos.queue.records import Batch, Submission
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
+from penstock._stages.integrations.atropos.queue.records import Batch, Submission
+from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 __all__ = ["admitted", "env", "group", "next_batch", "payloads", "running_queue", "taken", "trainer"]
 

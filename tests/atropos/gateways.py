@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tests.failsafe import FAILSAFE_S
 from tests.warned import strict
 
-COMMAND = [sys.executable, "-c", "from penstock.cli import main; main()", "gateway"]
+COMMAND = [sys.executable, "-c", "from penstock._cli import main; main()", "gateway"]
 
 TRAINER = {
     "wandb_group": "group",

@@ -226,7 +226,7 @@ class Troubled:
     """What it does before it asks anything."""
 
     def __call__(self) -> Environment:
-        from penstock.stages.integrations.atropos.steps.bridge import bridge_class  # noqa: PLC0415 (in the child alone)
+        from penstock._stages.integrations.atropos.steps.bridge import bridge_class  # noqa: PLC0415 (in the child alone)
 
         TroubledEnvironment.server_cls = bridge_class()
         return TroubledEnvironment(Config(group_size=1, first=0, kind=self.kind), [Config(model_name="m")])

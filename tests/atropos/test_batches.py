@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.atropos.builders import env, group, next_batch, payloads, running_queue
 
-from penstock.stages.integrations.atropos.queue import packing
-from penstock.stages.integrations.atropos.queue.packing import exact_subset, form_batch
-from penstock.stages.integrations.atropos.queue.scheduling import ANONYMOUS, PendingGroups, QueuedGroup
+from penstock._stages.integrations.atropos.queue import packing
+from penstock._stages.integrations.atropos.queue.packing import exact_subset, form_batch
+from penstock._stages.integrations.atropos.queue.scheduling import ANONYMOUS, PendingGroups, QueuedGroup
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
 MINIMA = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8])

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock import commands
-from penstock.cli import main
+from penstock import _commands as commands
+from penstock._cli import main
+from penstock._stages.integrations.atropos.server.running import _listen
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import ServerConfig
-from penstock.stages.integrations.atropos.server.running import _listen
 
 TOKEN = "a token of this test"  # noqa: S105 (no secret)
 
@@ -95,7 +95,7 @@ def test_numbers_that_make_no_sense_are_refused_by_name(
 
 def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in an interpreter that finds no package of an extra."""
-    hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r})); from penstock.cli import main; main()"
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r})); from penstock._cli import main; main()"
     return subprocess.run([sys.executable, "-c", hidden, *arguments], capture_output=True, text=True, check=False)
 
 

@@ -22,16 +22,16 @@ from anyio.abc import SocketAttribute
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 
-import penstock.stages.integrations.atropos.server.running  # noqa: F401 (imported here, for that blocks)
+import penstock._stages.integrations.atropos.server.running  # noqa: F401 (imported here, for that blocks)
 from penstock import Context, GroupId, ReceiveChannel, TrajectoryGroup, drop, source
+from penstock._stages.engines.backoff import Backoff
+from penstock._stages.engines.retry import UNLIMITED
+from penstock._stages.integrations.atropos import client as client_module
+from penstock._stages.integrations.atropos import http_api
+from penstock._stages.integrations.atropos.contract import TrainerRegistration
 from penstock.channels import memory_channel
 from penstock.errors import MissingExtra
 from penstock.integrations.atropos import AtroposAPIError, AtroposClient, AtroposTrainers, ServerConfig
-from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.retry import UNLIMITED
-from penstock.stages.integrations.atropos import client as client_module
-from penstock.stages.integrations.atropos import http_api
-from penstock.stages.integrations.atropos.contract import TrainerRegistration
 from penstock.testing import Driven, drive_sink, drive_source, entered, group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}
@@ -559,7 +559,7 @@ async def test_a_token_is_not_shown() -> None:
 
 async def test_what_it_needs_is_said_as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    for module in ("penstock.stages.integrations.atropos.http_api", "penstock.stages.engines.server_client"):
+    for module in ("penstock._stages.integrations.atropos.http_api", "penstock._stages.engines.server_client"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
     with pytest.raises(MissingExtra, match=r"AtroposClient needs aiohttp.*pip install 'penstock\[http\]'"):

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import InvalidRecord
-from penstock.stages.integrations.atropos.coercion import decode
-from penstock.stages.integrations.atropos.contract import (
+from penstock._stages.integrations.atropos.coercion import decode
+from penstock._stages.integrations.atropos.contract import (
     BatchAnswer,
     EnvReference,
     EnvRegistration,
@@ -16,6 +15,7 @@ from penstock.stages.integrations.atropos.contract import (
     decode_scored,
     scored_data,
 )
+from penstock.errors import InvalidRecord
 
 NEEDED: dict[str, Any] = {"tokens": [[5, 6, 7], [5, 8]], "masks": [[-100, 6, 7], [-100, 8]], "scores": [1.0, 0.0]}
 """Two sequences, of 3 and 2 tokens, with what every group has."""

@@ -14,15 +14,15 @@ import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
+from penstock._stages.integrations.atropos.queue.records import Submission
+from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.server.app import application
+from penstock._stages.integrations.atropos.server.backend import RelayBackend
+from penstock._stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
+from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RejectionCounter
+from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
+from penstock._stages.integrations.atropos.translation import from_group
 from penstock.integrations.atropos import Limits, ServerConfig
-from penstock.stages.integrations.atropos.queue.records import Submission
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
-from penstock.stages.integrations.atropos.server.app import application
-from penstock.stages.integrations.atropos.server.backend import RelayBackend
-from penstock.stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
-from penstock.stages.integrations.atropos.server.limits import Bodies, BodyRefused, RejectionCounter
-from penstock.stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
-from penstock.stages.integrations.atropos.translation import from_group
 from penstock.testing import group
 
 HOST = "127.0.0.1"

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.atropos.builders import admitted, env, group, next_batch, payloads, running_queue, taken
 
-from penstock.stages.integrations.atropos.contract import EnvRegistration
-from penstock.stages.integrations.atropos.queue.environments import shares
-from penstock.stages.integrations.atropos.queue.records import QueueFull
-from penstock.stages.integrations.atropos.queue.scheduling import MIN_SHARE
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.contract import EnvRegistration
+from penstock._stages.integrations.atropos.queue.environments import shares
+from penstock._stages.integrations.atropos.queue.records import QueueFull
+from penstock._stages.integrations.atropos.queue.scheduling import MIN_SHARE
+from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0])
 ENVIRONMENTS = st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.atropos.builders import env, group, running_queue, taken
 
-from penstock.stages.integrations.atropos.queue.records import (
+from penstock._stages.integrations.atropos.queue.records import (
     EnvStatus,
 )
 

@@ -16,11 +16,11 @@ from tests.atropos.talking import ANYWHERE, talking
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Context, TrajectoryGroup
+from penstock._stages.integrations.atropos.server import gateway, serve
 from penstock.accounting import Ledger
 from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import InvalidConfig, MissingExtra
 from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
-from penstock.stages.integrations.atropos.server import gateway, serve
 from penstock.testing import drive_source, entered
 
 

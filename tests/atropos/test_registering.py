@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.atropos.builders import admitted, env, group, next_batch, payloads, running_queue, trainer
 
-from penstock.stages.integrations.atropos.queue.records import (
+from penstock._stages.integrations.atropos.queue.records import (
     EnvAdmitted,
     Info,
     InvalidRegistration,
@@ -19,7 +19,7 @@ from penstock.stages.integrations.atropos.queue.records import (
     UnpackableGroupSize,
     WandbInfo,
 )
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
 
 def test_before_a_trainer_registered_nothing_is_known() -> None:

@@ -17,12 +17,12 @@ from anyio.abc import SocketStream
 from anyio.lowlevel import checkpoint
 from tests.failsafe import FAILSAFE_S
 
+from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.server.backend import RelayBackend
+from penstock._stages.integrations.atropos.server.running import RunningServer
+from penstock._stages.integrations.atropos.server.serve import open_server
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import Limits, ServerConfig
-from penstock.stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
-from penstock.stages.integrations.atropos.server.backend import RelayBackend
-from penstock.stages.integrations.atropos.server.running import RunningServer
-from penstock.stages.integrations.atropos.server.serve import open_server
 
 WHOLE = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 

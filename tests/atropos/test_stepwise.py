@@ -31,10 +31,7 @@ from tests.fake_policy import FakePolicy
 from tests.fake_policy import Letters as PolicyLetters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
-from penstock.environments import StepEnvironment
-from penstock.errors import InvalidConfig, InvalidRecord, MissingExtra
-from penstock.integrations.atropos import Action, AtroposEnvironment, register_with_gem
-from penstock.stages.integrations.atropos.steps.messages import (
+from penstock._stages.integrations.atropos.steps.messages import (
     EnvironmentDied,
     EnvironmentRaised,
     EnvironmentTimedOut,
@@ -43,8 +40,11 @@ from penstock.stages.integrations.atropos.steps.messages import (
     NoMoreItems,
     NotScored,
 )
-from penstock.stages.integrations.atropos.steps.scoring import sampled
-from penstock.stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
+from penstock._stages.integrations.atropos.steps.scoring import sampled
+from penstock._stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
+from penstock.environments import StepEnvironment
+from penstock.errors import InvalidConfig, InvalidRecord, MissingExtra
+from penstock.integrations.atropos import Action, AtroposEnvironment, register_with_gem
 from penstock.testing import Driven, drive_source
 
 FILE = step_environments.__file__
@@ -308,7 +308,7 @@ async def test_all_of_one_environment_share_a_process_whose_main_thread_is_their
 PARENT = f"""
 import sys, time
 from tests.atropos.step_environments import Process, Troubled
-from penstock.stages.integrations.atropos import AtroposEnvironment
+from penstock._stages.integrations.atropos import AtroposEnvironment
 
 if __name__ == "__main__":
     env = AtroposEnvironment(eval(sys.argv[1])).blocking()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.atropos.builders import admitted, env, group, running_queue
 
-from penstock.stages.integrations.atropos.queue.records import (
+from penstock._stages.integrations.atropos.queue.records import (
     RequestRejected,
     Submission,
     UnknownLease,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TrainBatch, TrajectoryGroup
-from penstock.stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
-from penstock.stages.integrations.atropos.translation import from_group, scored_of, to_group
+from penstock._stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
+from penstock._stages.integrations.atropos.translation import from_group, scored_of, to_group
 
 
 @st.composite

@@ -14,14 +14,14 @@ from tests.atropos.environment import Config, Environment, Scored, scored_group
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
+from penstock._stages.integrations.atropos import shm_transport as transport
+from penstock._stages.integrations.atropos import submitter
+from penstock._stages.integrations.atropos.contract import scored_data
+from penstock._stages.integrations.atropos.server.shm_receiver import ShmReceiver, open_receiver
+from penstock._stages.integrations.atropos.translation import to_group
 from penstock.channels import RemoteSender
 from penstock.errors import NobodyListens
 from penstock.integrations.atropos import GatewayGone, ShmTransport, submitting
-from penstock.stages.integrations.atropos import shm_transport as transport
-from penstock.stages.integrations.atropos import submitter
-from penstock.stages.integrations.atropos.contract import scored_data
-from penstock.stages.integrations.atropos.server.shm_receiver import ShmReceiver, open_receiver
-from penstock.stages.integrations.atropos.translation import to_group
 
 ENV_ID = 3
 

@@ -20,8 +20,8 @@ from tests.failsafe import FAILSAFE_S
 from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
+from penstock._stages.integrations.atropos.server.shm_receiver import CAPACITY
 from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
-from penstock.stages.integrations.atropos.server.shm_receiver import CAPACITY
 
 BATCH = 16
 TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)

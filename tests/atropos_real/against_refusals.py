@@ -68,7 +68,7 @@ def quoted() -> list[str]:
 def test_the_lines_that_the_page_quotes_are_those_that_an_environment_prints(
     checkout: Path, workspace: Path, model: str, tmp_path: Path
 ) -> None:
-    serve = ["-c", "from penstock.cli import main; main()", "gateway", "--port", "0", "--capacity", "1"]
+    serve = ["-c", "from penstock._cli import main; main()", "gateway", "--port", "0", "--capacity", "1"]
     gateway = started(*serve, cwd=tmp_path, log=tmp_path / "gateway.log")
     assert gateway.stdout is not None
     url = gateway.stdout.readline().split()[-1]

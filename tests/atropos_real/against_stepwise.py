@@ -20,9 +20,9 @@ from tests.fake_policy import FakePolicy, Letters
 from transformers import AutoTokenizer
 
 from penstock import SourceEnv, TrajectoryGroup
+from penstock._stages.integrations.atropos.steps.messages import ModelCallRefused
+from penstock._stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.integrations.atropos import Action, AtroposEnvironment
-from penstock.stages.integrations.atropos.steps.messages import ModelCallRefused
-from penstock.stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.testing import Driven, drive_source
 
 pytestmark = pytest.mark.timeout(300)

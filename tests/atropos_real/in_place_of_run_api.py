@@ -23,7 +23,7 @@ popen, request = subprocess.Popen, requests.Session.request
 
 def start(command: Any, *arguments: Any, **options: Any) -> subprocess.Popen[Any]:
     if SERVER in command:
-        command = [sys.executable, "-c", "from penstock.cli import main; main()", "gateway", "--port", str(PORT)]
+        command = [sys.executable, "-c", "from penstock._cli import main; main()", "gateway", "--port", str(PORT)]
     return popen(command, *arguments, **options)
 
 

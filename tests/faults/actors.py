@@ -30,14 +30,14 @@ from anyio.lowlevel import checkpoint
 from tests.faults.cells import Cell
 
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
+from penstock._pipeline.channels.control_connection import ControlConnection
+from penstock._pipeline.channels.remote_sender import SenderConnection
+from penstock._pipeline.channels.segment import SegmentWriter
+from penstock._pipeline.channels.shm import SlotReader
+from penstock._pipeline.processes.supervisor import _Child
+from penstock._schemas.control import Close, Closed
 from penstock.accounting import Ledger
 from penstock.errors import RunStopped
-from penstock.pipeline.channels.control_connection import ControlConnection
-from penstock.pipeline.channels.remote_sender import SenderConnection
-from penstock.pipeline.channels.segment import SegmentWriter
-from penstock.pipeline.channels.shm import SlotReader
-from penstock.pipeline.processes.supervisor import _Child
-from penstock.schemas.control import Close, Closed
 from penstock.testing import group
 
 __all__ = [

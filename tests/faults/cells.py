@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from penstock.pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
+from penstock._pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 __all__ = [
     "AT",

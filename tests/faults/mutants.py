@@ -13,12 +13,12 @@ import anyio
 from tests.faults import verdict
 from tests.faults.cells import Cell
 
+from penstock._pipeline.channels import shm
+from penstock._pipeline.channels.segment import SegmentWriter
+from penstock._pipeline.channels.shm import SlotReader
+from penstock._pipeline.processes import supervisor
+from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.channels import RemoteReceiver
-from penstock.pipeline.channels import shm
-from penstock.pipeline.channels.segment import SegmentWriter
-from penstock.pipeline.channels.shm import SlotReader
-from penstock.pipeline.processes import supervisor
-from penstock.pipeline.processes.worker_accounting import WorkerAccounting
 
 __all__ = ["MUTANTS", "mutate"]
 

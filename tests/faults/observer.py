@@ -23,7 +23,7 @@ from tests.faults.channel_actors import consume, consume_and_be_struck, produce,
 from tests.faults.pipeline_actors import run_pipeline
 from tests.faults.verdict import Story, judge
 
-from penstock.pipeline.channels.socket_directory import socket_directory
+from penstock._pipeline.channels.socket_directory import socket_directory
 
 __all__ = ["play"]
 

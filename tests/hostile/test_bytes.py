@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock import TrainBatch, TrajectoryGroup
+from penstock._pipeline.channels.segment import HEADER_BYTES, SegmentReader, SegmentWriter
+from penstock._pipeline.channels.shm import SlotReader, SlotWriter
+from penstock._schemas import control
+from penstock._schemas.descriptor import Descriptor
+from penstock._schemas.layout import BundleHeader, encode_contents
 from penstock.errors import InvalidRecord, ProtocolMismatch, StaleDescriptor
-from penstock.pipeline.channels.segment import HEADER_BYTES, SegmentReader, SegmentWriter
-from penstock.pipeline.channels.shm import SlotReader, SlotWriter
 from penstock.records import Packer
-from penstock.schemas import control
-from penstock.schemas.descriptor import Descriptor
-from penstock.schemas.layout import BundleHeader, encode_contents
 from penstock.testing import batch, group
 
 SLOTS, SLOT_BYTES = 64, 1024

@@ -8,11 +8,11 @@ import anyio
 import pytest
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels import tcp
+from penstock._pipeline.channels.checksum import with_checksum
+from penstock._pipeline.channels.shm import SlotWriter
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import RecordCorrupted
-from penstock.pipeline.channels import tcp
-from penstock.pipeline.channels.checksum import with_checksum
-from penstock.pipeline.channels.shm import SlotWriter
 from penstock.records import Packer
 from penstock.testing import group
 

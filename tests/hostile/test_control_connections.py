@@ -14,11 +14,11 @@ import pytest
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels import admission, shm_acceptor
+from penstock._pipeline.channels import control_connection as doors
+from penstock._schemas import control
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import PeerLost
-from penstock.pipeline.channels import admission, shm_acceptor
-from penstock.pipeline.channels import control_connection as doors
-from penstock.schemas import control
 from penstock.testing import group
 
 LENGTH = struct.Struct("<I")

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels.tcp import FrameReader
+from penstock._schemas import control
+from penstock._schemas.descriptor import Descriptor
+from penstock._schemas.group import GROUP_SCHEMA
+from penstock._schemas.layout import BundleEntry, BundleHeader, encode_contents
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
-from penstock.pipeline.channels.tcp import FrameReader
 from penstock.records import Packer
-from penstock.schemas import control
-from penstock.schemas.descriptor import Descriptor
-from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import BundleEntry, BundleHeader, encode_contents
 from penstock.testing import group
 
 OPTIONAL: dict[str, Any] = {

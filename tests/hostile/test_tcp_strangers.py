@@ -16,11 +16,11 @@ import zmq
 from tests.hostile.test_frames import frames_of, record, say
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels import tcp_acceptor
+from penstock._schemas import control
+from penstock._schemas.descriptor import Descriptor
 from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
 from penstock.errors import PeerClosed, PeerLost, TooManySenders
-from penstock.pipeline.channels import tcp_acceptor
-from penstock.schemas import control
-from penstock.schemas.descriptor import Descriptor
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]
@@ -311,7 +311,7 @@ async def test_a_sender_that_sends_more_bytes_than_it_says_is_cut_off() -> None:
 
 async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_acceptor, "LOOK_S", 0.05)
-    monkeypatch.setattr("penstock.pipeline.channels.tcp.LARGEST_MESSAGE", 2**20)
+    monkeypatch.setattr("penstock._pipeline.channels.tcp.LARGEST_MESSAGE", 2**20)
     async with serve(LOOPBACK, TrajectoryGroup, capacity_bytes=2**20, key=KEY) as inbox:
         with no_more_than(2**23, port_of(inbox)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
             flooder.send(control.encode(hello()))

@@ -27,10 +27,10 @@ from penstock import (
     processes,
     source,
 )
+from penstock._pipeline.journal_entry import encode_entry
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline, JournalFull, JournalInUse, StageFailed
-from penstock.pipeline.journal_entry import encode_entry
 from penstock.testing import drive, entered, group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]

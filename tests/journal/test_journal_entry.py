@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.journal_entry import CorruptRange, encode_entry, read_entries
 from penstock.errors import InvalidRecord
-from penstock.pipeline.journal_entry import CorruptRange, encode_entry, read_entries
 from penstock.testing import group
 
 RECORDS = [
@@ -87,7 +87,7 @@ def test_a_group_without_sequences_is_neither_written_nor_read(monkeypatch: pyte
     with pytest.raises(InvalidRecord, match="expected at least one sequence, got 0"):
         encode_entry(nothing)
     with monkeypatch.context() as lenient:
-        lenient.setattr("penstock.schemas.layout.check_sequences", lambda _: None)
+        lenient.setattr("penstock._schemas.layout.check_sequences", lambda _: None)
         entry = encode_entry(nothing)
     assert read(entry) == ([], [CorruptRange(0, len(entry))])
 

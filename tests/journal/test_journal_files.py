@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels.socket_directory import sweep
+from penstock._pipeline.journal import JournalFiles, open_journal
+from penstock._pipeline.journal_entry import encode_entry
 from penstock.errors import JournalFull, JournalInUse, ProtocolMismatch
-from penstock.pipeline.channels.socket_directory import sweep
-from penstock.pipeline.journal import JournalFiles, open_journal
-from penstock.pipeline.journal_entry import encode_entry
 from penstock.testing import group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
@@ -224,7 +224,7 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_what_was_passed_on_is_kept_w
     *passed, error, stop_reason = ran.stdout.splitlines()
     assert error.startswith("JournalFull expected room for")
     assert f"in {tmp_path}, got none (File too large): make room there, or lower capacity_bytes" in error
-    assert stop_reason.startswith("Journal raised penstock.pipeline.errors.JournalFull")
+    assert stop_reason.startswith("Journal raised penstock._pipeline.errors.JournalFull")
     assert stop_reason.endswith("True")
     with journal(tmp_path) as files:
         readings = list(map(files.read, files.volumes))

@@ -85,7 +85,7 @@ from penstock.servers import OutsideServer, tcp_ready
 from penstock.torch import WeightFolder
 from penstock.weights import WeightPublisher
 from penstock.errors import NotWritable
-from penstock.pipeline.journal import open_journal
+from penstock._pipeline.journal import open_journal
 from penstock.training import write_checkpoint
 
 folder = Path(sys.argv[1])

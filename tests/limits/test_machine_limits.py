@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from tests.limits.mounts import small_disk
 
-from penstock.pipeline.channels import shared_memory
+from penstock._pipeline.channels import shared_memory
 
 RUN = """
 import os, resource
@@ -19,7 +19,7 @@ import os, resource
 import anyio
 from penstock import TrajectoryGroup
 from penstock.channels import connect, serve
-from penstock.pipeline.channels import shared_memory
+from penstock._pipeline.channels import shared_memory
 from penstock.testing import group
 
 async def main():
@@ -155,7 +155,7 @@ def test_workers_for_whom_the_limit_of_open_files_is_too_low_are_an_error_before
     said, started = ran.stdout.splitlines()
     assert says in said
     if "expected" in says:
-        assert "; opening failed: penstock.pipeline.errors.OutOfFileDescriptors: expected " in said
+        assert "; opening failed: penstock._pipeline.errors.OutOfFileDescriptors: expected " in said
         assert "raise the limit of open files (ulimit -n), or run fewer workers" in said
         assert started == "0"
 

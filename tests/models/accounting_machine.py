@@ -19,14 +19,14 @@ from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import TrajectoryGroup, TrajectoryId
+from penstock._pipeline.channels.peer import Peer
+from penstock._pipeline.edge import EdgeCounter
+from penstock._pipeline.processes.shared_counters import EndState, SharedCounters
+from penstock._pipeline.processes.worker_accounting import WorkerAccounting
+from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
+from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import Ledger, Metrics
 from penstock.errors import PeerLost
-from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.edge import EdgeCounter
-from penstock.pipeline.processes.shared_counters import EndState, SharedCounters
-from penstock.pipeline.processes.worker_accounting import WorkerAccounting
-from penstock.pipeline.processes.worker_messages import Ending, WorkerReport
-from penstock.schemas.control import PROTOCOL_VERSION, Connect
 from penstock.testing import group
 
 __all__ = ["BOOKS_RULES", "RelayMachine", "SourceMachine", "peer"]

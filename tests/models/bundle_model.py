@@ -16,8 +16,8 @@ from typing import NamedTuple
 from tests.models.channel_model import BELIEVED, BYTES, CREDIT, DELIVERED, FREED, LATE, ONCE, ONE_OWNER, SLOTS
 from tests.models.explore import Broken, Moments, Step, explore, hold
 
+from penstock._pipeline.channels.slots import SlotTable, Span
 from penstock.errors import PenstockError, StaleDescriptor
-from penstock.pipeline.channels.slots import SlotTable, Span
 
 __all__ = ["RULES", "Bundler", "search"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock._pipeline.ledger import Origin
+from penstock._pipeline.processes.shared_counters import EndState, SharedCounters
 from penstock.accounting import CommittedPrompts, Ledger
 from penstock.errors import LedgerImbalance
-from penstock.pipeline.ledger import Origin
-from penstock.pipeline.processes.shared_counters import EndState, SharedCounters
 
 __all__ = [
     "AdmitsAgain",

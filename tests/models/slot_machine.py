@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.models.explore import Broken, hold
 from tests.models.machine import PICKS, any_of
 
+from penstock._pipeline.channels.slots import SlotTable, Span
 from penstock.errors import IllegalTransition, PenstockError, RecordTooLarge, StaleDescriptor
-from penstock.pipeline.channels.slots import SlotTable, Span
 
 __all__ = ["SLOT_RULES", "SlotMachine"]
 

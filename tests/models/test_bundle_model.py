@@ -7,7 +7,7 @@ from tests.models import channel_model as rules
 from tests.models.bundle_model import Bundler, Header, search
 from tests.models.explore import Broken
 
-from penstock.pipeline.channels.slots import SlotTable, Span
+from penstock._pipeline.channels.slots import SlotTable, Span
 
 SCOPES: dict[tuple[int, ...], int] = {(1, 1, 1, 1): 7436, (1, 2, 3, 1): 1429, (3, 2, 1, 2): 2253}
 """Half slots of each record, and how many states that comes to; see `tests/models/test_channel_model.py`."""

@@ -77,13 +77,13 @@ from tests.models.memory_machine import MemoryMachine, Record
 from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
+from penstock._pipeline.channels.memory import _Queue
+from penstock._pipeline.channels.slots import SlotTable, Span
+from penstock._pipeline.group_buffer import GroupBuffer
+from penstock._pipeline.processes.worker_accounting import WorkerAccounting
+from penstock._pipeline.waiting import Waiters
 from penstock.channels import MemoryReceiver, MemorySender
 from penstock.errors import IllegalTransition
-from penstock.pipeline.channels.memory import _Queue
-from penstock.pipeline.channels.slots import SlotTable, Span
-from penstock.pipeline.group_buffer import GroupBuffer
-from penstock.pipeline.processes.worker_accounting import WorkerAccounting
-from penstock.pipeline.waiting import Waiters
 
 # -- faults of the slot table ------------------------------------------------------------------------------------------
 

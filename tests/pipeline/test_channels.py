@@ -13,11 +13,11 @@ import zmq.utils.garbage
 from tests.failsafe import FAILSAFE_S
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
+from penstock._pipeline.channels.peer import Peer
+from penstock._pipeline.channels.remote_sender import SenderConnection
+from penstock._schemas.control import Close, CreditGrant, Message
 from penstock.channels import ChannelKey, RemoteReceiver, RemoteSender, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
-from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.channels.remote_sender import SenderConnection
-from penstock.schemas.control import Close, CreditGrant, Message
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
 
 

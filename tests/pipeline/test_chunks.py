@@ -8,9 +8,9 @@ from itertools import pairwise
 import anyio
 import pytest
 
+from penstock._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
 from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import PeerLost
-from penstock.pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
 
 
 async def test_what_is_there_comes_at_once_in_order_and_no_more_than_wanted() -> None:

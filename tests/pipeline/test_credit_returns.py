@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import anyio.lowlevel
 
-from penstock.pipeline.channels.credit_returns import COALESCE_TICKS, CreditReturner
-from penstock.pipeline.channels.peer import Peer
-from penstock.schemas.control import PROTOCOL_VERSION, Connect, CreditGrant, Message
-from penstock.schemas.descriptor import Descriptor
+from penstock._pipeline.channels.credit_returns import COALESCE_TICKS, CreditReturner
+from penstock._pipeline.channels.peer import Peer
+from penstock._schemas.control import PROTOCOL_VERSION, Connect, CreditGrant, Message
+from penstock._schemas.descriptor import Descriptor
 
 RECORD = Descriptor(sequence=1, records=1, slot=0, slots=1, generation=1, nbytes=64)
 

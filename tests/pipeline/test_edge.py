@@ -4,10 +4,10 @@ import anyio
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock._pipeline.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel, trajectories_of
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import ChannelFull
-from penstock.pipeline.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel, trajectories_of
 from penstock.testing import group
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import anyio
 
 from penstock import Context
+from penstock._pipeline.flush import FlushableInbox
 from penstock.accounting import Ledger, Metrics
 from penstock.channels import memory_channel
-from penstock.pipeline.flush import FlushableInbox
 from penstock.testing import entered
 
 MANY = 1000

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import InvalidRecord, LedgerImbalance
-from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.testing import group
 
 A, B = GroupId("test", "a"), GroupId("test", "b")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.channels import machine_memory
+from penstock._pipeline.channels import machine_memory
 
 
 def test_the_tightest_limit_of_machine_and_control_groups_counts(

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from penstock._pipeline.channels.members import Members, OnAbsence
 from penstock.errors import MemberNameInUse, MemberNameRequired, TooManyMembers
-from penstock.pipeline.channels.members import Members, OnAbsence
 
 
 def members(count: int = 2, on_absence: OnAbsence = "fail") -> Members:

@@ -11,8 +11,8 @@ import pytest
 
 import penstock
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, each, source
-from penstock.pipeline.record_types import RecordTypes, never_fits, record_types
-from penstock.stages.integrations import atropos
+from penstock._pipeline.record_types import RecordTypes, never_fits, record_types
+from penstock._stages.integrations import atropos
 
 T = TypeVar("T")
 

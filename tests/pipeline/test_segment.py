@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock._pipeline.channels.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
+from penstock._pipeline.channels.slots import SlotTable, Span
+from penstock._schemas.descriptor import Descriptor
+from penstock._schemas.layout import AxisSizes, ColumnLayout, Layout, aligned
 from penstock.errors import OutOfSharedMemory, StaleDescriptor
-from penstock.pipeline.channels.segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
-from penstock.pipeline.channels.slots import SlotTable, Span
-from penstock.schemas.descriptor import Descriptor
-from penstock.schemas.layout import AxisSizes, ColumnLayout, Layout, aligned
 
 SLOTS = 64
 

@@ -1,7 +1,7 @@
 import pytest
 
+from penstock._pipeline.channels.slots import SlotTable, Span
 from penstock.errors import IllegalTransition, RecordTooLarge, StaleDescriptor
-from penstock.pipeline.channels.slots import SlotTable, Span
 
 
 def allocated(table: SlotTable, count: int) -> Span:

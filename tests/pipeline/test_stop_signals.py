@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from tests.pipeline.flow_stages import Collect, Count, Forever
 
 from penstock import Context, ReceiveChannel, SendChannel, source
+from penstock._pipeline.exception_groups import all_of
+from penstock._pipeline.run import Run
 from penstock.errors import RunStopped, StageFailed
-from penstock.pipeline.exception_groups import all_of
-from penstock.pipeline.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from tests.pipeline.flow_stages import Count
 
-from penstock.pipeline.processes import supervisor, worker
-from penstock.pipeline.processes.worker_payload import open_payload, write_payload
+from penstock._pipeline.processes import supervisor, worker
+from penstock._pipeline.processes.worker_payload import open_payload, write_payload
 
 
 @dataclass(frozen=True)

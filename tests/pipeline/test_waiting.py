@@ -4,9 +4,9 @@ import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
 
+from penstock._pipeline.telemetry import WaitAggregator, report_waits
+from penstock._pipeline.waiting import WaitClock, Waiters
 from penstock.accounting import Metrics
-from penstock.pipeline.telemetry import WaitAggregator, report_waits
-from penstock.pipeline.waiting import WaitClock, Waiters
 
 
 async def test_tasks_are_woken_in_the_order_they_came() -> None:

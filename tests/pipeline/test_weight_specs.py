@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock._pipeline.policy.weight_copies import CopiedModel, PrivateCopy
+from penstock._pipeline.policy.weight_specs import Tensor, TensorManifest, TensorSpec, fitted, packed, specs_of
+from penstock._pipeline.policy.weights import WeightReader, WeightWriter
+from penstock._pipeline.policy.write_plan import WritePlan
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.policy.weight_copies import CopiedModel, PrivateCopy
-from penstock.pipeline.policy.weight_specs import Tensor, TensorManifest, TensorSpec, fitted, packed, specs_of
-from penstock.pipeline.policy.weights import WeightReader, WeightWriter
-from penstock.pipeline.policy.write_plan import WritePlan
 from penstock.weights import FusedTensor
 
 QKV = FusedTensor("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight"))

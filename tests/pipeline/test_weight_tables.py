@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock._pipeline.policy.weight_tables import published_tables
+from penstock._stages.engines.torch_folder_subscriber import Subscriber, subscriber
 from penstock.errors import WeightsMismatch
-from penstock.pipeline.policy.weight_tables import published_tables
-from penstock.stages.engines.torch_folder_subscriber import Subscriber, subscriber
 from penstock.torch import FolderSubscriber, WeightFolder
 from penstock.weights import WeightPublisher
 

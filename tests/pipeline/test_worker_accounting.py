@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from penstock import TrajectoryGroup, TrajectoryId
+from penstock._pipeline.channels.peer import Peer
+from penstock._pipeline.edge import EdgeCounter
+from penstock._pipeline.processes.shared_counters import SharedCounters
+from penstock._pipeline.processes.worker_accounting import WorkerAccounting
+from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
+from penstock._pipeline.telemetry import Observations
+from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
-from penstock.pipeline.channels.peer import Peer
-from penstock.pipeline.edge import EdgeCounter
-from penstock.pipeline.processes.shared_counters import SharedCounters
-from penstock.pipeline.processes.worker_accounting import WorkerAccounting
-from penstock.pipeline.processes.worker_messages import Ending, WorkerReport
-from penstock.pipeline.telemetry import Observations
-from penstock.schemas.control import PROTOCOL_VERSION, Connect
 from penstock.testing import group
 
 WORKER = "Sample 1/2"

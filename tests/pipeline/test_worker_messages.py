@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.pipeline.processes.worker_messages import (
+from penstock._pipeline.processes.worker_messages import (
     Failed,
     Finished,
     Serving,

@@ -11,9 +11,9 @@ from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels.default_key import default_key, default_key_path
 from penstock.channels import ChannelKey, connect, serve
 from penstock.errors import InvalidKey, KeyUnavailable, PeerClosed
-from penstock.pipeline.channels.default_key import default_key, default_key_path
 from penstock.testing import group
 
 SENDER = """

@@ -15,14 +15,14 @@ from anyio.abc import UNIXSocketStream
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
+from penstock._pipeline.channels.control_connection import ControlConnection
+from penstock._pipeline.channels.handshake import offer_segment
+from penstock._pipeline.channels.segment import SegmentWriter
+from penstock._pipeline.policy import weight_publisher, weight_subscriber
+from penstock._schemas import control
 from penstock.channels import connect, connect_with_replay, serve
 from penstock.errors import NobodyListens, OutOfSharedMemory, PeerClosed, PeerLost, ProtocolMismatch, TokenizersDiffer
-from penstock.pipeline.channels.control_connection import ControlConnection
-from penstock.pipeline.channels.handshake import offer_segment
-from penstock.pipeline.channels.segment import SegmentWriter
-from penstock.pipeline.policy import weight_publisher, weight_subscriber
 from penstock.policies import TokenizerIdentity, tokenizer_identity
-from penstock.schemas import control
 from penstock.testing import group
 from penstock.weights import WeightPublisher, WeightSubscriber
 

@@ -18,9 +18,9 @@ from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, Sample, SampleAndDie
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
+from penstock._pipeline.processes import workers
 from penstock.channels import connect, serve
 from penstock.errors import NobodyListens, PeerLost
-from penstock.pipeline.processes import workers
 from penstock.testing import group
 
 SILENCE_S = 5.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.processes.kept_process import describe_end, start_kept
+from penstock._pipeline.processes.kept_process import describe_end, start_kept
 
 
 def open_pipes() -> set[str]:

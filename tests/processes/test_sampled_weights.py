@@ -14,10 +14,10 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Worker
+from penstock._stages.engines.torch_engine import TorchEngine
+from penstock._stages.engines.torch_sampling import Batch, Request
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine
-from penstock.stages.engines.torch_engine import TorchEngine
-from penstock.stages.engines.torch_sampling import Batch, Request
 from penstock.torch import KVCache, TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 

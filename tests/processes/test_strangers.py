@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from penstock import TrainBatch, TrajectoryGroup
+from penstock._schemas import control
+from penstock._schemas.descriptor import Descriptor
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import PeerClosed, PeerLost, ProtocolMismatch
-from penstock.schemas import control
-from penstock.schemas.descriptor import Descriptor
 from penstock.testing import group
 
 

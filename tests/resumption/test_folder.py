@@ -7,8 +7,8 @@ import pytest
 from tests.pipeline.flow_stages import Collect, Groups, Pack
 
 from penstock import Context, SinkTrainer, TrainBatch, source
+from penstock._pipeline.resumption import with_checkpoints
 from penstock.errors import InvalidPipeline, RunInUse
-from penstock.pipeline.resumption import with_checkpoints
 from penstock.training import ResumePoint
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock._schemas.buffer_pool import SPARE_BUFFERS, BufferPool
+from penstock._schemas.layout import DTYPES
 from penstock.records import Packer
-from penstock.schemas.buffer_pool import SPARE_BUFFERS, BufferPool
-from penstock.schemas.layout import DTYPES
 from penstock.testing import group
 
 

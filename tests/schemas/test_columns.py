@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock._schemas.columns import as_column
 from penstock.errors import InvalidRecord
-from penstock.schemas.columns import as_column
 
 
 def test_an_array_that_fits_is_taken_as_it_is() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock._schemas.config import Config, check_finite, load_config, parse_config
 from penstock.errors import InvalidConfig
-from penstock.schemas.config import Config, check_finite, load_config, parse_config
 
 
 class Marker(Config, frozen=True):

@@ -5,9 +5,9 @@ import msgspec
 import pytest
 
 from penstock import GroupId
+from penstock._schemas import control as c
+from penstock._schemas.descriptor import Descriptor
 from penstock.errors import ProtocolMismatch
-from penstock.schemas import control as c
-from penstock.schemas.descriptor import Descriptor
 
 MESSAGES: list[c.Message] = [
     c.Connect(c.PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 123),

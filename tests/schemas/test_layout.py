@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from penstock import TrainBatch, TrajectoryGroup
-from penstock.errors import InvalidRecord
-from penstock.records import Array
-from penstock.schemas.group import GROUP_SCHEMA
-from penstock.schemas.layout import (
+from penstock._schemas.group import GROUP_SCHEMA
+from penstock._schemas.layout import (
     KNOWN_COLUMNS,
     KNOWN_FORMS,
     KNOWN_PLACES,
@@ -23,6 +21,8 @@ from penstock.schemas.layout import (
     Schema,
     aligned,
 )
+from penstock.errors import InvalidRecord
+from penstock.records import Array
 from penstock.testing import group
 
 FORM = [

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from penstock._schemas.numbers import finite_number, normalize_counts, normalize_numbers, whole_number
 from penstock.errors import InvalidConfig
-from penstock.schemas.numbers import finite_number, normalize_counts, normalize_numbers, whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3)])

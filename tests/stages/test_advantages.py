@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.schemas.noise import rounding
-from penstock.stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
-from penstock.stages.advantages.zero_advantages import zero_advantages
+from penstock._schemas.noise import rounding
+from penstock._stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from penstock._stages.advantages.zero_advantages import zero_advantages
 from penstock.testing import group
 
 GroupMode: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "opo"]

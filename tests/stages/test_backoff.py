@@ -3,7 +3,7 @@ from itertools import islice
 
 import pytest
 
-from penstock.stages.engines.backoff import Backoff
+from penstock._stages.engines.backoff import Backoff
 
 
 def test_bounds_double_up_to_the_longest_and_pauses_are_drawn_below_them() -> None:

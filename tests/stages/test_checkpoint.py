@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.training.checkpoint import remove_old_checkpoints
+from penstock._stages.training.checkpoint import remove_old_checkpoints
 from penstock.training import latest_checkpoint, write_checkpoint
 
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 KILLED_AT_EVERY_MOMENT = """
 import itertools, os, shutil, signal, sys
 from pathlib import Path
-from penstock.stages.training.checkpoint import latest_checkpoint, write_checkpoint
+from penstock._stages.training.checkpoint import latest_checkpoint, write_checkpoint
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
 

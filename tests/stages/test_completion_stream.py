@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from penstock import StopReason
+from penstock._stages.engines import completion_stream
+from penstock._stages.engines.completion_stream import Events, StreamedCompletion
 from penstock.errors import ProtocolMismatch
-from penstock.stages.engines import completion_stream
-from penstock.stages.engines.completion_stream import Events, StreamedCompletion
 
 STREAM = b": ping\n\ndata: one\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 3\n\ndata: [DONE]\n\ndata: begun"
 

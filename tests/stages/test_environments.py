@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.fake_policy import Letters, said
 
 from penstock import StopReason
+from penstock._stages.environments import open_tasks
 from penstock.environments import (
     Environment,
     EnvironmentFailed,
@@ -25,7 +26,6 @@ from penstock.environments import (
 )
 from penstock.errors import InvalidPipeline
 from penstock.policies import Completion
-from penstock.stages.environments import open_tasks
 
 Turns = Sequence[NDArray[np.int32] | Completion]
 

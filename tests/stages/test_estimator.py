@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.stages.turns import of_turns
 
 from penstock import TrajectoryGroup
+from penstock._stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
+from penstock._stages.advantages.formulas import EPSILON, Mode, RunningStatistics
+from penstock._stages.advantages.presets import OURS
+from penstock._stages.group_stack import GroupStack
 from penstock.errors import InvalidRecord
-from penstock.stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
-from penstock.stages.advantages.formulas import EPSILON, Mode, RunningStatistics
-from penstock.stages.advantages.presets import OURS
-from penstock.stages.group_stack import GroupStack
 
 fewer = settings(max_examples=40)
 

@@ -11,10 +11,10 @@ from tests.processes.worker_sinks import Commit
 from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
 
 from penstock import SourceEnv, here, processes, source
+from penstock._pipeline.failure_streak import FAILURE_LIMIT, FailureStreak
+from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import RolloutsFailed
-from penstock.pipeline.failure_streak import FAILURE_LIMIT, FailureStreak
-from penstock.pipeline.processes.shared_counters import COUNTERS_BYTES, SharedCounters
 from penstock.policies import NoOpPolicy
 
 

@@ -2,7 +2,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from penstock.stages.engines.gate import GenerationGate
+from penstock._stages.engines.gate import GenerationGate
 
 
 async def settle() -> None:

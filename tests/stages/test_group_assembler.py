@@ -26,11 +26,11 @@ from penstock import (
     processes,
     source,
 )
+from penstock._pipeline.channels.protocols import AsyncReceiver
+from penstock._pipeline.edge import CountingSendChannel, EdgeCounter
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline
-from penstock.pipeline.channels.protocols import AsyncReceiver
-from penstock.pipeline.edge import CountingSendChannel, EdgeCounter
 from penstock.testing import VirtualClock, drive, entered, group
 
 SIZE = 3

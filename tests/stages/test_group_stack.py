@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
+from penstock._stages.group_stack import GroupStack
 from penstock.errors import InvalidRecord
-from penstock.stages.group_stack import GroupStack
 from penstock.testing import group
 
 

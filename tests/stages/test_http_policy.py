@@ -26,6 +26,10 @@ from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 
 from penstock import Context, SourceEnv, StopReason, Worker
+from penstock._stages.engines.backoff import Backoff
+from penstock._stages.engines.http_engine import HttpEngine
+from penstock._stages.engines.inference_servers import Server
+from penstock._stages.engines.server_client import ServerClient
 from penstock.errors import (
     EngineFailed,
     EngineRefused,
@@ -36,10 +40,6 @@ from penstock.errors import (
     ProtocolMismatch,
 )
 from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy, Policy
-from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.http_engine import HttpEngine
-from penstock.stages.engines.inference_servers import Server
-from penstock.stages.engines.server_client import ServerClient
 from penstock.testing import drive_source, entered
 from penstock.torch import WeightFolder
 

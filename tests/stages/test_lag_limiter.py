@@ -5,8 +5,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from penstock import GroupId
+from penstock._stages.lag_limiter import LagLimiter
 from penstock.accounting import Ledger
-from penstock.stages.lag_limiter import LagLimiter
 from penstock.testing import VirtualClock
 
 

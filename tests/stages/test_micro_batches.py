@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import TrainBatch
+from penstock._stages.training.micro_batches import MicroBatch, lay_out, micro_batches
 from penstock.errors import InvalidRecord
-from penstock.stages.training.micro_batches import MicroBatch, lay_out, micro_batches
 from penstock.testing import batch
 
 CPU = torch.device("cpu")

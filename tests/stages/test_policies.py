@@ -6,9 +6,9 @@ import pytest
 from tests.fake_policy import FakePolicy
 
 from penstock import Worker
+from penstock._stages.engines.http_engine import HttpEngine
+from penstock._stages.engines.torch_engine import TorchEngine
 from penstock.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
-from penstock.stages.engines.http_engine import HttpEngine
-from penstock.stages.engines.torch_engine import TorchEngine
 
 LISTED = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.stages.engines.backoff import Backoff
-from penstock.stages.engines.retry import RetryDecision, retry
+from penstock._stages.engines.backoff import Backoff
+from penstock._stages.engines.retry import RetryDecision, retry
 
 
 class Explained(Exception):

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.stages.advantages.returns import Observations, Steps, discounted_sums, generalized_advantages, last_places
+from penstock._stages.advantages.returns import (
+    Observations,
+    Steps,
+    discounted_sums,
+    generalized_advantages,
+    last_places,
+)
 
 fewer = settings(max_examples=60)
 

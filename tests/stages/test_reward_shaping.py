@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidConfig
-from penstock.schemas.config import parse_config
-from penstock.stages.rewards.reward_shaping import (
+from penstock._schemas.config import parse_config
+from penstock._stages.rewards.reward_shaping import (
     FormatMarker,
     LengthBounty,
     RewardConfig,
@@ -19,6 +18,7 @@ from penstock.stages.rewards.reward_shaping import (
     combined,
     reward_of_format,
 )
+from penstock.errors import InvalidConfig
 
 fewer = settings(max_examples=100)
 

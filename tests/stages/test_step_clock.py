@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from penstock.stages.training.step_clock import StepClock
+from penstock._stages.training.step_clock import StepClock
 
 
 def test_laps_of_one_name_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from penstock.stages.threads import Threads
+from penstock._stages.threads import Threads
 
 
 async def test_a_call_returns_what_the_function_returns_and_raises_what_it_raises() -> None:

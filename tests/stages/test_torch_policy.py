@@ -15,9 +15,9 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Context, StopReason, Worker
+from penstock._stages.engines.torch_engine import TorchEngine
+from penstock._stages.engines.torch_sampling import Request, generate
 from penstock.policies import Completion, Engine
-from penstock.stages.engines.torch_engine import TorchEngine
-from penstock.stages.engines.torch_sampling import Request, generate
 from penstock.testing import entered
 from penstock.torch import KVCache, TorchPolicy, causal_attend
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.tiny_model import TinyModel
 
 from penstock import TrainBatch
-from penstock.stages.training.torch_ranks import decode_share, encode_share, owners
+from penstock._stages.training.torch_ranks import decode_share, encode_share, owners
 from penstock.testing import batch
 from penstock.torch import RankedTrainer, TorchTrainer
 

@@ -222,7 +222,7 @@ async def test_a_folder_whose_header_describes_no_tensors_has_no_publisher(tmp_p
 
 PUBLISHING = """
     import sys, anyio, torch
-    from penstock.stages.engines import torch_weight_folder as module
+    from penstock._stages.engines import torch_weight_folder as module
 
     def stuck(tensor, dtype):
         print("writing", flush=True)

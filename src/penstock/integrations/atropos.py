@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..stages.integrations.atropos import (
+from .._stages.integrations.atropos import (
     Action,
     AtroposAPIError,
     AtroposClient,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from ....pipeline.errors import MissingExtra, PenstockError
+from ...._pipeline.errors import MissingExtra, PenstockError
 
 if TYPE_CHECKING:
     from .http_api import HttpApi

@@ -20,15 +20,15 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from ....pipeline.channels.channel import SendChannel
-from ....pipeline.context import current
-from ....pipeline.errors import InvalidConfig
-from ....pipeline.exception_groups import unwrap_single
-from ....pipeline.repetition_sets import mask_of
-from ....pipeline.telemetry import get_logger
-from ....schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
-from ....schemas.config import Config, check_url, load_config, parse_config
-from ....schemas.numbers import normalize_counts, normalize_numbers
+from ...._pipeline.channels.channel import SendChannel
+from ...._pipeline.context import current
+from ...._pipeline.errors import InvalidConfig
+from ...._pipeline.exception_groups import unwrap_single
+from ...._pipeline.repetition_sets import mask_of
+from ...._pipeline.telemetry import get_logger
+from ...._schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
+from ...._schemas.config import Config, check_url, load_config, parse_config
+from ...._schemas.numbers import normalize_counts, normalize_numbers
 from ...engines.backoff import Backoff, jitter
 from ...engines.retry import UNLIMITED
 from .api_error import AtroposAPIError, load_http_api, without_token

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ....schemas import InvalidRecord
-from ....schemas.errors import UNREADABLE
+from ...._schemas import InvalidRecord
+from ...._schemas.errors import UNREADABLE
 
 __all__ = ["decode"]
 

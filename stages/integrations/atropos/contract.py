@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 import msgspec
 
-from ....schemas import InvalidRecord
+from ...._schemas import InvalidRecord
 from .coercion import decode
 
 __all__ = [

@@ -19,10 +19,10 @@ from urllib.parse import urlencode, urlsplit
 import aiohttp
 import msgspec
 
-from ....pipeline.context import current
-from ....pipeline.errors import InvalidConfig
-from ....pipeline.telemetry import get_logger
-from ....schemas import InvalidRecord
+from ...._pipeline.context import current
+from ...._pipeline.errors import InvalidConfig
+from ...._pipeline.telemetry import get_logger
+from ...._schemas import InvalidRecord
 from ...engines.backoff import Backoff, jitter
 from ...engines.retry import RetryDecision, retry
 from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
-from ....pipeline.channels.remote_sender import RemoteSender
-from ....pipeline.channels.transports import connect
-from ....pipeline.context import current
-from ....pipeline.errors import (
+from ...._pipeline.channels.remote_sender import RemoteSender
+from ...._pipeline.channels.transports import connect
+from ...._pipeline.context import current
+from ...._pipeline.errors import (
     NobodyListens,
     OutOfSharedMemory,
     PeerClosed,
@@ -29,11 +29,11 @@ from ....pipeline.errors import (
     RecordTooLarge,
     TooManySenders,
 )
-from ....pipeline.exception_groups import unwrap_single
-from ....pipeline.telemetry import get_logger
-from ....pipeline.waiting import Waiters
-from ....schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
-from ....schemas.config import check_url
+from ...._pipeline.exception_groups import unwrap_single
+from ...._pipeline.telemetry import get_logger
+from ...._pipeline.waiting import Waiters
+from ...._schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
+from ...._schemas.config import check_url
 from ...engines.backoff import Backoff, jitter
 from ...engines.retry import UNLIMITED
 from .api_error import AtroposAPIError, load_http_api, without_token

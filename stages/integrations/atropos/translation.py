@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ....schemas import Array, InvalidRecord, TrajectoryGroup
-from ....schemas.columns import freeze
+from ...._schemas import Array, InvalidRecord, TrajectoryGroup
+from ...._schemas.columns import freeze
 from ...teachers.candidates import ROUNDING, TeacherCandidates
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 

@@ -10,6 +10,7 @@ import torch
 from tests.stages.losses.scoring import part_of, scored, slope
 from torch import Tensor
 
+from penstock._stages.losses import TOKENS_USED, Metric, Rest, check_used, merge
 from penstock.errors import InvalidRecord
 from penstock.losses import (
     AdvantageWeighted,
@@ -20,7 +21,6 @@ from penstock.losses import (
     SampledDistillation,
     Scored,
 )
-from penstock.stages.losses import TOKENS_USED, Metric, Rest, check_used, merge
 
 VOCABULARY = 5
 MODES: list[Rest] = ["raw", "renormalised", "tail"]

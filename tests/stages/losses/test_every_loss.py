@@ -10,9 +10,9 @@ import torch
 from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, scored, slope
 from torch import Tensor
 
+from penstock._stages.losses import Metric, diagnostics, entropy_of, merge
+from penstock._stages.losses.diagnostics import ROWS_AT_ONCE
 from penstock.losses import Loss, Scored
-from penstock.stages.losses import Metric, diagnostics, entropy_of, merge
-from penstock.stages.losses.diagnostics import ROWS_AT_ONCE
 
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=repr)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tests.stages.losses.scoring import random, scored
 
+from penstock._stages.kl_estimate import kl_estimate
+from penstock._stages.losses import Aggregated, Aggregation, entropy_of
 from penstock.errors import InvalidRecord
 from penstock.losses import KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
-from penstock.stages.kl_estimate import kl_estimate
-from penstock.stages.losses import Aggregated, Aggregation, entropy_of
 
 
 @pytest.mark.parametrize(

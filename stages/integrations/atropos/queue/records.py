@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import ClassVar, Generic, TypeVar
 
-from .....pipeline.errors import PenstockError
+from ....._pipeline.errors import PenstockError
 
 __all__ = [
     "Batch",

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from .....schemas import InvalidRecord
+from ....._schemas import InvalidRecord
 from ..contract import SHM_PATH
 from ..queue.records import QueueFull, RequestRejected
 from .endpoints import Endpoints

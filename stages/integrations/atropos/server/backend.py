@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from .....schemas import TrajectoryGroup
+from ....._schemas import TrajectoryGroup
 from ..contract import ScoredData, Untrainable
 from ..queue.records import Batch, Submission
 from ..translation import from_group

@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from .....pipeline.errors import PenstockError
-from .....pipeline.waiting import Waiters
-from .....schemas import InvalidRecord, TrajectoryGroup
+from ....._pipeline.errors import PenstockError
+from ....._pipeline.waiting import Waiters
+from ....._schemas import InvalidRecord, TrajectoryGroup
 from ..coercion import decode
 from ..contract import (
     EnvReference,

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from .....pipeline.channels.channel import SendChannel
-from .....pipeline.context import Context, current
-from .....pipeline.repetition_sets import mask_of
-from .....pipeline.telemetry import Metrics
-from .....pipeline.waiting import Waiters
-from .....schemas import TrajectoryGroup
-from .....schemas.numbers import normalize_counts, normalize_numbers
+from ....._pipeline.channels.channel import SendChannel
+from ....._pipeline.context import Context, current
+from ....._pipeline.repetition_sets import mask_of
+from ....._pipeline.telemetry import Metrics
+from ....._pipeline.waiting import Waiters
+from ....._schemas import TrajectoryGroup
+from ....._schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration
 from ..queue.records import Submission
 from ..queue.trajectory_queue import DEFAULT_HEARTBEAT_TIMEOUT_S, TrajectoryQueue

@@ -27,7 +27,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .....pipeline.errors import InvalidConfig
+from ....._pipeline.errors import InvalidConfig
 from ..queue.trajectory_queue import TrajectoryQueue
 from .app import application, refusal
 from .backend import Backend

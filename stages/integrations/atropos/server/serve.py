@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
-from .....pipeline.errors import InvalidConfig, MissingExtra
-from .....pipeline.waiting import Waiters
-from .....schemas.numbers import normalize_counts
+from ....._pipeline.errors import InvalidConfig, MissingExtra
+from ....._pipeline.waiting import Waiters
+from ....._schemas.numbers import normalize_counts
 from ..queue.trajectory_queue import TrajectoryQueue
 from .backend import Backend, RelayBackend
 from .limits import Limits

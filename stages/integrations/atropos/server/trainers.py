@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from .....pipeline.channels.channel import ReceiveChannel
-from .....pipeline.context import current, drop
-from .....pipeline.telemetry import get_logger
-from .....pipeline.waiting import Waiters
-from .....schemas import TrainBatch, TrajectoryGroup
-from .....schemas.numbers import normalize_numbers
+from ....._pipeline.channels.channel import ReceiveChannel
+from ....._pipeline.context import current, drop
+from ....._pipeline.telemetry import get_logger
+from ....._pipeline.waiting import Waiters
+from ....._schemas import TrainBatch, TrajectoryGroup
+from ....._schemas.numbers import normalize_numbers
 from ....sink_trainer import batch_metrics
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue

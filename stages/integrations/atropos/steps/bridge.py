@@ -9,7 +9,7 @@ import importlib
 import uuid
 from typing import Any
 
-from .....schemas import StopReason
+from ....._schemas import StopReason
 from ..contract import NO_LOGPROB
 from .episodes import Episode, ModelCall, current_episode
 from .messages import Action

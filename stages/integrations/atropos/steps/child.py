@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from .....pipeline.errors import InvalidConfig, MissingExtra
-from .....pipeline.processes.worker_payload import open_payload
+from ....._pipeline.errors import InvalidConfig, MissingExtra
+from ....._pipeline.processes.worker_payload import open_payload
 from .bridge import bridge_class, install_bridge
 from .episodes import Episode, EpisodeConfig, Seat, failure_of
 from .messages import (

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from .....pipeline.errors import PenstockError
-from .....schemas import StopReason
+from ....._pipeline.errors import PenstockError
+from ....._schemas import StopReason
 from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, StepResult
 from .scoring import reward_of, sampled, scored_by, without_thoughts
 

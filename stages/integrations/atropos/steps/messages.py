@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from .....pipeline.errors import InvalidConfig, MissingExtra, PenstockError
-from .....schemas import InvalidRecord, StopReason
+from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
+from ....._schemas import InvalidRecord, StopReason
 
 __all__ = [
     "Action",

@@ -16,9 +16,9 @@ import threading
 from functools import cache
 from typing import Literal
 
-from .....pipeline.errors import PenstockError
-from .....pipeline.processes.kept_process import KeptProcess, describe_end, start_kept
-from .....pipeline.processes.worker_payload import interpreter_command, write_payload
+from ....._pipeline.errors import PenstockError
+from ....._pipeline.processes.kept_process import KeptProcess, describe_end, start_kept
+from ....._pipeline.processes.worker_payload import interpreter_command, write_payload
 from .messages import (
     Action,
     EnvConfig,
@@ -118,7 +118,7 @@ class EnvProcess:
         """Start the process, and return a channel to it. Blocks."""
         payload = write_payload(self._config)
         ours, theirs = socket.socketpair()
-        child = interpreter_command("penstock.stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
+        child = interpreter_command("penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
         try:
             return ours, start_kept(child, KILL_AFTER_S, pass_fds=(payload, theirs.fileno()))
         except BaseException:

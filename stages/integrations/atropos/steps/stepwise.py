@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from .....pipeline.errors import MissingExtra
-from .....schemas.numbers import finite_number, whole_number
+from ....._pipeline.errors import MissingExtra
+from ....._schemas.numbers import finite_number, whole_number
 from .messages import Action, EnvConfig, ModelCallRefused, StepResult
 from .process import EnvProcess
 

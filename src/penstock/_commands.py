@@ -8,15 +8,15 @@ from typing import Annotated
 import anyio
 import typer
 
-from .stages.integrations.atropos.queue.trajectory_queue import (
+from ._stages.integrations.atropos.queue.trajectory_queue import (
     DEFAULT_CAPACITY,
     DEFAULT_CAPACITY_BYTES,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     TrajectoryQueue,
 )
-from .stages.integrations.atropos.server.limits import Limits
-from .stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
-from .stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
+from ._stages.integrations.atropos.server.limits import Limits
+from ._stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
+from ._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
 
 __all__ = ["commands"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from .commands import commands
-from .pipeline.errors import PenstockError
+from ._commands import commands
+from ._pipeline.errors import PenstockError
 
 __all__ = ["main"]
 
