@@ -1,1 +1,1 @@
-"""How records get from one stage to the next: the transports memory, shm and tcp behind one pair of ends."""
+"""Channels move records from one stage to the next: the transports memory, shm and tcp behind one pair of ends."""

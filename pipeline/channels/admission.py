@@ -1,6 +1,6 @@
-"""Which senders a receiver lets in, and what becomes of the others: a counted refusal.
+"""The admission of senders by a receiver, and the counting and logging of those that it rejects.
 
-The decisions that all transports share. What was refused is told, but not so often that telling it becomes the harm.
+All transports share these decisions. Rejections are logged at a bounded rate, so that a flood of them does no harm.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ G = TypeVar("G")
 
 
 class RejectionCounter:
-    """Counts what was refused, and tells of the first few, then of every second as many."""
+    """A counter of what is rejected; it logs the first few rejections, then those at every power of two."""
 
-    TOLD = 8
+    LOGGED = 8
 
     def __init__(self, url: str) -> None:
         self.count = 0
         self._url = url
 
-    def note(self, reason: str) -> None:
-        """Something was refused."""
+    def record(self, reason: str) -> None:
+        """Count a rejection, and log it if it is one of the first, or a power of two."""
         self.count += 1
-        if self.count <= self.TOLD or not self.count & (self.count - 1):
-            told = printable(reason).replace("\n", "\\n")
-            log.warning("peer_rejected", url=self._url, reason=told, rejected=self.count)
+        if self.count <= self.LOGGED or not self.count & (self.count - 1):
+            printed = printable(reason).replace("\n", "\\n")
+            log.warning("peer_rejected", url=self._url, reason=printed, rejected=self.count)
 
 
 class Admission(Generic[G]):
-    """Decides who may send, and counts.
+    """The decision which senders may join, and their number.
 
-    A connection counts as a sender from `grant` on, when it has proved that it may be one. Until then it holds no
+    A connection counts as a sender from `grant` on, when it has proved that it may be one. Until then it takes no
     place, however many there are.
     """
 
@@ -54,50 +54,50 @@ class Admission(Generic[G]):
         *,
         transport: str,
         kind: str,
-        most: int,
+        max_senders: int,
         tokenizer: TokenizerIdentity | None,
     ) -> None:
         self.granted = 0
-        """Senders that were granted a place and are not in yet."""
+        """Senders that were granted a place and have not joined yet."""
         self.joined = 0
-        """Senders that ever came in."""
-        self.most = most
-        """Senders that may be in at a time."""
+        """Senders that have ever joined."""
+        self.max_senders = max_senders
+        """Senders that may be connected at a time."""
         self._peers = peers
-        """The identities of those who are in."""
+        """The identities of the connected senders."""
         self.check = check
-        """Raises where a sender may not join; asked before it is granted a place, and before it is let in."""
+        """Raises where a sender may not join; called before a place is granted, and before the sender joins."""
         self._admit = admit
         self._transport = transport
         self._kind = kind
         self._tokenizer = tokenizer
 
     def __repr__(self) -> str:
-        return f"<Admission of {self._kind}s over {self._transport}: {self.joined} let in, {self.granted} granted>"
+        return f"<Admission of {self._kind}s over {self._transport}: {self.joined} joined, {self.granted} granted>"
 
-    def refusal(self, hello: Connect) -> Reject | None:
-        """Return why a sender is not let in; None where it may be."""
-        if hello.version != PROTOCOL_VERSION:
-            versions = f"expected protocol version {PROTOCOL_VERSION}, got {hello.version}"
+    def rejection(self, request: Connect) -> Reject | None:
+        """Return the reason why a sender is rejected; None where it may join."""
+        if request.version != PROTOCOL_VERSION:
+            versions = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}"
             return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (hello.transport, hello.kind) != (self._transport, self._kind):
+        if (request.transport, request.kind) != (self._transport, self._kind):
             expected = f"{self._kind} over {self._transport}"
-            return Reject("ProtocolMismatch", f"expected {expected}, got {hello.kind} over {hello.transport}")
-        if len(self._peers) + self.granted >= self.most:
-            return Reject("TooManySenders", f"expected at most {self.most} senders: raise max_senders")
-        if hello.identity in self._peers:
-            return Reject("PeerClosed", "the identity is taken")
-        parts = [("the receiver", self._tokenizer), (hello.name, hello.tokenizer)]
+            return Reject("ProtocolMismatch", f"expected {expected}, got {request.kind} over {request.transport}")
+        if len(self._peers) + self.granted >= self.max_senders:
+            return Reject("TooManySenders", f"expected at most {self.max_senders} senders: raise max_senders")
+        if request.identity in self._peers:
+            return Reject("PeerClosed", "the identity is in use")
+        parts = [("the receiver", self._tokenizer), (request.name, request.tokenizer)]
         known = [(name, tokenizer) for name, tokenizer in parts if tokenizer is not None]
         differing = "".join(disagreements(known))
         return Reject("TokenizersDiffer", differing) if differing else None
 
-    def admit(self, hello: Connect, control: PeerControl, reader: PayloadReader) -> G:
-        """Let a sender in that was granted a place.
+    def admit(self, request: Connect, control: PeerControl, reader: PayloadReader) -> G:
+        """Admit a sender that was granted a place.
 
         Raises:
-            PenstockError: what `check` raises: somebody else came under its name meanwhile.
+            PenstockError: what `check` raises, if another sender took its name meanwhile.
         """
-        self.check(hello)
+        self.check(request)
         self.joined += 1
-        return self._admit(hello, control, reader)
+        return self._admit(request, control, reader)

@@ -1,7 +1,7 @@
-"""The two ends of a channel, as protocols: what every transport gives, and all that a stage may know about it.
+"""The two ends of a channel, as protocols: what every transport implements, and all that a stage may use of it.
 
 The synchronous `…_nowait` method holds the logic of each end, the async one waits around it. Three transports implement
-this pair (memory, shm, tcp); one conformance suite, `penstock.testing.check_channel`, holds them to it.
+this pair (memory, shm, tcp) and pass one conformance suite, `penstock.testing.check_channel`.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a channel holds and what it waits for, at one moment, as seen from one end."""
+    """The contents of a channel and its waits at one moment, as seen from one end."""
 
     transport: str
     """memory, shm or tcp."""
     capacity: int
     """Records that may be in flight: sent and not yet received (memory) or released (shm, tcp)."""
     items: int
-    """Records in flight now; to a sender over shm or tcp, whose credit has not come back yet (a look asks for it)."""
+    """Records in flight now; at a sender over shm or tcp, those whose credit has not returned yet (reading this
+    requests it)."""
     capacity_bytes: int | None
     """Bytes that may be in flight; None where only records are counted."""
     nbytes: int
     """Bytes in flight now."""
     sent: int
-    """Records sent so far, by all senders that this end knows."""
+    """Records sent so far, by all senders that this end knows of."""
     received: int
     """Records received so far."""
     senders: int
     """Open sending ends."""
     waiting_for: str
-    """What this end waits for right now: "", "credit" (a sender, for the receiver) or "record" (the reverse)."""
+    """What this end is waiting for: "", "credit" (a sender, for the receiver) or "record" (the reverse)."""
     waited_s: float
-    """Seconds that this end has waited in all, the present wait included."""
+    """Seconds that this end has waited in total, the present wait included."""
 
     @property
     def fill(self) -> float:
-        """Share of the capacity in use, by items or by bytes, whichever is tighter; 0 to 1."""
+        """Return the share of the capacity in use, by items or by bytes, whichever is larger; 0 to 1."""
         by_items = self.items / self.capacity if self.capacity else 0.0
         by_bytes = self.nbytes / self.capacity_bytes if self.capacity_bytes else 0.0
         return max(by_items, by_bytes)
@@ -71,7 +72,7 @@ class SendChannel(Protocol[T_contra]):
     """The end that a stage writes to."""
 
     async def send(self, record: T_contra, /) -> None:
-        """Hand over `record`, waiting for credit if need be. Cancelled, it has sent nothing.
+        """Send `record`, waiting for credit if need be. Cancelled, it has sent nothing.
 
         Raises:
             RecordTooLarge: the record would not fit an empty channel.
@@ -82,23 +83,23 @@ class SendChannel(Protocol[T_contra]):
         ...
 
     def send_nowait(self, record: T_contra, /) -> None:
-        """Hand over `record` if there is credit for it now.
+        """Send `record` if there is credit for it now.
 
         Raises:
-            ChannelFull: there is none; besides what `send` raises.
+            ChannelFull: there is none. Besides, what `send` raises.
         """
         ...
 
     def clone(self) -> SendChannel[T_contra]:
-        """Another sending end of the same channel. The stream ends when all of them are closed."""
+        """Return another sending end of the same channel. The stream ends when all of them are closed."""
         ...
 
     async def aclose(self) -> None:
-        """Close this end; everything that was sent arrives. AsyncCloseable twice is fine."""
+        """Close this end; everything that was sent arrives. Closing twice is fine."""
         ...
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """Return what this end holds and waits for."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -110,39 +111,39 @@ class SendChannel(Protocol[T_contra]):
 class ReceiveChannel(Protocol[T_co]):
     """The end that a stage reads from. Iterating it ends when every sender has closed.
 
-    A sender that is lost is awaited where senders are counted by name (`serve(senders=n)`): nothing is raised until its
-    time is over. Where they are not, nobody awaits it, and `receive` raises, and so does iterating; to go on with the
-    other senders, receive or iterate again. It is the same over shm and tcp (docs/decisions/0012).
+    Where senders are counted by name (`serve(senders=n)`), a lost sender is awaited: nothing is raised before its time
+    is over. Otherwise no sender is awaited, and `receive` raises, and so does iterating; to go on with the other
+    senders, receive or iterate again. Both hold over shm and tcp (docs/decisions/0012).
     """
 
     async def receive(self) -> T_co:
-        """The next record, waiting for one if need be. Cancelled, it has taken nothing.
+        """Return the next record, waiting for one if need be. Cancelled, it has taken nothing.
 
         Raises:
             anyio.EndOfStream: every sender closed and everything was received.
             PeerLost: a sending process died that is not awaited; raised once for each, after all it had published.
-                AsyncReceiver may go on.
-            MemberAbsent: one that was awaited did not come in time; raised from then on.
+                Receiving may go on.
+            MemberAbsent: an awaited member did not connect in time; raised from then on.
             anyio.ClosedResourceError: this end is closed.
         """
         ...
 
     def receive_nowait(self) -> T_co:
-        """The next record if there is one now.
+        """Return the next record if there is one now.
 
         Raises:
-            anyio.WouldBlock: there is none; besides what `receive` raises.
+            anyio.WouldBlock: there is none. Besides, what `receive` raises.
         """
         ...
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
     async def aclose(self) -> None:
-        """Close this end; senders get PeerClosed. AsyncCloseable twice is fine."""
+        """Close this end; senders get PeerClosed. Closing twice is fine."""
         ...
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """Return what this end holds and waits for."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -1,7 +1,7 @@
-"""A checksum over what a bundle consists of, where a receiver asks for one.
+"""A checksum over the bytes of a bundle, where a receiver requires one.
 
-CRC-32 of zlib, as in the journal: it finds every error of up to 32 bits in a row and needs no other package. xxHash is
-some fifteen times as fast (9.6 against 0.6 GB/s), which would be worth a dependency if this were on by default.
+CRC-32 of zlib, as in the journal: it detects every error burst of up to 32 bits and needs no other package. xxHash is
+about fifteen times as fast (9.6 against 0.6 GB/s), which would be worth a dependency if this were on by default.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ CHECKSUM_BYTES = 4
 
 
 class ChecksumDiffers(InvalidRecord):
-    """Bytes that came are not those that were sent."""
+    """The received bytes are not those that were sent."""
 
 
 def with_checksum(contents: bytes, columns: Iterable[Any]) -> bytes:
-    """Return `contents`, and behind them the checksum over them and the buffers `columns`."""
+    """Return `contents`, followed by the checksum over them and the buffers `columns`."""
     return contents + _of(contents, columns)
 
 
 def checked(contents: bytes, columns: Iterable[Any]) -> bytes:
-    """Return what `with_checksum` was given.
+    """Return the contents that `with_checksum` was given.
 
     Raises:
-        ChecksumDiffers: these or the buffers `columns` were changed since.
+        ChecksumDiffers: the contents or the buffers `columns` have changed since.
     """
-    contiguous, said = contents[:-CHECKSUM_BYTES], contents[-CHECKSUM_BYTES:]
-    found = _of(contiguous, columns)
-    if found != said:
-        raise ChecksumDiffers(f"expected checksum {said.hex()}, got {found.hex()}")
-    return contiguous
+    plain, sent = contents[:-CHECKSUM_BYTES], contents[-CHECKSUM_BYTES:]
+    found = _of(plain, columns)
+    if found != sent:
+        raise ChecksumDiffers(f"expected checksum {sent.hex()}, got {found.hex()}")
+    return plain
 
 
 def _of(contents: bytes, columns: Iterable[Any]) -> bytes:

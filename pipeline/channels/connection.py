@@ -1,15 +1,16 @@
-"""What the ends of a channel need of a connection, beside the ZeroMQ socket that records travel on; by transport.
+"""What the ends of a channel require of a connection, by transport, beside the ZeroMQ socket that carries the records.
 
-Over shm it is a Unix socket of its own (`door`), over tcp the one connection that carries everything (`tcp_control`).
-Knows neither records nor credit.
+Over shm it is a Unix socket of its own (`control_connection`), over tcp the one connection that carries everything
+(`tcp_control`). Knows neither records nor credit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..._schemas.control import Message
-from ..errors import PeerClosed, PeerLost
+from ..errors import PeerLost
 from .transport import Frames
 
 __all__ = ["Acceptor", "Conversation", "PeerControl", "SenderControl"]
@@ -31,23 +32,23 @@ class Conversation(Protocol):
 
         Raises:
             anyio.EndOfStream: the connection has ended.
-            ProtocolMismatch: what came is no message.
+            ProtocolMismatch: the received bytes are no message.
         """
         ...
 
 
 class SenderControl(Protocol):
-    """Notices, for a sender, when its receiver has closed, died or fallen silent."""
+    """Detects, for a sender, that its receiver has closed, died or become unresponsive."""
 
-    close_acknowledged: bool
-    """Whether the receiver, as it closed, said that it has heard this sender's goodbye."""
+    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
+        """Wait until nothing can be sent any more, and return the reason; `receiver` names the other end.
 
-    async def lost(self, receiver: str) -> PeerClosed | PeerLost:
-        """Wait until nothing can be sent any more, and return the reason; `receiver` names the other end."""
+        Messages that arrive beside the ZeroMQ socket are passed to `handle`, up to the end of the stream.
+        """
         ...
 
     def disconnected(self) -> None:
-        """Take note that ZeroMQ has no connection any more; from now on `lost` returns soon."""
+        """Note that ZeroMQ has no connection any more; from now on `lost` returns soon."""
         ...
 
     async def aclose(self) -> None:
@@ -56,7 +57,7 @@ class SenderControl(Protocol):
 
 
 class PeerControl(Protocol):
-    """A sender's connection, for its receiver."""
+    """The connection of a sender, as its receiver uses it."""
 
     async def send(self, message: Message) -> None:
         """Send `message`.
@@ -67,21 +68,21 @@ class PeerControl(Protocol):
         ...
 
     def shutdown_read(self) -> None:
-        """End the connection from this side, when what was said before has gone out."""
+        """End the connection from this side, when what was sent before has left."""
         ...
 
 
 class Acceptor(Protocol):
-    """Lets senders in, for a receiver, and notices when one has closed, died or fallen silent."""
+    """Accepts senders for a receiver, and detects when one has closed, died or become unresponsive."""
 
     def handle_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Take a message of a ZeroMQ connection that is no sender's, or not yet."""
+        """Handle a message of a ZeroMQ connection that belongs to no admitted sender."""
         ...
 
     def admitted(self) -> None:
-        """Take note that a sender was let in."""
+        """Note that a sender was admitted."""
         ...
 
     async def aclose(self) -> None:
-        """Let nobody in any more, and close the ZeroMQ socket when what was said has gone out."""
+        """Accept no more senders, and close the ZeroMQ socket when what was sent has left."""
         ...

@@ -1,7 +1,7 @@
-"""A door: the stream socket at which a peer introduces itself, may hand over a file descriptor, and stays for life.
+"""The control connection: a stream socket for the handshake of a peer, which stays open as long as the peer lives.
 
-One frame is a 4-byte length and a message. When a process dies, however it dies, the kernel closes its end, and the
-other side knows within a millisecond: the end of the stream is the notice of death, no timeout has to run out.
+A frame is a 4-byte length and a message. When a process dies, however it dies, the kernel closes its end, and the other
+side detects this within a millisecond: the end of the stream is the notice of death, no timeout has to expire.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["ControlConnection", "connect_control", "serve_control"]
 _LENGTH = struct.Struct("<I")
 
 MOST_FDS = 4
-"""File descriptors that may wait to be taken: one comes with an introduction, more are an attempt on this process."""
+"""File descriptors that may wait to be taken: a handshake sends one, more are an attack on this process."""
 
 LARGEST_FRAME = 64 * 1024
-"""Bytes: what is said at a door is short. A longer frame is nonsense, and is refused before it is read."""
+"""Bytes: control messages are short. A longer frame is invalid, and is rejected before it is read."""
 
 ACCEPT_RETRY_S = 0.1
-"""How long nobody is let in when this process has no file descriptor left: one that ends is no event to wait for."""
+"""How long no connection is accepted when this process has no file descriptor left: none signals that it was freed."""
 
 BACKLOG_RETRY_S = 0.01
-"""How often is looked whether there is room at a door where many wait to be let in: the kernel does not tell."""
+"""How often a connection is attempted while the listener's backlog is full: the kernel does not signal room."""
 
 _NO_MORE = EXHAUSTED | {errno.ENOBUFS, errno.ENOMEM}
 
@@ -45,7 +45,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class ControlConnection(AsyncCloseable):
-    """One side of a connection. Knows frames and file descriptors, not what is said."""
+    """One side of a connection. Knows frames and file descriptors, not the meaning of messages."""
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
@@ -54,7 +54,7 @@ class ControlConnection(AsyncCloseable):
         self._fds: list[int] = []
 
     async def aclose(self) -> None:
-        """Close this side, and the file descriptors that nobody took."""
+        """Close this side, and the file descriptors that were not taken."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -64,13 +64,13 @@ class ControlConnection(AsyncCloseable):
             await anyio.aclose_forcefully(self._stream)
 
     def shutdown_read(self) -> None:
-        """Hear nothing more from the other side, which may not know yet: `receive` meets the end of the stream."""
+        """Receive nothing more from the other side, which may not know yet: `receive` reaches the end of the stream."""
         with suppress(OSError):
             self._raw.shutdown(socket.SHUT_RD)
 
     @property
     def same_user(self) -> bool:
-        """Whether the other side runs under this process' user."""
+        """Return whether the other side runs under this process' user."""
         credentials = self._raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         return bool(uid == os.getuid())
@@ -79,13 +79,13 @@ class ControlConnection(AsyncCloseable):
         """Send `message`, and `fd` with it.
 
         Raises:
-            anyio.BrokenResourceError: the other side is gone.
+            anyio.BrokenResourceError: the other side has disconnected.
         """
         body = encode(message)
         await self._send(_LENGTH.pack(len(body)) + body, [] if fd is None else [fd])
 
     async def _send(self, frame: bytes, fds: list[int]) -> None:
-        """Like `_receive_fds`, on the raw socket for the same reason."""
+        """Send on the raw socket, for the same reason as `_receive_fds`."""
         await checkpoint()
         while frame:
             try:
@@ -98,11 +98,11 @@ class ControlConnection(AsyncCloseable):
                 frame, fds = frame[sent:], []
 
     async def receive(self) -> Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
             anyio.EndOfStream: the other side closed, or died.
-            ProtocolMismatch: what came is no message.
+            ProtocolMismatch: the received bytes are no message.
         """
         while (frame := self._next_frame()) is None:
             self._buffer += await self._receive()
@@ -113,7 +113,7 @@ class ControlConnection(AsyncCloseable):
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > LARGEST_FRAME:
-            raise ProtocolMismatch(f"expected a frame of at most {LARGEST_FRAME} bytes at the door, got {length}")
+            raise ProtocolMismatch(f"expected a control message of at most {LARGEST_FRAME} bytes, got {length}")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -131,9 +131,9 @@ class ControlConnection(AsyncCloseable):
         return received
 
     async def _receive_fds(self) -> bytes:
-        """On the raw socket: the stream's own methods, cancelled in the moment that bytes arrive, upset the event loop.
+        """Receive on the raw socket: the stream's methods fail if they are cancelled at the moment when bytes arrive.
 
-        (anyio 4.16: the reader's callback settles a future that is already cancelled.)
+        (anyio 4.16: the reader's callback sets the result of a future that is already cancelled.)
         """
         await checkpoint()
         while True:
@@ -142,7 +142,7 @@ class ControlConnection(AsyncCloseable):
             except BlockingIOError:
                 await anyio.wait_readable(self._raw)
             else:
-                if flags & socket.MSG_CTRUNC and not fds:  # the kernel drops one for which this process has no number
+                if flags & socket.MSG_CTRUNC and not fds:  # the kernel drops one if this process is at its limit
                     raise OutOfFileDescriptors(f"expected room for one more open file, got none: {RAISE_LIMIT}")
                 self._fds += fds
                 if len(self._fds) > MOST_FDS:
@@ -150,15 +150,15 @@ class ControlConnection(AsyncCloseable):
                 return received
 
     def take_fd(self) -> int | None:
-        """The file descriptor that came with the last messages; the caller closes it."""
+        """Return the file descriptor that was received with the last messages, or None; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
 
 
 async def connect_control(path: Path) -> ControlConnection:
-    """The door at `path`, from outside; where many wait there, when there is room.
+    """Connect to the receiver that listens at `path`, waiting while its backlog is full.
 
     Raises:
-        OSError: there is none, or nobody behind it.
+        OSError: there is no such socket, or no process listens.
     """
     raw = socket.socket(socket.AF_UNIX)
     try:
@@ -177,27 +177,27 @@ async def connect_control(path: Path) -> ControlConnection:
 async def serve_control(
     listener: Listener[SocketStream],
     accept: Callable[[ControlConnection], Awaitable[None]],
-    refused: Callable[[str], object],
+    on_rejection: Callable[[str], object],
 ) -> None:
-    """Attend to whoever comes, for ever, each in a task; `refused` is told when there is no descriptor for anyone."""
+    """Accept connections for ever, each in a task; call `on_rejection` where no file descriptor is left for one."""
 
-    async def open_and_attend(stream: SocketStream) -> None:
+    async def open_and_accept(stream: SocketStream) -> None:
         async with ControlConnection(stream) as connection:
             await accept(connection)
 
     async with anyio.create_task_group() as tasks:
         while True:
             try:
-                await listener.serve(open_and_attend, tasks)
+                await listener.serve(open_and_accept, tasks)
             except* (OSError, anyio.BrokenResourceError) as failed:
                 _, others = failed.split(_out_of_descriptors)
                 if others is not None:
                     raise others from None
-            refused(f"no file descriptor is left for who comes: {RAISE_LIMIT}")
+            on_rejection(f"no file descriptor is left for a new connection: {RAISE_LIMIT}")
             await anyio.sleep(ACCEPT_RETRY_S)
 
 
 def _out_of_descriptors(error: BaseException) -> bool:
-    """Whether a listener failed for want of a file descriptor; anyio's for Unix sockets hides what the kernel said."""
+    """Return whether a listener failed for want of a file descriptor; anyio may hide the kernel's error."""
     reason = error.__cause__ if isinstance(error, anyio.BrokenResourceError) else error
     return isinstance(reason, OSError) and reason.errno in _NO_MORE

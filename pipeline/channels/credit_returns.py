@@ -1,7 +1,8 @@
-"""When senders are told what they are owed: credit for what was released, and how their trajectories ended.
+"""The return of credit to senders, with the outcomes of their trajectories.
 
-Every message wakes four threads, so credit gathers. Who has some left is not woken for more of it, until half of the
-capacity is owed; who has none, or says that it wants some, gets it as soon as there is nothing more of it to read.
+Every message wakes four threads, so credit is returned in batches. A sender that still has some gets more when half of
+the capacity is unreturned; a sender that has none, or requests some, gets it as soon as no more of its records wait to
+be read.
 """
 
 from __future__ import annotations
@@ -17,68 +18,68 @@ from .peer import Peer
 __all__ = ["CreditReturner"]
 
 COALESCE_TICKS = 8
-"""Ticks that credit is held back from a sender that wants it while there are records of it to read. Where the loop has
-nothing else to do they take some ten microseconds."""
+"""Ticks that requested credit is withheld while there are records of the sender to read. In an idle loop they take some
+ten microseconds."""
 
 
 class CreditReturner:
-    """What is to be said to senders, by the loop in which it was made."""
+    """Decides when to return credit and outcomes to senders; runs in the event loop in which it was made."""
 
     def __init__(self, send: Callable[[Peer, Message], None]) -> None:
         self._send = send
         self._pending: dict[bytes, Peer] = {}
-        """Senders that are owed a message."""
+        """Senders for which credit or outcomes may be due."""
         self._scheduled = False
-        self._ticks_gathered = 0
-        """For how many ticks some credit has been held back."""
+        self._ticks_held = 0
+        """Ticks for which some credit has been withheld."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     def __repr__(self) -> str:
-        return f"<CreditReturner: owed to {len(self._pending)} senders>"
+        return f"<CreditReturner: {len(self._pending)} senders pending>"
 
     def schedule(self, peer: Peer) -> None:
-        """Answer `peer` with this tick. Safe from any thread: leases die anywhere, the socket belongs to the loop's."""
+        """Return credit to `peer` in the next tick. Safe from any thread: a lease may die in any of them."""
         if self._closed:
             return
         self._pending[peer.identity] = peer
         if self._scheduled:
             return
         self._scheduled = True
-        with suppress(RuntimeError):  # the loop was closed under an open receiver: nobody is left to answer
+        with suppress(RuntimeError):  # the loop was closed under an open receiver
             if threading.get_ident() == self._thread:
                 self._loop.call_soon(self._tick)
             else:
                 self._loop.call_soon_threadsafe(self._tick)
 
     def _tick(self) -> None:
-        """Answer whom it is time to answer; while there is more to read of them, let credit gather a little."""
+        """Return the credit that is due; while more records of a sender wait to be read, let its credit accumulate."""
         self._scheduled = False
-        self._ticks_gathered += 1
-        waited = self._ticks_gathered >= COALESCE_TICKS
-        self._give(lambda peer: waited or peer.taken == peer.sequence)
+        self._ticks_held += 1
+        waited = self._ticks_held >= COALESCE_TICKS
+        self._return_credit_where(lambda peer: waited or peer.taken == peer.sequence)
         for peer in list(self._pending.values()):
             self.schedule(peer)
         if not self._pending:
-            self._ticks_gathered = 0
+            self._ticks_held = 0
 
     def flush_all(self) -> None:
-        """Answer everybody who waits for it: there is nothing more to read, or nobody reads."""
-        self._give(lambda _: True)
+        """Return all requested credit: no record waits to be read, or the receiver does not read."""
+        self._return_credit_where(lambda _: True)
 
-    def _give(self, enough: Callable[[Peer], bool]) -> None:
-        """Answer those that want credit if there is `enough`, others if they are owed much."""
+    def _return_credit_where(self, ready: Callable[[Peer], bool]) -> None:
+        """Return credit to the peers that request it and are `ready`, and to those with much of it unreturned."""
         for peer in list(self._pending.values()):
-            del self._pending[peer.identity]  # before it is looked at: what is released from now on puts it there again
+            del self._pending[peer.identity]  # first, because a release from now on adds it again
             peer.collect_releases()
-            if peer.credit_due or (peer.credit_requested and peer.unreturned_credit and enough(peer)):
-                self.give(peer)
+            if peer.credit_due or (peer.credit_requested and peer.unreturned_credit and ready(peer)):
+                self.return_credit(peer)
             elif peer.credit_requested and peer.unreturned_credit:
                 self._pending[peer.identity] = peer
 
-    def give(self, peer: Peer) -> None:
-        """Tell `peer` all that it is owed, now."""
+    def return_credit(self, peer: Peer) -> None:
+        """Send `peer` all its unreturned credit and its outcomes, now."""
         self._pending.pop(peer.identity, None)
         if unreturned_credit := peer.take_credit():
             self._send(peer, CreditGrant(unreturned_credit))
@@ -87,5 +88,5 @@ class CreditReturner:
             self._send(peer, Outcomes(tuple(endings)))
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """Send nothing any more."""
         self._closed = True

@@ -1,7 +1,7 @@
-"""The key that tcp channels on loopback use unless they are given another: one for each user, made on first use.
+"""The default key of tcp channels on loopback: one for each user, created on first use.
 
 Every process of a user finds the same file. It is written under another name first and then linked to its own, so that
-no process ever reads half of a key, and of two processes that make one at the same time both use the first.
+no process ever reads half of a key, and of two processes that create one at the same time both use the first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["default_key", "default_key_path"]
 
 
 def default_key_path() -> Path:
-    """Return where this user's key lies: `penstock/channel.key` in $XDG_CONFIG_HOME, or else in `~/.config`."""
+    """Return the path of this user's key: `penstock/channel.key` in $XDG_CONFIG_HOME, or else in `~/.config`."""
     configured = os.environ.get("XDG_CONFIG_HOME")
     folder = Path(configured) if configured else Path("~/.config").expanduser()
     return folder / "penstock" / "channel.key"
 
 
 def default_key() -> ChannelKey:
-    """Return this user's key, and make it if there is none. Blocks: use it in a worker thread.
+    """Return this user's key, and create it if there is none. Blocks: use it in a worker thread.
 
     Raises:
         InvalidKey: the file belongs to another user, others may read it, or it holds no key.
-        KeyUnavailable: the file can be neither read nor made.
+        KeyUnavailable: the file can be neither read nor created.
     """
     path: Path | str = "~/.config"
     try:
@@ -37,7 +37,7 @@ def default_key() -> ChannelKey:
         if not path.exists():
             _make(path)
         return _load(path)
-    except (OSError, RuntimeError) as error:  # of a user without a home pathlib says RuntimeError
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a user without a home folder
         raise KeyUnavailable(
             f"expected to find or make the key of this user's tcp channels at {path}, got {error}: "
             f"make one elsewhere with Key.create(path) and give both ends key=Key.load(path), or set XDG_CONFIG_HOME "

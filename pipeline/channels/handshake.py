@@ -1,4 +1,4 @@
-"""The handshake of a sender: what it says to a receiver, and what may become of that."""
+"""The sender's side of the handshake: its messages, the receiver's answers, and the errors that a rejection raises."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..errors import (
 )
 from .connection import Conversation
 
-__all__ = ["greeting", "handshake_timeout", "offer_segment", "request_session"]
+__all__ = ["connect_message", "handshake_timeout", "offer_segment", "request_session"]
 
-REFUSALS: dict[str, type[PenstockError]] = {
+REJECTIONS: dict[str, type[PenstockError]] = {
     error.__name__: error
     for error in (
         MemberNameInUse,
@@ -41,44 +41,44 @@ REFUSALS: dict[str, type[PenstockError]] = {
         TooManySenders,
     )
 }
-"""What a refusal raises at the sender, by the name that travels."""
+"""The error that a rejection raises at the sender, by the name that `Reject` carries."""
 
 
-HELD_UP = "is its process stopped, or its event loop held up? Raise heartbeat_timeout_s where that is usual"
+EVENT_LOOP_BLOCKED = "is its process stopped, or its event loop blocked? Raise heartbeat_timeout_s where that is usual"
 
 
 @contextmanager
-def handshake_timeout(heartbeat_timeout_s: float | None, url: str, cause: str = HELD_UP) -> Iterator[None]:
-    """Introductions in the body end in time.
+def handshake_timeout(heartbeat_timeout_s: float | None, url: str, cause: str = EVENT_LOOP_BLOCKED) -> Iterator[None]:
+    """Bound the time that the receiver may take to answer in the body.
 
     Raises:
-        NobodyListens: the receiver was silent for `heartbeat_timeout_s`; `cause` asks what may be wrong there.
+        NobodyListens: the receiver did not answer for `heartbeat_timeout_s`; `cause` asks about the likely reasons.
     """
     try:
         with anyio.fail_after(heartbeat_timeout_s):
             yield
     except TimeoutError:
         raise NobodyListens(
-            f"expected the receiver at {url} to answer, got silence for {heartbeat_timeout_s} s: {cause}"
+            f"expected the receiver at {url} to answer, got no answer for {heartbeat_timeout_s} s: {cause}"
         ) from None
 
 
-def greeting(transport: str, kind: str, name: str, tokenizer: TokenizerIdentity | None) -> Connect:
-    """Return what a sender says first, under an identity of its own."""
+def connect_message(transport: str, kind: str, name: str, tokenizer: TokenizerIdentity | None) -> Connect:
+    """Return the first message of a sender, under an identity of its own."""
     return Connect(PROTOCOL_VERSION, transport, kind, b"p" + secrets.token_bytes(15), name, os.getpid(), tokenizer)
 
 
-async def request_session(connection: Conversation, hello: Connect) -> Accept:
-    """Ask to be let in; returns what was granted.
+async def request_session(connection: Conversation, request: Connect) -> Accept:
+    """Ask to join, and return what the receiver grants.
 
     Raises:
-        ProtocolMismatch: the receiver carries something else, or speaks another version.
+        ProtocolMismatch: the receiver carries another kind of record, or has another protocol version.
         TokenizersDiffer: it has another tokenizer.
-        TooManySenders: its budget of memory is given out.
+        TooManySenders: it has granted all its places.
         MemberNameRequired, MemberNameInUse, TooManyMembers: it counts senders by name, and not this one.
-        PeerClosed: it refused for another reason, or went away.
+        PeerClosed: it rejected for another reason, or disconnected.
     """
-    answer = await _answer(connection, hello)
+    answer = await _answer(connection, request)
     if not isinstance(answer, Accept) or answer.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"expected an Accept of protocol version {PROTOCOL_VERSION}, got {answer}")
     return answer
@@ -90,21 +90,21 @@ async def offer_segment(connection: Conversation, offer: SegmentOffer | Ready, f
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.
         OutOfFileDescriptors: the receiver has none left for it.
-        PeerClosed: it refused for another reason, or went away.
+        PeerClosed: it rejected for another reason, or disconnected.
     """
     answer = await _answer(connection, offer, fd)
     if not isinstance(answer, Ready):
         raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
 
 
-async def _answer(connection: Conversation, said: Message, fd: int | None = None) -> Message:
-    """What the receiver says to what was `said`; it may have answered, and gone, before it heard that."""
+async def _answer(connection: Conversation, message: Message, fd: int | None = None) -> Message:
+    """Return the answer to `message`. A receiver that rejects may answer and disconnect before it reads the message."""
     with suppress(anyio.BrokenResourceError):
-        await connection.send(said, fd)
+        await connection.send(message, fd)
     try:
         answer = await connection.receive()
     except anyio.EndOfStream:
         raise PeerClosed("the receiver closed the connection without an answer") from None
     if isinstance(answer, Reject):
-        raise REFUSALS.get(answer.error, PeerClosed)(f"the receiver refused: {printable(answer.reason)}")
+        raise REJECTIONS.get(answer.error, PeerClosed)(f"the receiver rejected this sender: {printable(answer.reason)}")
     return answer

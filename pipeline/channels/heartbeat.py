@@ -1,8 +1,9 @@
-"""Who is silent: a process that is stopped, or one on a host that hangs. Its door stays open, so no stream ends.
+"""Heartbeats, which detect an unresponsive peer: a stopped process, or one on a host that hangs; its streams stay open.
 
-ZeroMQ's own threads ask the other side for signs of life and answer without the interpreter: who is busy, however long,
-is not silent. They cut the connection of who does not answer, and say so on a monitor, though not whose connection it
-was. Over TCP they only ask, and the kernel is asked when something came last. Knows sockets, not peers.
+ZeroMQ's own threads send and answer them without the interpreter, so a busy process, however long, stays responsive.
+Over ipc they close the connection of a peer that does not answer, and a monitor reports that, though not which
+connection it was. Over TCP they only send, and the kernel reports when something was last received. Knows sockets, not
+peers.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ __all__ = [
 ]
 
 DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
-"""How long a peer may be silent: longer than a machine that swaps, or a debugger that looks at a process, takes."""
+"""How long a peer may be unresponsive: longer than a machine that swaps, or a debugger that inspects a process,
+takes."""
 
 GRACE_S = 0.1
-"""How long the door has to tell of a death before the end of a connection is taken for silence: it takes 1 ms."""
+"""How long the control connection has to report a death before the end of a ZeroMQ connection is taken for an
+unresponsive peer: it takes 1 ms.
+"""
 
 CHECKS_PER_TIMEOUT = 6
-"""How often is looked at a TCP connection within the time that its other side may be silent."""
+"""How often a TCP connection is checked within the time that its other side may be unresponsive."""
 
-UNRESPONSIVE = "was silent for {} s, for its process was stopped or its host hung"
-"""What is said of whoever is given up."""
+UNRESPONSIVE = "did not respond for {} s, because its process was stopped or its host hung"
+"""The predicate of an error about an unresponsive peer."""
 
 
 def enable_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None) -> None:
-    """Have connections of `socket`, which has none yet, cut where the other side is silent for `heartbeat_timeout_s`.
+    """Close connections of `socket`, which has none yet, if the other side is unresponsive for `heartbeat_timeout_s`.
 
-    It is asked every third of that time, two messages that wake a thread on each side, and has the rest to answer.
+    A heartbeat is sent every third of that time, two messages that wake a thread on each side; the rest is for the
+    answer.
     """
     if heartbeat_timeout_s is not None:
         third_ms = max(1, int(1000 * heartbeat_timeout_s / 3))
@@ -50,9 +55,10 @@ def enable_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | No
 
 
 def send_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None) -> None:
-    """Have connections of `socket`, which has none yet, ask the other side for signs of life, and cut none of them.
+    """Send heartbeats on connections of `socket`, which has none yet, and close none of them.
 
-    Over TCP the kernel knows when something came last (`tcp_connection`): a peer is told that it is given up.
+    Over TCP the kernel knows when something was last received (`tcp_connection`), and a peer is notified before it is
+    disconnected.
     """
     if heartbeat_timeout_s is not None:
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * heartbeat_timeout_s / 3)))
@@ -60,32 +66,32 @@ def send_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None
 
 
 class DisconnectMonitor:
-    """Has `look` called a little after connections of a socket have ended, and when a newcomer must have one."""
+    """Calls `check` shortly after a connection of a socket has ended, and when that of a new peer must exist."""
 
-    def __init__(self, socket: zmq.Socket[bytes], heartbeat_timeout_s: float, look: Callable[[], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], heartbeat_timeout_s: float, check: Callable[[], None]) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._look = look
+        self._check = check
         self._loop = asyncio.get_running_loop()
         self._timers: set[asyncio.TimerHandle] = set()
-        self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, self._hear)
+        self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, self._on_event)
 
-    def expect(self) -> None:
-        """Someone was let in whose connection is not there yet."""
-        self._look_in(self._heartbeat_timeout_s)
+    def expect_connection(self) -> None:
+        """Check again when a peer that was admitted must have connected."""
+        self._call_later(self._heartbeat_timeout_s)
 
-    def _hear(self, _event: int, _value: int) -> None:
-        self._look_in(GRACE_S)
+    def _on_event(self, _event: int, _value: int) -> None:
+        self._call_later(GRACE_S)
 
-    def _look_in(self, delay_s: float) -> None:
-        def look() -> None:
+    def _call_later(self, delay_s: float) -> None:
+        def run() -> None:
             self._timers.discard(timer)
-            self._look()
+            self._check()
 
-        timer = self._loop.call_later(delay_s, look)
+        timer = self._loop.call_later(delay_s, run)
         self._timers.add(timer)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop, and cancel the pending checks."""
         self._monitor.close()
         for timer in self._timers:
             timer.cancel()

@@ -1,7 +1,7 @@
-"""The key of a tcp channel: processes that have it may talk, and no other reads or changes a word.
+"""The key of a tcp channel: only processes that have it can connect, and no other can read or change a message.
 
-Everything travels under CurveZMQ, with a pair of keys for each end derived from the one secret: to shake hands a sender
-must know the receiver's public key, which is never sent and which only the secret tells.
+Everything travels under CurveZMQ, with a pair of keys for each end derived from the one secret. To complete the
+handshake a sender needs the receiver's public key, which is never sent and can only be derived from the secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Role: TypeAlias = Literal["receiver", "sender"]
 
 
 class CurvePair(NamedTuple):
-    """Z85, as ZeroMQ takes them."""
+    """A pair of keys in Z85, as ZeroMQ takes them."""
 
     public: bytes
     secret: bytes
@@ -44,7 +44,7 @@ class ChannelKey:
     """
 
     def __init__(self, secret: bytes) -> None:
-        """A key from its bytes.
+        """Make a key from its bytes.
 
         Raises:
             InvalidKey: there are not 32 of them.
@@ -60,7 +60,7 @@ class ChannelKey:
 
     @classmethod
     def create(cls, path: str | Path) -> ChannelKey:
-        """A new key in a new file that only this user reads. Copy it to the other host by a way that you trust.
+        """Create a key in a new file that only this user can read. Copy it to the other host over a trusted connection.
 
         Raises:
             FileExistsError: there is one already.
@@ -79,7 +79,7 @@ class ChannelKey:
 
     @classmethod
     def load(cls, path: str | Path) -> ChannelKey:
-        """The key in a file that `create` wrote.
+        """Return the key in a file that `create` wrote.
 
         Raises:
             InvalidKey: the file holds none, or others than its owner may read it.
@@ -98,7 +98,7 @@ class ChannelKey:
             ) from None
 
     def protect(self, socket: zmq.Socket[bytes], role: Role) -> None:
-        """Have a socket that is not bound or connected yet talk to those with the same key alone."""
+        """Make a socket, not yet bound or connected, communicate only with peers that have the same key."""
         ours, receiver = self._pair(role), self._pair("receiver")
         socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, ours.secret)

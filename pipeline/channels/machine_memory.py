@@ -1,7 +1,7 @@
-"""How much memory this process may still take, before it takes it.
+"""The memory that this process may still allocate, checked before it does.
 
-Anonymous shared memory knows no limit of its own: asked for more than the machine has, the kernel does not refuse, it
-kills. So whoever allocates a segment asks here first.
+Anonymous shared memory has no limit of its own: where more is requested than the machine has, the kernel does not
+refuse, it kills a process. So every allocation of a segment is checked here first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Bytes that can be allocated without swapping or breaking a control group's limit, as far as the kernel tells."""
+    """Return the bytes that can be allocated without swapping or exceeding a control group's limit."""
     return min([_machine(), *_control_groups()])
 
 
@@ -29,7 +29,7 @@ def _machine() -> int:
 
 
 def _control_groups() -> list[int]:
-    """What is left of each limit, from this process' memory group up to the root; of both versions of cgroups."""
+    """Return the rest of each limit, from this process' memory group up to the root; of both versions of cgroups."""
     left: list[int] = []
     for line in CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)

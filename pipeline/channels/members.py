@@ -1,7 +1,7 @@
-"""The members of a channel: senders that are counted by name, so that a restarted one is not taken for another.
+"""The members of a channel: senders that are counted by name, so that a restarted one is recognised.
 
-The stream ends when as many members as were announced have said that they are done. A member that is lost, or has not
-come yet, is awaited for a time. Decides; knows names and a clock, neither sockets nor connections.
+The stream ends when as many members as were announced are done. A member that is lost, or has not connected yet, is
+awaited for a time. Decides only; knows names and a clock, neither sockets nor connections.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from ..errors import MemberAbsent, MemberNameInUse, MemberNameRequired, TooManyM
 __all__ = ["DEFAULT_ABSENCE_TIMEOUT_S", "Members", "OnAbsence"]
 
 DEFAULT_ABSENCE_TIMEOUT_S = 600.0
-"""How long an absent member is awaited: a machine is found and an environment loaded in less."""
+"""How long an absent member is awaited: finding a machine and loading an environment takes less."""
 
 OnAbsence: TypeAlias = Literal["fail", "continue"]
-"""What follows when an absent member has not come: an error that names it, or the stream goes on without it."""
+"""The consequence of an absence that lasts too long: an error that names the member, or the stream goes on without
+it."""
 
 
 class Members:
-    """The first `count` names that come are the members. Each is sending, done, or lost.
+    """The members of a channel: the first `count` names that join. Each is sending, done, or lost.
 
     >>> members = Members(1, absence_timeout_s=60, on_absence="fail")
     >>> members.open(now_s=0)
@@ -36,17 +37,17 @@ class Members:
         self._absence_timeout_s = absence_timeout_s
         self.on_absence = on_absence
         self._sending: dict[str, int] = {}
-        """Process id of every member that is connected."""
+        """Process id of each connected member."""
         self._done: set[str] = set()
-        """Members that said that they are done, or are waited for no more, and have not come again."""
+        """Members that are done, or no longer awaited, and have not joined again."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """When the time of a lost member is over, and how it was lost; in the order in which they were lost."""
+        """The deadline of each lost member, and how it was lost; in the order in which they were lost."""
         self._seen: set[str] = set()
-        """Members that have ever come."""
+        """Members that have ever joined."""
         self._missing_due_s = math.inf
-        """When the time is over of those that have not."""
+        """The deadline of those that have not."""
         self._without_missing = False
-        """Whether the stream goes on without those that have not come."""
+        """Whether the stream goes on without those that have never joined."""
 
     def __repr__(self) -> str:
         return (
@@ -55,12 +56,12 @@ class Members:
 
     @property
     def all_done(self) -> bool:
-        """Whether every member has said that it is done."""
+        """Return whether every member is done."""
         return len(self._done) >= (len(self._seen) if self._without_missing else self._count)
 
     @property
     def due_s(self) -> float:
-        """When `expire` has something to do; infinity while no member is absent."""
+        """Return when `expire` has something to do; infinity while no member is absent."""
         lost_due_s = next(iter(self._lost.values()))[0] if self._lost else math.inf
         return min(lost_due_s, self._missing_due_s)
 
@@ -69,12 +70,12 @@ class Members:
         self._missing_due_s = now_s + self._absence_timeout_s
 
     def check(self, name: str, pid: int) -> None:
-        """Decide whether a sender may join.
+        """Check that a sender may join.
 
         Raises:
             MemberNameRequired: it has no name.
             MemberNameInUse: a member of that name is connected.
-            TooManyMembers: there are as many others as were announced.
+            TooManyMembers: as many others as were announced have joined.
         """
         if not name:
             raise MemberNameRequired(
@@ -84,7 +85,7 @@ class Members:
         if name in self._sending:
             raise MemberNameInUse(
                 f"expected one connection of member {name!r} at a time, got a second one (pid {pid}) beside that of "
-                f"pid {self._sending[name]}: give every sender a name of its own; a restarted sender is let in once "
+                f"pid {self._sending[name]}: give every sender a name of its own; a restarted sender may join once "
                 f"its former connection has ended"
             )
         if name not in self._seen and len(self._seen) >= self._count:
@@ -98,9 +99,9 @@ class Members:
         return ", ".join(map(repr, sorted(self._seen)))
 
     def join(self, name: str, pid: int, now_s: float) -> None:
-        """Note that a member has connected. One that was done is not, until it says so again.
+        """Note that a member has connected. If it was done, it no longer is.
 
-        One that had never come before gives those that are missing their time anew: they are being started.
+        A member that joins for the first time restarts the time of those that are missing: they are being started.
 
         Raises:
             MemberNameRequired, MemberNameInUse, TooManyMembers: as `check`.
@@ -115,17 +116,17 @@ class Members:
             self._missing_due_s = now_s + self._absence_timeout_s if missing else math.inf
 
     def done(self, name: str) -> None:
-        """Note that a member said that it is done."""
+        """Note that a member is done."""
         del self._sending[name]
         self._done.add(name)
 
     def lose(self, name: str, how: str, now_s: float) -> None:
-        """Note that the connection of a member ended before it said that it is done."""
+        """Note that the connection of a member ended before it was done."""
         del self._sending[name]
         self._lost[name] = (now_s + self._absence_timeout_s, how)
 
     def expire(self, now_s: float) -> list[MemberAbsent]:
-        """Give up the members whose time is over, and return an error for each that was lost, and one for the missing.
+        """Stop awaiting the members whose time is over; return an error for each lost one, and one for the missing.
 
         They stay absent, so that the stream never ends, unless it is to go on without them.
         """

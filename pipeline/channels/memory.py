@@ -1,7 +1,7 @@
-"""The memory transport: a channel within one event loop. The record itself is handed over, nothing is copied.
+"""The memory transport: a channel within one event loop. The record itself is passed on, nothing is copied.
 
-Credit is a place in the queue: it is taken by `send` and given back by `receive`. Several receivers may share the
-receiving end; each record goes to one of them.
+Credit is a place in the queue: `send` takes it and `receive` returns it. Several receivers may share the receiving end;
+each record goes to one of them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["MemoryReceiver", "MemorySender", "memory_channel"]
 T = TypeVar("T")
 
 CHECKPOINT_EVERY = 32
-"""Records between two yields to the event loop where nothing has to be waited for: a yield costs 15 sends."""
+"""Records between two yields to the event loop where no wait is necessary: a yield costs 15 sends."""
 
 
 @dataclass(slots=True)
 class _Queue(Generic[T]):
-    """What the two ends share. Only one event loop touches it."""
+    """The state that the two ends share. Only one event loop touches it."""
 
     capacity: int
     capacity_bytes: int | None
     records: deque[tuple[T, int]] = field(default_factory=deque)
-    """Each with the bytes that it counts for: none where they are not bounded."""
+    """Each with the bytes that it counts for: 0 where bytes are not bounded."""
     counted: int = 0
     """Bytes that all of them count for."""
     senders: int = 0
@@ -70,7 +70,7 @@ def _nbytes_of(record: object) -> int:
 
 
 class _End(AsyncCloseable, Generic[T]):
-    """What both ends have in common: they open, close once, wait under a name, and complain when forgotten."""
+    """The common part of both ends: they close once, report their waits, and warn when they are not closed."""
 
     __slots__ = ("_clock", "_closed", "_queue", "_until_checkpoint")
 
@@ -80,26 +80,26 @@ class _End(AsyncCloseable, Generic[T]):
         self._closed = False
         self._until_checkpoint = CHECKPOINT_EVERY
 
-    async def _breathe(self) -> None:
-        """Let other tasks run now and then, and let a cancellation in before anything was moved."""
+    async def _checkpoint(self) -> None:
+        """Let other tasks run now and then, and allow a cancellation before anything is moved."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """Return what this end holds and waits for."""
         return self._queue.statistics(self._clock)
 
     async def aclose(self) -> None:
-        """Close this end. AsyncCloseable twice is fine."""
+        """Close this end. Closing twice is fine."""
         self.close()
 
     def close(self) -> None:
-        """The same without awaiting: nothing has to be flushed."""
+        """Close this end without awaiting: there is nothing to flush."""
         if not self._closed:
             self._closed = True
-            self._leave()
+            self._on_close()
 
-    def _leave(self) -> None:
+    def _on_close(self) -> None:
         raise NotImplementedError
 
     def __del__(self) -> None:
@@ -120,13 +120,13 @@ class MemorySender(_End[T]):
         return f"<MemorySender {'closed' if self._closed else 'open'}, {len(self._queue.records)} records waiting>"
 
     def send_nowait(self, record: T, /) -> None:
-        """Hand over `record` if there is room now; see `SendChannel.send_nowait`."""
+        """Send `record` if there is room now; see `SendChannel.send_nowait`."""
         queue = self._queue
         if self._closed:
             raise anyio.ClosedResourceError
         if not queue.receivers:
             raise PeerClosed("the receiving end of this memory channel is closed")
-        nbytes = 0 if queue.capacity_bytes is None else _nbytes_of(record)  # measuring takes longer than handing over
+        nbytes = 0 if queue.capacity_bytes is None else _nbytes_of(record)  # measuring takes longer than sending
         if not queue.has_room(nbytes):
             if queue.capacity_bytes is not None and nbytes > queue.capacity_bytes:
                 raise RecordTooLarge(
@@ -143,13 +143,13 @@ class MemorySender(_End[T]):
         queue.waiting_receivers.wake_one()
 
     async def send(self, record: T, /) -> None:
-        """Hand over `record`, waiting for room if need be; see `SendChannel.send`."""
+        """Send `record`, waiting for room if need be; see `SendChannel.send`."""
         if not self._queue.records:
-            # Whoever receives has had a turn, and gets the next ones together.
+            # The receiver has had a turn, and gets the next records together.
             self._until_checkpoint = CHECKPOINT_EVERY
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
-            await self._breathe()
+            await self._checkpoint()
         if not self._queue.waiting_senders:
             try:
                 self.send_nowait(record)
@@ -162,7 +162,7 @@ class MemorySender(_End[T]):
         self._until_checkpoint = CHECKPOINT_EVERY
 
     async def _send_after_waiting(self, record: T) -> None:
-        """Keep the place in line until there is room, so that small records do not starve a large one."""
+        """Keep the place among the waiting senders until there is room, so that a large record is not starved."""
         await self._queue.waiting_senders.wait()
         while True:
             try:
@@ -175,7 +175,7 @@ class MemorySender(_End[T]):
             self._queue.waiting_senders.wake_one()
 
     def clone(self) -> MemorySender[T]:
-        """Another sending end of the same channel.
+        """Return another sending end of the same channel.
 
         Raises:
             anyio.ClosedResourceError: this end is closed.
@@ -184,7 +184,7 @@ class MemorySender(_End[T]):
             raise anyio.ClosedResourceError
         return MemorySender(self._queue)
 
-    def _leave(self) -> None:
+    def _on_close(self) -> None:
         self._queue.senders -= 1
         if not self._queue.senders:
             self._queue.waiting_receivers.wake_all()
@@ -203,7 +203,7 @@ class MemoryReceiver(_End[T], AsyncReceiver[T]):
         return f"<MemoryReceiver {'closed' if self._closed else 'open'}, {len(self._queue.records)} records waiting>"
 
     def receive_nowait(self) -> T:
-        """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        """Return the next record if there is one now; see `ReceiveChannel.receive_nowait`."""
         queue = self._queue
         if self._closed:
             raise anyio.ClosedResourceError
@@ -216,10 +216,10 @@ class MemoryReceiver(_End[T], AsyncReceiver[T]):
         return record
 
     async def receive(self) -> T:
-        """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        """Return the next record, waiting for one if need be; see `ReceiveChannel.receive`."""
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
-            await self._breathe()
+            await self._checkpoint()
         while True:
             try:
                 return self.receive_nowait()
@@ -228,7 +228,7 @@ class MemoryReceiver(_End[T], AsyncReceiver[T]):
                     await self._queue.waiting_receivers.wait()
 
     def clone(self) -> MemoryReceiver[T]:
-        """Another receiving end of the same channel; each record goes to one of them.
+        """Return another receiving end of the same channel; each record goes to one of them.
 
         Raises:
             anyio.ClosedResourceError: this end is closed.
@@ -237,7 +237,7 @@ class MemoryReceiver(_End[T], AsyncReceiver[T]):
             raise anyio.ClosedResourceError
         return MemoryReceiver(self._queue)
 
-    def _leave(self) -> None:
+    def _on_close(self) -> None:
         self._queue.receivers -= 1
         if not self._queue.receivers:
             self._queue.waiting_senders.wake_all()
@@ -259,7 +259,7 @@ class memory_channel(tuple[MemorySender[T], MemoryReceiver[T]]):  # noqa: N801 (
     __slots__ = ()
 
     def __new__(cls, capacity: int = MEMORY_CAPACITY, capacity_bytes: int | None = None) -> Self:
-        """Both ends, sender first."""
+        """Return both ends, sender first."""
         capacity = whole_number("capacity", capacity)
         if capacity_bytes is not None:
             capacity_bytes = whole_number("capacity_bytes", capacity_bytes)

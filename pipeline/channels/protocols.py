@@ -1,4 +1,4 @@
-"""What every end of a channel does alike, whatever carries it: it is left by closing, and iterated until the end."""
+"""The common base of all ends: `async with` closes them, and iterating receives until the stream ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class AsyncCloseable(Protocol):
-    """Leaving `async with` closes."""
+    """An end that `async with` closes."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close. AsyncCloseable twice is fine."""
+        """Close. Closing twice is fine."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -31,11 +31,11 @@ class AsyncCloseable(Protocol):
 
 
 class AsyncReceiver(AsyncCloseable, Protocol[T_co]):
-    """Iterating receives until the stream ends."""
+    """An end that can be iterated until the stream ends."""
 
     @abstractmethod
     async def receive(self) -> T_co:
-        """The next record."""
+        """Return the next record."""
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         return self

@@ -1,4 +1,4 @@
-"""What an acceptor needs of the receiver that it lets senders in for."""
+"""What an acceptor requires of the receiver that it accepts senders for."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ __all__ = ["Registry"]
 
 
 class Registry(Protocol):
-    """Holds the senders that are in, and takes note of their messages and their end."""
+    """Holds the admitted senders, and handles their messages and their disconnection."""
 
     admission: Admission[Peer]
-    refusals: RejectionCounter
+    rejections: RejectionCounter
     peers: dict[bytes, Peer]
 
     def drain(self) -> None:
-        """Hear all that has come."""
+        """Handle all messages that have arrived."""
         ...
 
     def send(self, identity: bytes, message: Message) -> None:
-        """Send to a ZeroMQ connection, where there is one."""
+        """Send to a ZeroMQ connection, if there still is one."""
         ...
 
-    def expel(self, peer: Peer, error: Exception) -> None:
-        """Cut off a peer that broke the protocol."""
+    def disconnect_for_error(self, peer: Peer, error: Exception) -> None:
+        """Disconnect a peer that violated the protocol."""
         ...
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether ZeroMQ has a connection to `peer`."""
+        """Return whether ZeroMQ has a connection to `peer`."""
         ...
 
-    def gone(self, peer: Peer) -> Reject | None:
-        """Take note that the connection of `peer` has ended; return what it is told where it was silent."""
+    def on_disconnect(self, peer: Peer) -> Reject | None:
+        """Handle the end of a peer's connection; return the message for the peer where it was unresponsive."""
         ...

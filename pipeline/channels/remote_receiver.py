@@ -1,7 +1,7 @@
-"""The receiving end of a channel from other processes: what shm and tcp have in common.
+"""The receiving end of a channel from other processes: the part that shm and tcp share.
 
-One ZeroMQ socket for all senders, and an acceptor that lets them in and notices when one is gone. Everything runs on
-one event loop, except that a lease may die in any thread.
+One ZeroMQ socket for all senders, and an acceptor that admits them and detects when one has disconnected. Everything
+runs on one event loop, except that a lease may die in any thread.
 """
 
 from __future__ import annotations
@@ -59,45 +59,45 @@ __all__ = ["PeerListener", "ReceiverConfig", "RemoteReceiver"]
 log = get_logger("penstock.channel")
 
 DRAIN_AT_ONCE = 1024
-"""Messages after which other tasks get their turn: senders within their credit never have so many on the way."""
+"""Messages after which other tasks run: senders within their credit never have so many in flight."""
 
 RELEASE_AT = 32
-"""Records whose credit goes back unasked, where half of the capacity is more."""
+"""Records whose credit is returned without a request, unless half of the capacity is less."""
 
 
 class PeerListener(Protocol):
-    """Who is told what happens to senders, in the order in which it happened; a pipeline, mostly."""
+    """Receives the events of senders, in the order in which they happened; implemented by pipelines."""
 
     def received(self, peer: Peer, record: Any) -> Any:
-        """`record` came: what of it `receive` is to return; None for nothing."""
+        """Handle `record`, and return what `receive` is to return; None for nothing."""
         ...
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """The sender passed on what its process observed."""
+        """Handle what the sender's process observed."""
         ...
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
-        """The sender died; all that it had published was received before."""
+        """Handle the death of the sender; all that it had published was received before."""
         ...
 
     def closed(self, peer: Peer) -> None:
-        """The sender said goodbye; all that it had sent was received before."""
+        """Handle the close of the sender; all that it had sent was received before."""
         ...
 
     def disconnected(self, peer: Peer) -> None:
-        """The connection has ended of a sender that had said goodbye."""
+        """Handle the end of the connection of a sender that had closed."""
         ...
 
 
 Notice: TypeAlias = PeerLost | Literal["closed", "disconnected"]
-"""No more will come from a sender: it died, or said goodbye; or it had, and now its connection has ended."""
+"""The end of a sender: it died, or closed; or it had closed, and now its connection has ended."""
 
 Event: TypeAlias = tuple[Peer, Bundle | Notice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverConfig:
-    """On what terms senders are let in; see `serve`."""
+    """The configuration of a receiver; see `serve`."""
 
     capacity: int
     capacity_bytes: int
@@ -122,60 +122,61 @@ class RemoteReceiver(AsyncReceiver[R]):
         transport: str,
         url: str,
         socket: zmq.Socket[bytes],
-        terms: ReceiverConfig,
+        config: ReceiverConfig,
         most_waiting: int | None = None,
     ) -> None:
         self.url = url
         """Where senders connect."""
-        self.checksum = terms.checksum
+        self.checksum = config.checksum
         """Whether senders are asked for checksums."""
         self.schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
         self._transport = transport
         self._socket = socket
-        self._terms = terms
-        self._members = terms.members
+        self._config = config
+        self._members = config.members
         self._kept_open = False
-        self._least = 1
-        """Where members are not counted: how many senders must have come before the stream may end."""
+        self._min_senders = 1
+        """Senders that must have joined before the stream may end, where members are not counted."""
         self._failure: MemberAbsent | None = None
-        """A member did not come, or not come back: nothing more is received."""
-        self._absence: asyncio.TimerHandle | None = None
-        """Runs out when a member that is absent is given up."""
-        self._ended_for_all = False
-        """Whether it was said that the stream has ended."""
+        """A member did not connect, or reconnect, in time: nothing more is received."""
+        self._absence_timer: asyncio.TimerHandle | None = None
+        """Fires when the time of an absent member is over."""
+        self._end_reported = False
+        """Whether `receive` has raised EndOfStream."""
         self._most_waiting = most_waiting
-        """Messages of one sender that ZeroMQ lets wait; None where it does not bound them."""
+        """Messages of one sender that ZeroMQ queues; None where it does not bound them."""
         self.peers: dict[bytes, Peer] = {}
-        """Senders that are in, by the identity of their ZeroMQ socket."""
-        self.refusals = RejectionCounter(url)
+        """Admitted senders, by the identity of their ZeroMQ socket."""
+        self.rejections = RejectionCounter(url)
         self.admission = Admission(
             self.peers,
             self._admit,
             self._check,
             transport=transport,
             kind=self.schema.kind,
-            most=terms.max_senders,
-            tokenizer=terms.tokenizer,
+            max_senders=config.max_senders,
+            tokenizer=config.tokenizer,
         )
         self._acceptor: Acceptor | None = None
-        """Set as soon as senders may come."""
-        self._listener = terms.listener
+        """Set as soon as senders may connect."""
+        self._listener = config.listener
         self._arrivals: deque[Event] = deque()
+        """Bundles and ends of senders, in order of arrival, that `_next` has not finished."""
         self._index = 0
-        """How many records of the first bundle were taken already."""
-        self._waiting_here = 0
+        """Records of the first bundle that were taken already."""
+        self._queued = 0
         """Records that arrived and were not taken yet."""
         self._received = 0
         self._waiting = Waiters()
         self._clock = WaitClock()
         self._until_checkpoint = CHECKPOINT_EVERY
         self._credit_returner = CreditReturner(self._send)
-        self._release_at = min(RELEASE_AT, -(-terms.capacity // 2))
-        """Records whose credit goes back unasked: every message wakes the sender once."""
-        self._listening_soon = False
-        """Whether the loop will listen without being told to by the descriptor."""
+        self._release_at = min(RELEASE_AT, -(-config.capacity // 2))
+        """Records whose credit is returned without a request: every message wakes the sender once."""
+        self._drain_scheduled = False
+        """Whether a drain of the socket is scheduled, whatever its descriptor reports."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._resources = AsyncExitStack()
@@ -188,62 +189,62 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     @property
     def rejected(self) -> int:
-        """Connections and messages that were refused: strangers, other versions, nonsense."""
-        return self.refusals.count
+        """Return how many connections and messages were rejected: unknown peers, other versions, invalid bytes."""
+        return self.rejections.count
 
-    # -- letting senders in ------------------------------------------------------------------------------------------
+    # -- admitting senders -------------------------------------------------------------------------------------------
 
-    def accept(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
-        """Let senders in from now on. Owns both until closed."""
+    def start_accepting(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
+        """Admit senders from now on. Owns both arguments until closed."""
         self._acceptor = acceptor
         self._resources = resources
         if self._members is not None:
             self._members.open(self._loop.time())
-            self._await_absent()
+            self._schedule_absence()
 
-    def _check(self, hello: Connect) -> None:
-        """Decide whether a sender may join; see `Members.check`."""
+    def _check(self, request: Connect) -> None:
+        """Check that a sender may join; see `Members.check`."""
         if self._members is not None:
-            if self._ended_for_all and self._listener is None:
-                raise PeerClosed("the stream has ended: every member has said that it is done")
-            self._members.check(hello.name, hello.pid)
+            if self._end_reported and self._listener is None:
+                raise PeerClosed("the stream has ended: every member is done")
+            self._members.check(request.name, request.pid)
 
-    def _admit(self, hello: Connect, control: PeerControl, reader: PayloadReader) -> Peer:
-        peer = self.peers[hello.identity] = Peer(hello, self._credit_returner.schedule, self._release_at)
+    def _admit(self, request: Connect, control: PeerControl, reader: PayloadReader) -> Peer:
+        peer = self.peers[request.identity] = Peer(request, self._credit_returner.schedule, self._release_at)
         peer.control, peer.reader = control, reader
         if self._members is not None:
-            self._members.join(hello.name, hello.pid, self._loop.time())
-            self._await_absent()
+            self._members.join(request.name, request.pid, self._loop.time())
+            self._schedule_absence()
         if self._acceptor is not None:
             self._acceptor.admitted()
         return peer
 
-    def welcome(self, endpoint: str, slot_bytes: int) -> Accept:
-        """What a sender is granted."""
+    def accept_message(self, endpoint: str, slot_bytes: int) -> Accept:
+        """Return the message that grants a sender its place."""
         return Accept(
             PROTOCOL_VERSION,
             endpoint,
-            self._terms.name,
-            self._terms.capacity,
-            self._terms.capacity_bytes,
+            self._config.name,
+            self._config.capacity,
+            self._config.capacity_bytes,
             slot_bytes,
             self.checksum,
             self._members is not None,
         )
 
     def keep_open(self) -> None:
-        """Let the stream not end by itself until `let_end`, however many senders come and go."""
+        """Keep the stream from ending by itself until `let_end`, however many senders connect and disconnect."""
         self._kept_open = True
 
     def let_end(self) -> None:
-        """Let the stream end as soon as no sender is connected, whether or not any has come."""
-        self._kept_open, self._least = False, 0
+        """Let the stream end as soon as no sender is connected, whether or not any has connected before."""
+        self._kept_open, self._min_senders = False, 0
         self._wake()
 
-    # -- hearing them ------------------------------------------------------------------------------------------------
+    # -- handling their messages --------------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        self._listening_soon = False
+        self._drain_scheduled = False
         if not self._closed:
             self._drain()
         self._wake()
@@ -253,21 +254,27 @@ class RemoteReceiver(AsyncReceiver[R]):
             self._waiting.wake_all()
 
     def drain(self) -> None:
-        """Hear all that has come, however fast more comes."""
+        """Handle all messages that have arrived, however fast more arrive."""
         self._drain(None if self._most_waiting is None else self._most_waiting * (1 + len(self.peers)))
         self._wake()
 
     def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
-        """Hear what has come; where more than `most` messages wait, the rest when other tasks have run."""
-        heard = 0
+        """Handle the messages that have arrived; where more than `most` wait, the rest when other tasks have run."""
+        handled = 0
         while not self._socket.closed:
-            if heard == most:
-                self._loop.call_soon(self._on_readable)  # the descriptor will not tell of them again
+            # There are three cases. In none is a message left that will not be noticed: the socket's descriptor is
+            # edge-triggered, reports each message once, and any use of the socket may consume the report.
+            #
+            # 1. So many messages were handled that other tasks must run: draining is scheduled to go on.
+            # 2. No message is left: the descriptor reports the next one.
+            # 3. A message is left: it is handled.
+            if handled == most:
+                self._loop.call_soon(self._on_readable)
                 return
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._transport != "tcp")
-            heard += 1
+            handled += 1
             self._handle(identity if isinstance(identity, bytes) else identity.bytes, frames)
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
@@ -276,174 +283,174 @@ class RemoteReceiver(AsyncReceiver[R]):
             self._acceptor.handle_unknown(identity, frames)
             return
         if peer is not None and peer.awaits_saved:
-            self._heed_staying(peer, frames)
+            self._handle_after_close(peer, frames)
             return
         if peer is None or not peer.open:
-            self.refusals.note("a message from a stranger")
+            self.rejections.record("a message from an unknown peer")
             return
-        peer.heard += 1
+        peer.messages += 1
         try:
             match decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
                 case Publish(descriptors):
-                    self._arrive(peer, descriptors, frames[1:])
+                    self._on_publish(peer, descriptors, frames[1:])
                 case CreditRequest():
-                    self._want(peer)
+                    self._on_credit_request(peer)
                 case Telemetry(payload):
                     if self._listener is not None:
                         self._listener.observed(peer, payload)
                 case Close(sequence, how):
-                    self._part(peer, sequence, how)
+                    self._on_close(peer, sequence, how)
         except (ProtocolMismatch, StaleDescriptor) as error:
-            self.expel(peer, error)
+            self.disconnect_for_error(peer, error)
 
-    def _heed_staying(self, peer: Peer, frames: Frames) -> None:
-        """One that has said goodbye may only say once more that it is done: it has heard that all is saved."""
+    def _handle_after_close(self, peer: Peer, frames: Frames) -> None:
+        """Accept of a peer that has sent Close("staying") only a Close("done"): it knows that all is saved."""
         with suppress(ProtocolMismatch):
             message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
             if isinstance(message, Close) and message.how == "done":
                 peer.awaits_saved = False
                 self._send(peer, CloseAck())
                 return
-        self.refusals.note("a message after goodbye")
+        self.rejections.record("a message after Close")
 
-    def _arrive(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
+    def _on_publish(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
         peer.connected = True
         for descriptor in descriptors:
             if frames and sum(map(len, frames)) > descriptor.nbytes:
                 raise StaleDescriptor(f"expected at most {descriptor.nbytes} bytes of columns, got more: {descriptor}")
             if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
-            self._take_in(peer, (descriptor, frames))
-        self._hold_to_bytes(peer)
-        in_flight, capacity = peer.sequence - peer.returned, self._terms.capacity
+            self._enqueue(peer, (descriptor, frames))
+        self._check_bytes_in_flight(peer)
+        in_flight, capacity = peer.sequence - peer.returned, self._config.capacity
         if in_flight > capacity:
             raise ProtocolMismatch(f"expected at most {capacity} records in flight, got {in_flight}")
         if in_flight == capacity:
-            self._want(peer)
+            self._on_credit_request(peer)
 
-    def _hold_to_bytes(self, peer: Peer) -> None:
-        most = self._terms.capacity_bytes + DEFAULT_SLOT_BYTES
+    def _check_bytes_in_flight(self, peer: Peer) -> None:
+        most = self._config.capacity_bytes + DEFAULT_SLOT_BYTES
         if peer.nbytes - peer.released_bytes > most:
             peer.collect_releases()
         if (nbytes := peer.nbytes - peer.released_bytes) > most:
             raise ProtocolMismatch(f"expected at most {most} bytes in flight, got {nbytes}")
 
-    def _want(self, peer: Peer) -> None:
-        """`peer` can use what it is owed: it said so, or has used all that it had."""
+    def _on_credit_request(self, peer: Peer) -> None:
+        """Note that `peer` can use its unreturned credit: it requested it, or has used all that it had."""
         peer.credit_requested = True
         if peer.unreturned_credit or peer.releases:
             self._credit_returner.schedule(peer)
 
-    def _take_in(self, peer: Peer, bundle: Bundle) -> None:
+    def _enqueue(self, peer: Peer, bundle: Bundle) -> None:
         descriptor = bundle[0]
         peer.sequence = descriptor.sequence
         peer.nbytes += descriptor.bytes_of(descriptor.records)
-        self._waiting_here += descriptor.records
+        self._queued += descriptor.records
         self._arrivals.append((peer, bundle))
 
-    def _part(self, peer: Peer, sequence: int, how: Leaving) -> None:
+    def _on_close(self, peer: Peer, sequence: int, how: Leaving) -> None:
         if sequence != peer.sequence:
-            raise ProtocolMismatch(f"expected a goodbye after record {peer.sequence}, got one after {sequence}")
+            raise ProtocolMismatch(f"expected Close after record {peer.sequence}, got it after {sequence}")
         peer.open, peer.awaits_saved = False, how == "staying"
         if how == "failed":
-            self._miss(peer, f"{peer.name} (pid {peer.pid}) left with an error after record {peer.sequence}")
+            self._mark_absent(peer, f"{peer.name} (pid {peer.pid}) left with an error after record {peer.sequence}")
         elif self._members is not None:
             self._members.done(peer.member)
         if self._listener is not None:
             self._arrivals.append((peer, "closed"))
-        self._credit_returner.give(peer)
+        self._credit_returner.return_credit(peer)
         self._send(peer, CloseAck())
 
-    def expel(self, peer: Peer, error: Exception) -> None:
-        """A peer that breaks the protocol is treated as dead, once; the others go on."""
+    def disconnect_for_error(self, peer: Peer, error: Exception) -> None:
+        """Treat a peer that violates the protocol as dead, once; the others go on."""
         if peer.disconnected_for_error:
             return
         peer.disconnected_for_error = True
-        self.refusals.note(f"{peer.name} (pid {peer.pid}): {error}")
+        self.rejections.record(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
-        kind, did = PeerLost, "broke the protocol"
+        kind, did = PeerLost, "violated the protocol"
         if isinstance(error, ChecksumDiffers):
-            kind, did = RecordCorrupted, f"sent records to {self._terms.name} that were changed on their way"
-        lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was cut off: {printable(str(error))}")
+            kind, did = RecordCorrupted, f"sent records to {self._config.name} that were changed on their way"
+        lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was disconnected: {printable(str(error))}")
         lost.__cause__ = error
-        peer.given_up = Reject("PeerLost", str(lost))
+        peer.rejection = Reject("PeerLost", str(lost))
         self._lose(peer, lost)
-        self.send(peer.identity, peer.given_up)
+        self.send(peer.identity, peer.rejection)
         peer.control.shutdown_read()
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether there is a connection to `peer`: ZeroMQ tells only who tries to send, so this gives back nothing."""
+        """Return whether there is a connection to `peer`: only sending shows it, so an empty grant is sent."""
         try:
             self._socket.send_multipart([peer.identity, encode(CreditGrant(()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             return error.errno != zmq.EHOSTUNREACH
         return True
 
-    def gone(self, peer: Peer) -> Reject | None:
-        """Its connection has ended. If it had not said goodbye it died: take in what it left, then tell.
+    def on_disconnect(self, peer: Peer) -> Reject | None:
+        """Handle the end of a peer's connection. If it had not closed, it died: take in what it left, then report it.
 
         Returns:
-            What it is to be told itself, should it still listen: it was given up.
+            The message for the peer itself, in case it still receives, where it was unresponsive.
         """
         self.drain()
         if peer.open:
             peer.open = False
             for bundle in peer.reader.recover(peer.sequence):
-                self._take_in(peer, bundle)
+                self._enqueue(peer, bundle)
             how = (
                 UNRESPONSIVE.format(peer.unresponsive_s)
                 if peer.unresponsive_s
-                else "closed its connection without saying goodbye"
+                else "ended its connection without closing the channel"
             )
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
             log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
-            peer.given_up = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
+            peer.rejection = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
         elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
         self._waiting.wake_all()
-        return peer.given_up
+        return peer.rejection
 
     def _lose(self, peer: Peer, error: PeerLost) -> None:
         self._arrivals.append((peer, error))
-        self._miss(peer, str(error))
+        self._mark_absent(peer, str(error))
 
-    def _miss(self, peer: Peer, how: str) -> None:
-        """A member has gone, and has not said that it is done."""
+    def _mark_absent(self, peer: Peer, how: str) -> None:
+        """Note that a member is absent, because its connection ended before it was done."""
         if self._members is not None:
             self._members.lose(peer.member, how, self._loop.time())
-            self._await_absent()
+            self._schedule_absence()
 
-    def _await_absent(self) -> None:
-        """Have members that are absent given up when their time is over."""
-        if self._absence is not None:
-            self._absence.cancel()
-        self._absence = None
+    def _schedule_absence(self) -> None:
+        """Schedule the end of the wait for absent members."""
+        if self._absence_timer is not None:
+            self._absence_timer.cancel()
+        self._absence_timer = None
         if self._members is not None and not math.isinf(self._members.due_s):
-            self._absence = self._loop.call_at(self._members.due_s, self._give_up_absent, self._members)
+            self._absence_timer = self._loop.call_at(self._members.due_s, self._expire_absent, self._members)
 
-    def _give_up_absent(self, members: Members) -> None:
+    def _expire_absent(self, members: Members) -> None:
         for error in members.expire(self._loop.time()):
             log.warning("member_absent", reason=str(error))
-            if members.on_absence == "fail" and not self._ended_for_all:
+            if members.on_absence == "fail" and not self._end_reported:
                 self._failure = self._failure or error
-        self._await_absent()
+        self._schedule_absence()
         self._wake()
 
-    # -- answering them ----------------------------------------------------------------------------------------------
+    # -- sending to them ---------------------------------------------------------------------------------------------
 
     def _send(self, peer: Peer, message: Message) -> None:
         self.send(peer.identity, message)
 
     def send(self, identity: bytes, message: Message) -> None:
-        """Send, and listen soon: the descriptor does not tell of what has come meanwhile."""
+        """Send, and drain the socket soon: its descriptor does not report what arrived meanwhile."""
         if self._socket.closed:
             return
-        with suppress(zmq.ZMQError):  # a peer that is gone needs no answer
+        with suppress(zmq.ZMQError):  # a disconnected peer needs no answer
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        if not self._listening_soon:
-            self._listening_soon = True
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
             self._loop.call_soon(self._on_readable)
 
     # -- the receiving end -------------------------------------------------------------------------------------------
@@ -454,53 +461,76 @@ class RemoteReceiver(AsyncReceiver[R]):
         if self._members is not None:
             return self._members.all_done
         alive = any(peer.open for peer in self.peers.values())
-        return not alive and not self.admission.granted and self.admission.joined >= self._least
+        return not alive and not self.admission.granted and self.admission.joined >= self._min_senders
 
     def receive_nowait(self) -> R:
-        """The next record if there is one now; see `ReceiveChannel.receive_nowait`."""
+        """Return the next record if there is one now; see `ReceiveChannel.receive_nowait`."""
         if (record := self._receive()) is None:
             raise anyio.WouldBlock
         return record
 
     def _receive(self) -> R | None:
-        """The next record; None while there is none."""
+        """Return the next record; None while there is none."""
+        # There are three cases:
+        #
+        # 1. A record is next, and is returned.
+        # 2. A record was next, and yields nothing (it cannot be read, or the listener keeps it): the next one is tried.
+        # 3. There is none: the caller waits.
         while (found := self._next()) is not None:
             if (record := self._take(*found)) is not None:
                 return record
         return None
 
     def _next(self) -> tuple[Peer, Bundle] | None:
-        """The bundle that the next record is in, None while there is none; the notices before it are told."""
+        """Return the bundle with the next record; None while there is none. Reports the ends of senders before it."""
         if self._closed:
             raise anyio.ClosedResourceError
         while True:
+            # There are four cases:
+            #
+            # 1. A bundle is next. It stays the first of the arrivals until all of its records are taken (`_advance`).
+            # 2. The end of a sender is next. All that it published came before, so its end is reported now.
+            # 3. Nothing has arrived, here or at the socket, and nothing will: a member is missing for too long, which
+            #    is checked first because the stream cannot end properly without it, or the stream has ended.
+            # 4. Nothing has arrived, and more may: the caller waits.
             if not self._arrivals:
                 self._drain()
             if not self._arrivals:
                 if self._failure is not None:
                     raise self._failure
                 if self._ended():
-                    self._ended_for_all = True
+                    self._end_reported = True
                     raise anyio.EndOfStream
                 return None
             peer, arrival = self._arrivals[0]
             if isinstance(arrival, tuple):
                 return peer, arrival
             self._arrivals.popleft()
-            self._tell(peer, arrival)
+            self._notify(peer, arrival)
 
-    def _tell(self, peer: Peer, notice: Notice) -> None:
-        """A sender died, said goodbye, or is gone after it did."""
+    def _notify(self, peer: Peer, notice: Notice) -> None:
+        """Report that a sender died, closed, or disconnected after it had closed."""
+        # There are three cases:
+        #
+        # 1. There is a listener: it is notified of everything.
+        # 2. The sender died, and is not counted: `receive` raises, because it is not awaited.
+        # 3. It died and is counted, so that it is awaited; or it closed, which `_ended` counts.
         if isinstance(notice, PeerLost):
             if self._listener is not None:
                 self._listener.lost(peer, notice)
             elif self._members is None:
                 raise notice
         elif self._listener is not None:
-            tell = self._listener.closed if notice == "closed" else self._listener.disconnected
-            tell(peer)
+            notify = self._listener.closed if notice == "closed" else self._listener.disconnected
+            notify(peer)
 
     def _take(self, peer: Peer, bundle: Bundle) -> R | None:
+        """Take the next record of a bundle; None where there is none to return."""
+        # There are three cases:
+        #
+        # 1. The record cannot be read: its sender is disconnected for the error, and the rest of the bundle is dropped.
+        # 2. There is a listener: it decides what is returned, which may be nothing.
+        # 3. There is none: the record is returned.
         try:
             record: R = self._assemble(*peer.reader.fetch(bundle, self._index, peer.release))
         except (StaleDescriptor, InvalidRecord) as error:
@@ -510,39 +540,39 @@ class RemoteReceiver(AsyncReceiver[R]):
         return record if self._listener is None else self._listener.received(peer, record)
 
     def _count(self, peer: Peer, bundle: Bundle, records: int) -> None:
-        """More records of `peer` were handed over; credit goes back where enough has gathered."""
+        """Count records of `peer` that were taken, and return its credit where enough has accumulated."""
         self._received += records
-        self._pass_over(peer, bundle, records)
+        self._advance(peer, bundle, records)
         if peer.releases:
             peer.collect_releases()
             if peer.credit_due:
-                self._credit_returner.give(peer)
+                self._credit_returner.return_credit(peer)
 
     def _drop(self, peer: Peer, bundle: Bundle, error: Exception) -> None:
-        """What is left of a bundle cannot be read."""
-        self._pass_over(peer, bundle, bundle[0].records - self._index)
-        self.expel(peer, error)
+        """Drop the rest of a bundle, which cannot be read."""
+        self._advance(peer, bundle, bundle[0].records - self._index)
+        self.disconnect_for_error(peer, error)
 
-    def _pass_over(self, peer: Peer, bundle: Bundle, records: int) -> None:
-        """The next records of the first bundle wait no more."""
+    def _advance(self, peer: Peer, bundle: Bundle, records: int) -> None:
+        """Advance past some records of the first bundle."""
         peer.taken += records
-        self._waiting_here -= records
+        self._queued -= records
         self._index += records
         if self._index == bundle[0].records:
             self._arrivals.popleft()
             self._index = 0
 
     async def receive(self) -> R:
-        """The next record, waiting for one if need be; see `ReceiveChannel.receive`."""
+        """Return the next record, waiting for one if need be; see `ReceiveChannel.receive`."""
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
-            await self._breathe()
+            await self._checkpoint()
         while (record := self._receive()) is None:
             await self._wait()
         return record
 
     async def receive_packed(self, packer: Packer) -> TrainBatch:
-        """Copy groups from where they lie straight into `packer` until the next has no room there, and pack them.
+        """Copy groups straight from where they lie into `packer` until it has no room for the next one, and pack them.
 
         No view of a group is made, so this is the fastest way from a channel into a batch. A batch also ends where the
         next group has other columns, and at the end of the stream. What was copied before a wait that is cancelled
@@ -550,8 +580,8 @@ class RemoteReceiver(AsyncReceiver[R]):
 
         Raises:
             TypeError: this channel does not carry groups, or belongs to a pipeline, which has to see every record.
-            InvalidRecord: the next group has no room in an empty batch; `receive` still gives it.
-            anyio.EndOfStream: all senders are gone, and all that they sent was received.
+            InvalidRecord: the next group has no room in an empty batch; `receive` still returns it.
+            anyio.EndOfStream: all senders have closed, and all that they sent was received.
             PeerLost: a sender died; what it had sent was received before.
         """
         if self.schema.kind != "group" or self._listener is not None:
@@ -566,14 +596,14 @@ class RemoteReceiver(AsyncReceiver[R]):
                 else:
                     self._until_checkpoint -= 1
                     if self._until_checkpoint <= 0:
-                        await self._breathe()
+                        await self._checkpoint()
         except anyio.EndOfStream:
             if not packer.groups:
                 raise
             return packer.pack()
 
     def _pack_from(self, peer: Peer, bundle: Bundle, packer: Packer) -> bool:
-        """Copy the next groups of a bundle into `packer`, as many as it has room for; whether it was full before."""
+        """Copy the next groups of a bundle into `packer`, as many as fit; return whether it was full before."""
         try:
             taken = peer.reader.pack(bundle, self._index, packer)
         except (StaleDescriptor, InvalidRecord) as error:
@@ -595,23 +625,23 @@ class RemoteReceiver(AsyncReceiver[R]):
             if not self._arrivals and self._failure is None and not self._ended():
                 await self._waiting.wait()
 
-    async def _breathe(self) -> None:
-        """Let other tasks run, and let a cancellation in before anything was moved."""
+    async def _checkpoint(self) -> None:
+        """Let other tasks run, and allow a cancellation before anything is moved."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for."""
+        """Return what this end holds and waits for."""
         peers = [peer for peer in self.peers.values() if peer.open]
         for peer in peers:
             peer.collect_releases()
         return ChannelStatistics(
             transport=self._transport,
-            capacity=self._terms.capacity * max(1, len(peers)),
+            capacity=self._config.capacity * max(1, len(peers)),
             items=sum(peer.sequence - peer.returned - peer.unreturned_records for peer in peers),
-            capacity_bytes=self._terms.capacity_bytes * max(1, len(peers)),
+            capacity_bytes=self._config.capacity_bytes * max(1, len(peers)),
             nbytes=sum(peer.nbytes - peer.released_bytes for peer in peers),
-            sent=self._received + self._waiting_here,
+            sent=self._received + self._queued,
             received=self._received,
             senders=len(peers),
             waiting_for=self._clock.waiting_for,
@@ -619,30 +649,30 @@ class RemoteReceiver(AsyncReceiver[R]):
         )
 
     async def aclose(self) -> None:
-        """Close this end; senders get PeerClosed. AsyncCloseable twice is fine."""
+        """Close this end; senders get PeerClosed. Closing twice is fine."""
         if self._closed:
             return
         for peer in self.peers.values():
-            self._credit_returner.give(peer)
+            self._credit_returner.return_credit(peer)
         self._on_readable()
         self._closed = True
         self._credit_returner.close()
         self._loop.remove_reader(self._fd)
-        if self._absence is not None:
-            self._absence.cancel()
+        if self._absence_timer is not None:
+            self._absence_timer.cancel()
         self._waiting.wake_all()
         with anyio.CancelScope(shield=True):
             try:
                 for peer in list(self.peers.values()):
                     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                        if (
-                            not peer.open and not peer.disconnected_for_error
-                        ):  # the CloseAck that was said before may come too late
+                        if not peer.open and not peer.disconnected_for_error:
+                            # again: the CloseAck that was sent before may arrive too late
                             await peer.control.send(CloseAck())
                         await peer.control.send(Closed())
-            finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
+            finally:  # a shield stops anyio's cancellations, not asyncio's own, such as that of Ctrl-C
                 try:
                     await self._close_resources()
+
                 finally:
                     self._socket.close()
                     # With the peers, their segments are unmapped now, not when cycles are collected.

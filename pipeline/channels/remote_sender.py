@@ -1,7 +1,7 @@
-"""The sending end of a channel to another process: what shm and tcp have in common.
+"""The sending end of a channel to another process: the part that shm and tcp share.
 
-A line is one connection: a ZeroMQ socket, what notices its end, an outlet, and the credit that the receiver gave. All
-clones of a sender share it.
+A connection is a ZeroMQ socket, a control that detects its end, a payload writer, and the credit that the receiver
+gave. All clones of a sender share it.
 """
 
 from __future__ import annotations
@@ -49,63 +49,68 @@ __all__ = ["RemoteSender", "SenderConnection"]
 log = get_logger("penstock.channel")
 
 FLUSH_AT = 64
-"""Records in one message: beyond this a message a batch costs nothing measurable."""
+"""Records in one message: a larger batch saves nothing measurable."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long a closing sender waits for a receiver that lives but does not answer."""
+"""How long a closing sender waits for a receiver that is connected but does not answer."""
 
 
 class SenderConnection:
     """The connection that all clones of a sender share."""
 
     def __init__(
-        self, control: SenderControl, welcome: Accept, writer: PayloadWriter, socket: zmq.Socket[bytes]
+        self, control: SenderControl, accepted: Accept, writer: PayloadWriter, socket: zmq.Socket[bytes]
     ) -> None:
         self.writer = writer
-        self.welcome = welcome
-        """What the receiver granted."""
+        self.accepted = accepted
+        """The receiver's answer, with the credit that it granted."""
         self.ends = 0
         """Open clones."""
         self.sent = 0
         """Sequence number of the last record."""
         self.failure: PeerClosed | PeerLost | InvalidRecord | None = None
-        """Why nothing can be sent any more: the receiver has gone, or a record was changed before it was copied."""
+        """Why nothing can be sent any more: the receiver closed or died, or a record was changed before it was
+        copied."""
         self.failed = anyio.Event()
         """Set with `failure`."""
         self.disconnected = anyio.Event()
-        """Set when the connection has ended, and all that came on it was heard."""
+        """Set when the connection has ended, and all messages that arrived on it were handled."""
         self.on_ended: Origin | None = None
-        """Is told how trajectories ended."""
+        """Called with the outcomes of trajectories."""
         self.waiting = Waiters()
         self._control = control
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._credit_requested = False
-        """Whether the receiver was told that credit is wanted, and gave none since. Who has no record left need not."""
+        """Whether credit was requested, and none granted since. It need not be while all records are in flight."""
         self._unsent = 0
-        """Records that were taken in since the last message."""
-        self._disconnected = False
-        """Whether the socket has nobody to send to any more."""
+        """Records that were placed since the last message."""
+        self._unreachable = False
+        """Whether the socket has no connection any more."""
         self._close_sent: Leaving | None = None
-        """What was said last."""
+        """The last Close that was sent."""
         self.close_acknowledged = False
-        """Whether the receiver has answered a goodbye."""
+        """Whether the receiver has answered a Close."""
         self.body_failed = False
-        """Whether an `async with` of this connection was left by an exception."""
+        """Whether the body of an `async with` of this connection raised."""
         self._flush_scheduled = False
         self._close_done = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
         self._watch = self._loop.create_task(self._until_lost(), name="penstock sender watch")
-        self.tell(Publish(()))  # nothing yet: from now on the receiver knows this connection
+        self.send(Publish(()))  # empty: it shows the receiver that this connection works
 
     async def _until_lost(self) -> None:
-        """Until the receiver closes the channel, dies or falls silent: then nothing can be sent any more."""
-        failure = await self._control.lost(self.welcome.name)
-        self.drain()  # it may have said why
-        self.close_acknowledged |= self._control.close_acknowledged
+        """Wait until the receiver has closed, died or become unresponsive, and fail then."""
+        failure = await self._control.lost(self.accepted.name, self._on_control_message)
+        self.drain()  # a message may hold the reason
         self._fail(failure)
+
+    def _on_control_message(self, message: Message) -> None:
+        """Handle a message that arrived beside the ZeroMQ socket, after all that have arrived on it."""
+        self.drain()
+        self._handle(message)
 
     def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:
         if self.failure is None:
@@ -115,22 +120,28 @@ class SenderConnection:
         self.waiting.wake_all()
 
     def place(self, record: Record) -> bool:
-        """Take `record` in if there is credit for it, and tell whether there was.
+        """Place `record` if there is credit for it, and return whether there was.
 
         Raises:
-            InvalidRecord: it is not what its schema says.
-            PeerClosed, PeerLost: nobody will ever give credit for it.
-            RecordTooLarge: there will never be enough.
+            InvalidRecord: it does not conform to its schema.
+            PeerClosed, PeerLost: the connection has ended.
+            RecordTooLarge: it needs more credit than there can be.
         """
         if self.failure is not None:
             raise self.failure
-        if self._disconnected:
+        if self._unreachable:
             return False
         writer = self.writer
         while True:
+            # There are four cases:
+            #
+            # 1. There is credit: the record is placed.
+            # 2. There is not enough, and the receiver may be withholding some: it is requested, once; then try again.
+            # 3. There is not enough, and granted credit has arrived meanwhile: handle it, and try again.
+            # 4. There is not enough, and none has arrived: the caller waits.
             if not writer.full:
                 form, lengths, contiguous = record.schema.laid_out(record)
-                if self._taken_in(form, lengths, record.header(), contiguous):
+                if self._place_columns(form, lengths, record.header(), contiguous):
                     break
             if self._credit_requested or writer.full:
                 in_flight = writer.items
@@ -148,83 +159,90 @@ class SenderConnection:
             self._loop.call_soon(self.flush)
         return True
 
-    def _taken_in(self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Sequence[Array]) -> bool:
+    def _place_columns(self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Sequence[Array]) -> bool:
         try:
             return self.writer.place(form, lengths, header, columns, self.sent + 1)
-        except InvalidRecord as error:  # it is one of those before
+        except InvalidRecord as error:  # of a record that was placed before
             self._fail(error)
             raise
 
     def request_credit(self) -> None:
-        """Want the credit that the receiver holds back. It cannot know how many bytes the next record takes."""
+        """Request the credit that the receiver is withholding. It cannot know how many bytes the next record takes."""
         self._credit_requested = True
         if not (self._close_sent or self._socket.closed):
-            self.tell(CreditRequest())
+            self.send(CreditRequest())
 
     def request_credit_soon(self) -> None:
-        """Want it for the next look at what is in flight. Safe from any thread."""
+        """Request credit, so that the next `statistics` is accurate. Safe from any thread."""
         if self.writer.items and not self._credit_requested:
             with suppress(RuntimeError):  # the loop was closed under an open sender
                 self._loop.call_soon_threadsafe(self.request_credit)
 
     def full(self) -> ChannelFull:
-        """The error that says what is in flight."""
-        if self._disconnected:
-            return ChannelFull(f"the connection to {self.welcome.name} is gone, and the reason is not known yet")
+        """Return the error that reports what is in flight."""
+        if self._unreachable:
+            return ChannelFull(f"the connection to {self.accepted.name} has ended, and the reason is not known yet")
         return ChannelFull(
-            f"{self.writer.items} of {self.welcome.capacity} records and {self.writer.nbytes} of "
-            f"{self.welcome.capacity_bytes} bytes are in flight to {self.welcome.name}"
+            f"{self.writer.items} of {self.accepted.capacity} records and {self.writer.nbytes} of "
+            f"{self.accepted.capacity_bytes} bytes are in flight to {self.accepted.name}"
         )
 
     def flush(self) -> None:
-        """Let what was taken in go."""
+        """Send the records that were placed."""
         self._flush_scheduled = False
-        if self._unsent and self._connected:
+        if self._unsent and self._can_send:
             self._unsent = 0
             try:
                 self.writer.post(self._socket)
-            except zmq.Again:  # ZeroMQ refuses to send when the other end is gone
-                self._disconnect()
+            except zmq.Again:  # ZeroMQ does not send without a connection
+                self._on_unreachable()
             except InvalidRecord as error:
-                log.exception("record_changed", peer=self.welcome.name)
+                log.exception("record_changed", peer=self.accepted.name)
                 self._fail(error)
             self.drain()
 
     @property
-    def _connected(self) -> bool:
-        return self.failure is None and not self._disconnected
+    def _can_send(self) -> bool:
+        return self.failure is None and not self._unreachable
 
-    def _disconnect(self) -> None:
-        """There is nobody to send to: what notices the receiver's end is about to tell why."""
-        if not self._disconnected:
-            self._disconnected = True
+    def _on_unreachable(self) -> None:
+        """Note that the socket has no connection; the control is about to report the reason."""
+        if not self._unreachable:
+            self._unreachable = True
             self._control.disconnected()
 
-    def tell(self, message: Message) -> None:
-        """Send a message of control, after the descriptors that precede it."""
+    def send(self, message: Message) -> None:
+        """Send a message, after the descriptors that precede it."""
         self.flush()
-        if self._connected:
+        if self._can_send:
             try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
-                self._disconnect()
+                self._on_unreachable()
             self.drain()
 
     def drain(self) -> None:
-        """Hear all that the receiver has said."""
+        """Handle all messages that have arrived from the receiver."""
         while not self._socket.closed:
             events = int(self._socket.getsockopt(EVENTS))
             if not events & POLLIN:
                 if not events & POLLOUT:
-                    self._disconnect()
+                    self._on_unreachable()
                     self.disconnected.set()
                 return
             try:
                 self._handle(decode(self._socket.recv(zmq.NOBLOCK)))
-            except (ProtocolMismatch, StaleDescriptor) as error:
-                log.warning("message_rejected", peer=self.welcome.name, reason=str(error))
+            except ProtocolMismatch as error:
+                log.warning("message_rejected", peer=self.accepted.name, reason=str(error))
 
     def _handle(self, message: Message) -> None:
+        """Handle a message of the receiver, whichever way it came; one that cannot be is logged and ignored."""
+        try:
+            self._dispatch(message)
+        except StaleDescriptor as error:
+            log.warning("message_rejected", peer=self.accepted.name, reason=str(error))
+
+    def _dispatch(self, message: Message) -> None:
         match message:
             case CreditGrant(spans):
                 self._credit_requested = False
@@ -236,44 +254,44 @@ class SenderConnection:
                     for group, repetitions, state, step in entries:
                         self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
             case Closed():
-                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, closed the channel"))
-                self._control.disconnected()  # the receiver waits until it is heard
+                self._fail(PeerClosed(f"{self.accepted.name}, the receiver, closed the channel"))
+                self._control.disconnected()  # the receiver waits for the end of the connection
             case Reject(_, reason):
-                self._fail(PeerClosed(f"{self.welcome.name}, the receiver, gave this sender up: {reason}"))
+                self._fail(PeerClosed(f"{self.accepted.name}, the receiver, disconnected this sender: {reason}"))
                 self._control.disconnected()
             case CloseAck():
                 self.close_acknowledged = True
                 self._close_done.set()
             case _:
-                log.warning("unexpected_message", message=type(message).__name__, peer=self.welcome.name)
+                log.warning("unexpected_message", message=type(message).__name__, peer=self.accepted.name)
 
     def send_close(self, how: Leaving) -> None:
-        """Nothing more comes from here. Saying it twice is fine."""
+        """Send that nothing more comes from here. Calling it twice is fine."""
         if self._close_sent in {None, "staying"} and how != self._close_sent:
-            if self._connected:
+            if self._can_send:
                 self._close_done = anyio.Event()
             self._close_sent = how
-            self.tell(Close(self.sent, how))
+            self.send(Close(self.sent, how))
 
-    async def closed_by_peer(self) -> bool:
-        """Wait until the receiver has heard the goodbye, or is gone, and return whether it has heard it."""
+    async def wait_close_acknowledged(self) -> bool:
+        """Wait until the receiver has acknowledged the Close, or disconnected; return whether it acknowledged."""
         await self._close_done.wait()
         return self.close_acknowledged
 
     async def close(self) -> None:
-        """Say goodbye, wait until the receiver has everything, and let go."""
+        """Send Close, wait until the receiver has everything, and release the connection."""
         if self._close_sent is None:
             self.send_close("failed" if self.body_failed else "done")
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as bound:
                 await self._close_done.wait()
             if bound.cancelled_caught:
-                log.warning("close_timeout", peer=self.welcome.name, waited_s=CLOSE_TIMEOUT_S)
-        finally:  # a shield keeps out anyio's cancellations, not asyncio's own, which Ctrl-C is
-            await self._let_go()
+                log.warning("close_timeout", peer=self.accepted.name, waited_s=CLOSE_TIMEOUT_S)
+        finally:  # a shield stops anyio's cancellations, not asyncio's own, such as that of Ctrl-C
+            await self._release()
 
-    async def _let_go(self) -> None:
-        """Close what the line consists of."""
+    async def _release(self) -> None:
+        """Close the parts of the connection."""
         self._watch.cancel()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
@@ -287,132 +305,133 @@ class SenderConnection:
 class RemoteSender(AsyncCloseable, Generic[R]):
     """The sending end of a channel to another process; see `SendChannel`."""
 
-    def __init__(self, line: SenderConnection, transport: str) -> None:
-        self._line = line
+    def __init__(self, connection: SenderConnection, transport: str) -> None:
+        self._connection = connection
         self._transport = transport
         self._clock = WaitClock()
         self._closed = False
         self._until_checkpoint = CHECKPOINT_EVERY
-        line.ends += 1
+        connection.ends += 1
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<RemoteSender {self._transport} to {self._line.welcome.name}: {state}, {self._line.sent} sent>"
+        receiver, sent = self._connection.accepted.name, self._connection.sent
+        return f"<RemoteSender {self._transport} to {receiver}: {state}, {sent} sent>"
 
     def send_nowait(self, record: R, /) -> None:
-        """Hand over `record` if there is credit for it now; see `SendChannel.send_nowait`."""
+        """Send `record` if there is credit for it now; see `SendChannel.send_nowait`."""
         if self._closed:
             raise anyio.ClosedResourceError
-        if not self._line.place(record):
-            raise self._line.full()
+        if not self._connection.place(record):
+            raise self._connection.full()
 
     async def send(self, record: R, /) -> None:
-        """Hand over `record`, waiting for credit if need be; see `SendChannel.send`."""
+        """Send `record`, waiting for credit if need be; see `SendChannel.send`."""
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
             self._until_checkpoint = CHECKPOINT_EVERY
             await anyio.lowlevel.checkpoint()
         if self._closed:
             raise anyio.ClosedResourceError
-        if self._line.waiting or not self._line.place(record):
+        if self._connection.waiting or not self._connection.place(record):
             with self._clock.waiting("credit"):
                 await self._send_after_waiting(record)
 
     async def _send_after_waiting(self, record: R) -> None:
-        line, first = self._line, False
+        connection, first = self._connection, False
         while True:
-            line.flush()  # hears of credit too, which no wake-up will announce again: so try before waiting
+            connection.flush()  # also handles granted credit, which causes no other wake-up: so try before waiting
             if self._closed:
                 raise anyio.ClosedResourceError
-            if (first or not line.waiting) and line.place(record):
-                line.waiting.wake_one()  # one release may have made room for several
+            if (first or not connection.waiting) and connection.place(record):
+                connection.waiting.wake_one()  # one release may have made room for several
                 return
-            await line.waiting.wait(first=first)
+            await connection.waiting.wait(first=first)
             first = True
 
     def tell(self, observed: bytes) -> None:
-        """Pass on what this process has observed, encoded; it arrives after all that was sent before."""
+        """Send what this process has observed, encoded; it arrives after all that was sent before."""
         if not self._closed:
-            self._line.tell(Telemetry(observed))
+            self._connection.send(Telemetry(observed))
 
     def on_ended(self, listener: Origin) -> None:
-        """Have `listener` told how trajectories ended that were sent here."""
-        self._line.on_ended = listener
+        """Have `listener` called with the outcomes of trajectories that were sent here."""
+        self._connection.on_ended = listener
 
     @property
     def failure(self) -> PeerClosed | PeerLost | InvalidRecord | None:
-        """What `send` raises from now on; None while all is well.
+        """Return the error that `send` raises from now on; None while there is none.
 
         The receiver closed the channel, or died; or a record was changed after `send` and before it was copied, and
-        the connection is given up.
+        the connection is closed.
         """
-        return self._line.failure
+        return self._connection.failure
 
     async def gone(self) -> None:
-        """Wait until the receiver closed the channel, or died: `failure` says which."""
-        await self._line.failed.wait()
+        """Wait until the receiver closed the channel, or died: `failure` is the reason."""
+        await self._connection.failed.wait()
 
     async def disconnected(self) -> None:
-        """Wait until the connection has ended, so that all was heard which the receiver had said."""
-        await self._line.disconnected.wait()
+        """Wait until the connection has ended, and all messages of the receiver were handled."""
+        await self._connection.disconnected.wait()
 
     def send_close(self, how: Leaving = "staying") -> None:
-        """Tell the receiver that nothing more comes from this end and its clones, and go on hearing what it says."""
-        self._line.send_close(how)
+        """Notify the receiver that nothing more comes from this end and its clones, and go on handling its messages."""
+        self._connection.send_close(how)
 
     async def close_acknowledged(self) -> bool:
-        """Wait until the receiver has heard `send_close`, or is gone, and return whether it has heard it."""
-        return await self._line.closed_by_peer()
+        """Wait until the receiver has acknowledged `send_close`, or disconnected; return whether it acknowledged."""
+        return await self._connection.wait_close_acknowledged()
 
     @property
     def counts_members(self) -> bool:
-        """Whether the receiver counts senders by name, and waits until this one has said that it is done."""
-        return self._line.welcome.counts_members
+        """Return whether the receiver counts senders by name, and waits until this one is done."""
+        return self._connection.accepted.counts_members
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close; where the body raised, the receiver is told that this sender did not come to its end."""
-        self._line.body_failed |= kind is not None
+        """Close; where the body raised, the receiver is notified that this sender is not done."""
+        self._connection.body_failed |= kind is not None
         await self.aclose()
 
     def clone(self) -> RemoteSender[R]:
-        """Another sending end of the same connection.
+        """Return another sending end of the same connection.
 
         Raises:
             anyio.ClosedResourceError: this end is closed.
         """
         if self._closed:
             raise anyio.ClosedResourceError
-        return RemoteSender(self._line, self._transport)
+        return RemoteSender(self._connection, self._transport)
 
     async def aclose(self) -> None:
-        """Close this end; with the last one, wait until the receiver has everything. AsyncCloseable twice is fine.
+        """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine.
 
         Raises:
             InvalidRecord: a record was changed before it was copied: it was not sent, nor was anything after it.
         """
         if not self._closed:
             self._closed = True
-            self._line.ends -= 1
-            if not self._line.ends:
-                await self._line.close()
-                if isinstance(self._line.failure, InvalidRecord):
-                    raise self._line.failure
+            self._connection.ends -= 1
+            if not self._connection.ends:
+                await self._connection.close()
+                if isinstance(self._connection.failure, InvalidRecord):
+                    raise self._connection.failure
 
     def statistics(self) -> ChannelStatistics:
-        """What this end holds and waits for. What credit the receiver holds back is asked for, for the next look."""
-        line = self._line
-        line.request_credit_soon()
+        """Return what this end holds and waits for. Requests withheld credit, so that the next call is accurate."""
+        connection = self._connection
+        connection.request_credit_soon()
         return ChannelStatistics(
             transport=self._transport,
-            capacity=line.welcome.capacity,
-            items=line.writer.items,
-            capacity_bytes=line.welcome.capacity_bytes,
-            nbytes=line.writer.nbytes,
-            sent=line.sent,
-            received=line.sent - line.writer.items,
-            senders=line.ends,
+            capacity=connection.accepted.capacity,
+            items=connection.writer.items,
+            capacity_bytes=connection.accepted.capacity_bytes,
+            nbytes=connection.writer.nbytes,
+            sent=connection.sent,
+            received=connection.sent - connection.writer.items,
+            senders=connection.ends,
             waiting_for=self._clock.waiting_for,
             waited_s=self._clock.waited_s,
         )

@@ -1,8 +1,8 @@
-"""A sender that outlives its receiver: what it sent it keeps until a checkpoint holds it, and offers again.
+"""A sender that outlives its receiver: it keeps each record until a checkpoint holds it, and sends it again if need be.
 
-When the receiver is gone it looks for one again, and offers what it keeps, in order, before anything new. What it then
-need not have offered, because it is in flight there or was trained, the ledger there refuses. Knows nothing about
-checkpoints but that the receiver says what is `saved`: of what was trained, and of what was dropped.
+When the receiver has disconnected, it connects to a new one, and sends the records that it keeps, in order, before
+any new one. The ledger there refuses those that are not needed, because they are in flight there or were trained. Knows
+nothing about checkpoints but that the receiver reports trajectories as `saved`: those trained, and those dropped.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ __all__ = ["ReplayingSender", "connect_with_replay"]
 log = get_logger("penstock.channel")
 
 DEFAULT_CAPACITY = 4096
-"""Records: what is sent between two checkpoints, and then some."""
+"""Records: more than are sent between two checkpoints."""
 
 DEFAULT_CAPACITY_BYTES = 2**30
 
 RECONNECT_TIMEOUT_S = 3600.0
-"""How long a receiver may be gone: a machine that is found, a model that is loaded."""
+"""How long there may be no receiver: a new machine has to be found and a model loaded."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
-"""A receiver that is not there is no event to wait for."""
+"""Retries are timed, because the start of a receiver is no event that can be awaited."""
 
-LAST_WORDS_S = 1.0
-"""How long what a receiver said before it closed may be on its way."""
+LAST_MESSAGES_S = 1.0
+"""How long messages that a receiver sent before it closed may be in flight."""
 
-_GONE = (PeerClosed, PeerLost)
-_NOT_THERE = (MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
+_DISCONNECTED = (PeerClosed, PeerLost)
+_UNAVAILABLE = (MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
 
 
 @dataclass(slots=True, eq=False)
 class _Retained:
-    """A record until it is saved."""
+    """A record that is kept until it is saved."""
 
     record: TrajectoryGroup
     unsaved: int
-    """Repetitions, as a bit mask."""
+    """Its repetitions that are not saved, as a bit mask."""
     offered: bool = False
     """Whether it was sent at least once."""
 
@@ -69,131 +69,131 @@ class ReplayingSender:
         self._capacity = whole_number("capacity", capacity)
         self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         self._reconnect_timeout_s = finite_number("reconnect_timeout_s", reconnect_timeout_s, zero=True)
-        self._kept: dict[_Retained, None] = {}
+        self._unsaved: dict[_Retained, None] = {}
         """In the order in which they were sent."""
         self._by_group: dict[GroupId, list[_Retained]] = {}
         self._nbytes = 0
-        self._line: RemoteSender[TrajectoryGroup] | None = None
-        """The connection, while there is one and all that was kept has been offered on it."""
+        self._connection: RemoteSender[TrajectoryGroup] | None = None
+        """The connection, while there is one and all kept records have been sent on it."""
         self._failure: Exception | None = None
-        """Why there will be none."""
+        """Why there will be no connection any more."""
         self._name = name
         self._counted = name is not None
-        """Whether a receiver may wait to hear that this sender is done: the newest one told whether it does."""
+        """Whether a receiver may wait until this sender is done: the newest one decided it."""
         self._finished = False
-        """Whether nothing more comes, all of it is saved, and a receiver that waits to hear so has."""
+        """Whether nothing more comes, all of it is saved, and every receiver that has to know this does."""
         self._changed = Waiters()
         self._clock = WaitClock()
 
     def __repr__(self) -> str:
-        state = "connected" if self._line is not None else "looking for a receiver"
-        return f"<ReplayingSender: {state}, {len(self._kept)} records unsaved>"
+        state = "connected" if self._connection is not None else "connecting"
+        return f"<ReplayingSender: {state}, {len(self._unsaved)} records unsaved>"
 
     @property
     def unsaved(self) -> int:
-        """Records that no checkpoint is known to hold."""
-        return len(self._kept)
+        """Return the number of records that no checkpoint is known to hold."""
+        return len(self._unsaved)
 
     async def send(self, record: TrajectoryGroup, /) -> None:
-        """Hand over `record`, waiting for a receiver and for credit if need be. Cancelled, it has sent nothing.
+        """Send `record`, waiting for a receiver and for credit if need be. Cancelled, it has sent nothing.
 
         Raises:
             ReplayBufferFull: so much is kept already that `record` has no room.
-            NobodyListens, PeerLost, PeerClosed: no receiver came back within the time that was given.
+            NobodyListens, PeerLost, PeerClosed: no receiver was available within the time that was given.
             RecordTooLarge: it would not fit an empty channel.
         """
-        kept = self._keep(record)
+        retained = self._retain(record)
         try:
-            while not await self._offer(kept, await self._connected()):
+            while not await self._offer(retained, await self._connected()):
                 pass
         except BaseException:
-            self._forget(kept)
+            self._forget(retained)
             raise
 
-    def _keep(self, record: TrajectoryGroup) -> _Retained:
-        if len(self._kept) >= self._capacity or self._nbytes + record.nbytes > self._capacity_bytes:
+    def _retain(self, record: TrajectoryGroup) -> _Retained:
+        if len(self._unsaved) >= self._capacity or self._nbytes + record.nbytes > self._capacity_bytes:
             raise ReplayBufferFull(
                 f"expected at most {self._capacity} records and {self._capacity_bytes} bytes that no checkpoint holds, "
-                f"got another one of {record.nbytes} bytes on top of {len(self._kept)} and {self._nbytes}: let "
+                f"got another one of {record.nbytes} bytes on top of {len(self._unsaved)} and {self._nbytes}: let "
                 f"SinkTrainer write checkpoints more often (checkpoint_every), or raise capacity and capacity_bytes"
             )
-        kept = _Retained(record, mask_of(record.repetition_ids.tolist()))
-        self._kept[kept] = None
-        self._by_group.setdefault(record.id, []).append(kept)
+        retained = _Retained(record, mask_of(record.repetition_ids.tolist()))
+        self._unsaved[retained] = None
+        self._by_group.setdefault(record.id, []).append(retained)
         self._nbytes += record.nbytes
-        return kept
+        return retained
 
-    def _forget(self, kept: _Retained) -> None:
-        if kept not in self._kept:  # saved meanwhile, with another record of the group
+    def _forget(self, retained: _Retained) -> None:
+        if retained not in self._unsaved:  # saved meanwhile, with another record of the group
             return
-        del self._kept[kept]
-        alike = self._by_group[kept.record.id]
-        alike.remove(kept)
+        del self._unsaved[retained]
+        alike = self._by_group[retained.record.id]
+        alike.remove(retained)
         if not alike:
-            del self._by_group[kept.record.id]
-        self._nbytes -= kept.record.nbytes
+            del self._by_group[retained.record.id]
+        self._nbytes -= retained.record.nbytes
 
     async def _connected(self) -> RemoteSender[TrajectoryGroup]:
         with self._clock.waiting("receiver"):
-            while self._line is None:
+            while self._connection is None:
                 if self._failure is not None:
                     raise self._failure
                 await self._changed.wait()
-        return self._line
+        return self._connection
 
-    async def _offer(self, kept: _Retained, line: RemoteSender[TrajectoryGroup]) -> bool:
-        """Whether `kept` could be sent on `line`."""
+    async def _offer(self, retained: _Retained, connection: RemoteSender[TrajectoryGroup]) -> bool:
+        """Send `retained` on `connection`; return False where the connection ended before it was sent."""
         try:
-            await line.send(kept.record)
-        except _GONE:
-            while self._line is line:
+            await connection.send(retained.record)
+        except _DISCONNECTED:
+            while self._connection is connection:
                 await self._changed.wait()
             return False
-        kept.offered = True
+        retained.offered = True
         return True
 
     def _handle(self, group: GroupId, mask: int, state: str, step: int) -> None:
-        """The receiver says what became of some trajectories; what is saved need not be kept."""
+        """Forget the records whose trajectories the receiver reports as saved."""
         del step
         if state == "saved":
-            for kept in list(self._by_group.get(group, ())):
-                kept.unsaved &= ~mask
-                if not kept.unsaved:
-                    self._forget(kept)
+            for retained in list(self._by_group.get(group, ())):
+                retained.unsaved &= ~mask
+                if not retained.unsaved:
+                    self._forget(retained)
             self._changed.wake_all()
 
     async def finish(self) -> None:
-        """Say that nothing more comes, and wait until everything is saved.
+        """Close, and wait until everything is saved.
 
-        A receiver that counts this sender by its name has to hear that it is done: where the connection ends before, it
-        is told on the next one.
+        A receiver that counts this sender by its name has to know that it is done: where the connection ends before
+        that, Close is sent on the next one.
 
         Raises:
-            NobodyListens, PeerLost, PeerClosed: no receiver came back within the time that was given.
+            NobodyListens, PeerLost, PeerClosed: no receiver was available within the time that was given.
         """
-        heard = False
+        acknowledged = False
         try:
-            while self._kept or (self._counted and not heard):
-                heard = await self._say_goodbye(await self._connected())
-        except _NOT_THERE as error:
-            if not self._kept:
+            while self._unsaved or (self._counted and not acknowledged):
+                acknowledged = await self._close(await self._connected())
+        except _UNAVAILABLE as error:
+            if not self._unsaved:
                 error.add_note(
-                    f"everything that {self._name!r} sent is saved, but no receiver heard that it is done: start it "
-                    f"again for the next run that counts senders by name"
+                    f"everything that {self._name!r} sent is saved, but no receiver acknowledged that it is done: "
+                    f"start it again for the next run that counts senders by name"
                 )
             raise
         self._finished = True
 
-    async def _say_goodbye(self, line: RemoteSender[TrajectoryGroup]) -> bool:
-        """Say on `line` that nothing more comes, and return whether it was heard, when all is saved or `line` ended."""
-        line.send_close()
-        with self._clock.waiting("checkpoint" if self._kept else "receiver"):
-            heard = await line.close_acknowledged()
-            while self._line is line and (self._kept or not heard):
+    async def _close(self, connection: RemoteSender[TrajectoryGroup]) -> bool:
+        """Send Close; return whether it was acknowledged, when all is saved or the connection has ended."""
+        connection.send_close()
+        with self._clock.waiting("checkpoint" if self._unsaved else "receiver"):
+            acknowledged = await connection.close_acknowledged()
+            while self._connection is connection and (self._unsaved or not acknowledged):
                 await self._changed.wait()
-        return heard
+        return acknowledged
 
-    # -- looking for a receiver --------------------------------------------------------------------------------------
+    # -- connecting --------------------------------------------------------------------------------------------------
 
     async def stay_connected(
         self,
@@ -203,7 +203,7 @@ class ReplayingSender:
         heartbeat_timeout_s: float | None,
         tokenizer: TokenizerIdentity | None,
     ) -> None:
-        """Connect, and connect again, until cancelled or patience is at its end."""
+        """Connect, and reconnect, until cancelled or there was no receiver for too long."""
         retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
         while True:
             try:
@@ -216,16 +216,16 @@ class ReplayingSender:
                     heartbeat_timeout_s=heartbeat_timeout_s,
                     tokenizer=tokenizer,
                 )
-                async with connected as line:
-                    line.on_ended(self._handle)
+                async with connected as connection:
+                    connection.on_ended(self._handle)
                     try:
-                        await self._use(line)
+                        await self._use(connection)
                     finally:
                         if self._finished:
-                            line.send_close("done")
-                    log.warning("receiver_gone", reason=str(line.failure), unsaved=len(self._kept))
+                            connection.send_close("done")
+                    log.warning("receiver_gone", reason=str(connection.failure), unsaved=len(self._unsaved))
                 retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
-            except _NOT_THERE as error:
+            except _UNAVAILABLE as error:
                 if anyio.current_time() >= deadline:
                     self._failure = error
                     self._changed.wake_all()
@@ -233,36 +233,36 @@ class ReplayingSender:
             await anyio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
-    async def _use(self, line: RemoteSender[TrajectoryGroup]) -> None:
-        """SegmentOffer again what was sent, let `send` offer the rest, and return when the receiver is gone."""
-        for kept in [kept for kept in self._kept if kept.offered]:
-            if kept in self._kept and not await self._offer(kept, line):
+    async def _use(self, connection: RemoteSender[TrajectoryGroup]) -> None:
+        """Send again what was sent before, let `send` send the rest, and return when the connection has ended."""
+        for retained in [retained for retained in self._unsaved if retained.offered]:
+            if retained in self._unsaved and not await self._offer(retained, connection):
                 return
-        self._counted = line.counts_members
-        self._line = line
+        self._counted = connection.counts_members
+        self._connection = connection
         self._changed.wake_all()
         try:
-            await line.gone()
-            with anyio.move_on_after(LAST_WORDS_S):
-                await line.disconnected()
+            await connection.gone()
+            with anyio.move_on_after(LAST_MESSAGES_S):
+                await connection.disconnected()
         finally:
-            self._line = None
+            self._connection = None
             self._changed.wake_all()
 
     def statistics(self) -> ChannelStatistics:
-        """What is kept, and waited for."""
-        line = self._line.statistics() if self._line is not None else None
+        """Return what is kept, and what is waited for."""
+        connection = self._connection.statistics() if self._connection is not None else None
         return ChannelStatistics(
-            transport=line.transport if line else "none",
+            transport=connection.transport if connection else "none",
             capacity=self._capacity,
-            items=len(self._kept),
+            items=len(self._unsaved),
             capacity_bytes=self._capacity_bytes,
             nbytes=self._nbytes,
-            sent=line.sent if line else 0,
-            received=line.received if line else 0,
+            sent=connection.sent if connection else 0,
+            received=connection.received if connection else 0,
             senders=1,
-            waiting_for=self._clock.waiting_for or (line.waiting_for if line else ""),
-            waited_s=self._clock.waited_s + (line.waited_s if line else 0.0),
+            waiting_for=self._clock.waiting_for or (connection.waiting_for if connection else ""),
+            waited_s=self._clock.waited_s + (connection.waited_s if connection else 0.0),
         )
 
 
@@ -278,27 +278,27 @@ async def connect_with_replay(
     heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S,
     tokenizer: Any = None,
 ) -> AsyncIterator[ReplayingSender]:
-    """The sending end of a channel to a `SourceChannel`, for a process that outlives its trainer.
+    """Open the sending end of a channel to a `SourceChannel`, for a process that outlives its trainer.
 
     Leaving waits until a checkpoint holds everything that was sent and not dropped, and until a receiver that counts
-    this sender by its name has heard that it is done. A body that raises is left at once.
+    this sender by its name has acknowledged that it is done. A body that raises is left at once.
 
     Args:
-        url: where the receiver listens: the same after every start, or a file in which the newest one notes its own.
+        url: where the receiver listens: the same after every start, or a file to which the newest one writes its own.
         capacity: records that may be kept.
         capacity_bytes: bytes that may be kept.
         reconnect_timeout_s: how long there may be no receiver.
-        name: what this sender is called, the same after every restart; see `connect`.
-        key: what the receiver knows too, over tcp.
+        name: the name of this sender, the same after every restart; see `connect`.
+        key: the key that the receiver has too, over tcp.
         heartbeat_timeout_s: see `connect`.
         tokenizer: see `connect`.
 
     Raises:
-        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
-        TokenizersDiffer: a receiver has another tokenizer; it is not asked again.
-        MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
-        NobodyListens, PeerLost, PeerClosed: no receiver came back within `reconnect_timeout_s`. If all that was sent is
-            saved, a note says that only the end was not heard.
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite. TokenizersDiffer: a
+        receiver has another tokenizer; there is no retry. MemberNameRequired, TooManyMembers: a receiver counts senders
+        by name, and not this one; likewise. NobodyListens, PeerLost, PeerClosed: no receiver was available within
+        `reconnect_timeout_s`. If all that was sent
+            is saved, a note says that only the end was not acknowledged.
         MemberNameInUse: another sender of this name was connected for as long.
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(tokenizer_identity, tokenizer)

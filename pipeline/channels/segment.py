@@ -1,11 +1,11 @@
 """A segment: anonymous shared memory that one process writes and another reads.
 
-It has no name, so nothing is left behind by SIGKILL: the kernel frees it with its last holder. It is sealed against
+It has no name, so SIGKILL leaves nothing behind: the kernel frees it with its last holder. It is sealed against
 shrinking and allocated in full before use, so that a full machine is an error at the start and never a SIGBUS.
 
 First a table of `HEADER_BYTES` a slot, then the slots. The header of a span's first slot is the truth about it (state,
-generation, sequence, bytes; the state is written last), the descriptor on the socket only the doorbell. A span holds
-the columns of a bundle, and behind them its contents, which end with the span's bytes.
+generation, sequence, bytes; the state is written last), the descriptor on the socket only announces it. A span holds
+the columns of a bundle, followed by its contents, which end with the span's bytes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _HEADER = struct.Struct("<BxHIQQQ")
 FREE, WRITING, PUBLISHED = 0, 1, 2
 
 _MAP_POPULATE = mmap.MAP_POPULATE
-"""Faults every page in at once (19 ms for 256 MB) instead of one by one on the record path (560 ms)."""
+"""Faults in every page at once (19 ms for 256 MB) instead of one by one on the record path (560 ms)."""
 
 
 def segment_bytes(slots: int, slot_bytes: int) -> int:
-    """Bytes of a segment of `slots` slots."""
+    """Return the bytes of a segment of `slots` slots."""
     return _table_bytes(slots) + slots * slot_bytes
 
 
@@ -52,7 +52,7 @@ def _table_bytes(slots: int) -> int:
 
 
 class SegmentWriter:
-    """The producer's side. Blocks while it allocates: make it in a worker thread."""
+    """The producer's side. Blocks while it allocates: create it in a worker thread."""
 
     def __init__(self, slots: int, slot_bytes: int = DEFAULT_SLOT_BYTES) -> None:
         if slot_bytes % ALIGNMENT:
@@ -62,7 +62,7 @@ class SegmentWriter:
         self.nbytes = segment_bytes(slots, slot_bytes)
         purpose = f"{slots} slots of {slot_bytes} bytes"
         self.fd = allocate(self.nbytes, purpose, "lower capacity_bytes or the number of senders, or free memory")
-        """The segment's file descriptor, to be handed to the reader; open until `close`."""
+        """The segment's file descriptor, to be sent to the reader; open until `close`."""
         try:
             self._map = _mapped(self.fd, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
@@ -75,12 +75,12 @@ class SegmentWriter:
     def write(
         self, span: Span, contents: bytes, records: Iterable[Iterable[Array]], layout: Layout, *, checksum: bool = False
     ) -> None:
-        """Copy the columns of `records`, plain ones, into `span`; its header says "writing" until `publish`.
+        """Copy the columns of `records`, plain ones, into `span`; its header has the state "writing" until `publish`.
 
-        With `checksum`, one over them and the contents lies behind these.
+        With `checksum`, the contents are followed by one over columns and contents.
 
         Raises:
-            TypeError, ValueError: they are not as `layout` was told.
+            TypeError, ValueError: the columns do not fit `layout`.
         """
         target, views = self._bytes, self._typed
         _HEADER.pack_into(target, span.start * HEADER_BYTES, WRITING, 0, len(contents), span.generation, 0, 0)
@@ -96,7 +96,7 @@ class SegmentWriter:
                 end = begin + len(column)
                 try:
                     view[begin:end] = column
-                except ValueError:  # it begins at an odd address, which is too rare to look for
+                except ValueError:  # it begins at an odd address, which is too rare to check for
                     view[begin:end] = column.copy()
                 begin = end
             if begin != bases[index] + last:
@@ -107,13 +107,13 @@ class SegmentWriter:
         target[at : at + len(contents)] = contents
 
     def publish(self, span: Span, contents_bytes: int, nbytes: int) -> None:
-        """From now on the span is the reader's, also if this process is killed before it can say so."""
+        """Give the span to the reader, which finds it even if this process is killed before it sends the descriptor."""
         at, target = span.start * HEADER_BYTES, self._bytes
         _HEADER.pack_into(target, at, WRITING, span.records, contents_bytes, span.generation, span.sequence, nbytes)
         target[at] = PUBLISHED
 
     def free(self, span: Span) -> None:
-        """The reader has released the span."""
+        """Mark a span that the reader has released as free."""
         self._bytes[span.start * HEADER_BYTES] = FREE
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _joined(columns: Sequence[Any]) -> bytes:
 
 
 JOINED_ITEMS = 1024
-"""Columns of so few items in all are joined before they are copied: a copy of each costs more than its bytes."""
+"""Columns of so few items in total are joined before they are copied: a copy of each costs more than its bytes."""
 
 _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
 
@@ -161,7 +161,7 @@ class Lease:
         self, segment: SegmentReader, descriptor: Descriptor, address: int, released: Callable[[Descriptor, int], None]
     ) -> None:
         self.segment = segment
-        """Keeps the mapping alive, also when the sender is long gone."""
+        """Keeps the mapping alive, even after the sender has disconnected."""
         self.descriptor = descriptor
         self._released = released
         self.__array_interface__: dict[str, Any] = {
@@ -176,23 +176,23 @@ class Lease:
 
 
 class SegmentReader:
-    """The consumer's side: a read-only mapping of a segment that was handed over. Blocks while it maps."""
+    """The consumer's side: a read-only mapping of a segment that was received. Blocks while it maps."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
         """Map the segment; `fd` stays the caller's.
 
         Raises:
             OutOfSharedMemory: this process has no room to map it.
-            StaleDescriptor: the file is smaller than declared, could shrink under the reader, or has no slots.
+            StaleDescriptor: the file is smaller than declared, could be shrunk while it is read, or has no slots.
         """
         self.slots = slots
         self.slot_bytes = slot_bytes
         if slots < 1 or slot_bytes < ALIGNMENT:
             raise StaleDescriptor(f"expected at least one slot of {ALIGNMENT} bytes, got {slots} of {slot_bytes}")
         nbytes = segment_bytes(slots, slot_bytes)
-        size, loose = os.fstat(fd).st_size, may_shrink(fd)
-        if size < nbytes or loose:
-            can = "can" if loose else "cannot"
+        size, shrinkable = os.fstat(fd).st_size, may_shrink(fd)
+        if size < nbytes or shrinkable:
+            can = "can" if shrinkable else "cannot"
             raise StaleDescriptor(f"expected a segment of {nbytes} bytes that cannot shrink, got {size} that {can}")
         self._map = _mapped(fd, nbytes, mmap.PROT_READ)
         self._payload = _table_bytes(slots)
@@ -201,17 +201,17 @@ class SegmentReader:
         self._typed = typed(memoryview(self._map).cast("B"))
 
     def lease(self, descriptor: Descriptor, released: Callable[[Descriptor, int], None]) -> Array:
-        """The bytes of a bundle that has `contents`, as a read-only array that holds a lease on one of its records."""
+        """Return the bytes of a bundle that has `contents`, as a read-only array with a lease on one of its records."""
         return np.asarray(Lease(self, descriptor, self._address + descriptor.slot * self.slot_bytes, released))
 
     def columns(self, descriptor: Descriptor, places: Iterable[Place]) -> list[memoryview]:
-        """What lies at `places` of a bundle that has `contents`, to be copied before anything is awaited."""
+        """Return the columns at `places` of a bundle that has `contents`, to be copied before anything is awaited."""
         at, views = self._payload + descriptor.slot * self.slot_bytes, self._typed
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
         return [views[index][bases[index] + first : bases[index] + last] for index, first, last in places]
 
     def contents(self, descriptor: Descriptor) -> bytes:
-        """A copy of the contents of a bundle.
+        """Return a copy of the contents of a bundle.
 
         Raises:
             StaleDescriptor: the span is out of bounds, was reused, or is not published.
@@ -233,16 +233,16 @@ class SegmentReader:
         return self._map[at : at + contents_bytes]
 
     def check(self, descriptor: Descriptor, contents: bytes) -> bytes:
-        """Return `contents` of a bundle without the checksum behind them.
+        """Return `contents` of a bundle without the checksum that follows them.
 
         Raises:
-            ChecksumDiffers: what lies there is not what was written.
+            ChecksumDiffers: the bytes are not those that were written.
         """
         at = self._payload + descriptor.slot * self.slot_bytes
         return checked(contents, [self._bytes[at : at + descriptor.nbytes - aligned(len(contents))]])
 
     def published_after(self, sequence: int) -> list[Descriptor]:
-        """What the header table says is published beyond record `sequence`: for a sender that was killed.
+        """Return the published bundles beyond record `sequence`, from the header table, for a sender that was killed.
 
         Its last descriptors may never have left the process; the headers did.
         """

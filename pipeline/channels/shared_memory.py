@@ -1,9 +1,9 @@
-"""Memory that processes share, and that has no name: nothing is left of it when the last of them dies.
+"""Anonymous shared memory: nothing is left of it when the last process that holds it dies.
 
-It is a memfd, sealed so that no holder can cut off what another has mapped (that would be a SIGBUS), and its pages
-exist before anybody uses it, so that a full machine is an error at the start. Where there is no memfd (an old kernel, a
-sandbox that forbids it) it is a file in /dev/shm that was unlinked before anything was in it. Such a file cannot be
-sealed, so a reader takes one only where it could have no memfd itself.
+It is a memfd, sealed so that no holder can shrink what another has mapped (that would be a SIGBUS), and its pages are
+allocated before it is used, so that a full machine is an error at the start. Where there is no memfd (an old kernel, a
+sandbox that forbids it) it is a file in /dev/shm that was unlinked while it was empty. Such a file cannot be sealed, so
+a reader accepts one only where it could have no memfd itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .machine_memory import available_bytes
 
 __all__ = ["allocate", "may_shrink", "scratch"]
 
-FOLDER = Path("/dev/shm")  # noqa: S108 (what is made there has no name)
+FOLDER = Path("/dev/shm")  # noqa: S108 (files made there have no name)
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def allocate(nbytes: int, purpose: str, remedy: str) -> int:
-    """A file descriptor of `nbytes` bytes of shared memory, all of which exist; the caller closes it. Blocks.
+    """Return a file descriptor of `nbytes` bytes of allocated shared memory; the caller closes it. Blocks.
 
     Raises:
         OutOfSharedMemory: the machine, a control group, /dev/shm or a limit of this process has no room for them. The
@@ -47,7 +47,7 @@ def allocate(nbytes: int, purpose: str, remedy: str) -> int:
 
 
 def scratch(name: str) -> int:
-    """The file descriptor of an anonymous file in memory, empty yet; the caller closes it.
+    """Return the file descriptor of an anonymous file in memory, which is empty; the caller closes it.
 
     Raises:
         OutOfSharedMemory: there is neither a memfd nor a /dev/shm that can be written to.
@@ -65,7 +65,7 @@ def scratch(name: str) -> int:
 
 
 def may_shrink(fd: int) -> bool:
-    """Whether whoever holds the file could cut off what is mapped of it, although there was a way not to."""
+    """Return whether a holder could shrink the file while it is mapped, although this machine could prevent that."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # it lies on a disk

@@ -1,7 +1,7 @@
 """The shm transport: payload in shared-memory slots, descriptors over a ZeroMQ `ipc://` socket.
 
-The sender owns its segment, allocates in it alone, and hands it over at the door, a Unix socket beside the ZeroMQ one.
-The receiver maps it read-only and gives arrays that are views of the slots: nothing is copied until someone copies.
+The sender owns its segment, allocates in it alone, and passes it over a control connection, a Unix socket beside the
+ZeroMQ one. The receiver maps it read-only and makes arrays that are views of the slots: no transport copies them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from .checksum import CHECKSUM_BYTES
 from .control_connection import ControlConnection, connect_control
-from .handshake import greeting, handshake_timeout, offer_segment, request_session
+from .handshake import connect_message, handshake_timeout, offer_segment, request_session
 from .heartbeat import enable_heartbeats
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
@@ -55,17 +55,17 @@ DATA = "data"
 
 
 BUNDLE_SHARE = 4
-"""A bundle takes at most this part of what may be in flight: its bytes are credit again only when all of it is read."""
+"""A bundle takes at most this part of the capacity: its bytes are credit again only when all of it is read."""
 
 BUNDLE_BYTES = 2 * 2**20
-"""Beyond this a bundle grows no more: what writing it costs is its bytes by then, and they should stay in the cache."""
+"""Beyond this a bundle grows no more: its cost is by then that of its bytes, and they must stay in the cache."""
 
 CONTENTS_BYTES, PART_BYTES = 64, 32
-"""What the contents of a bundle take at most, and each record in them, beside the form and the headers."""
+"""Bytes that the contents of a bundle take at most, and each record in them, beside the form and the headers."""
 
 
 class _Bundle:
-    """Records of one form that will be written side by side; the span has room for all of them."""
+    """Records of one form that will be written side by side, in a span that has room for all of them."""
 
     __slots__ = ("candidates", "columns", "form", "parts", "room", "sequences", "span", "tokens")
 
@@ -74,7 +74,7 @@ class _Bundle:
         self.form = form
         self.candidates = candidates
         self.room = room
-        """Bytes that are left in the span."""
+        """Bytes that are free in the span."""
         self.tokens = 0
         self.sequences = 0
         self.columns: list[Collection[Array]] = []
@@ -103,13 +103,19 @@ class SlotWriter:
 
     @property
     def full(self) -> bool:
-        """Whether as many records are in flight as may be."""
+        """Return whether as many records are in flight as the capacity allows."""
         return self.items >= self._capacity
 
     def place(
         self, form: ColumnLayout, lengths: AxisSizes, header: bytes, columns: Collection[Array], sequence: int
     ) -> bool:
-        """Make a record part of the bundle that is being filled, or begin one; see `PayloadWriter.place`."""
+        """Add a record to the bundle that is being filled, or begin one; see `PayloadWriter.place`."""
+        # There are four cases:
+        #
+        # 1. As many records are in flight as the capacity allows: there is no credit.
+        # 2. The open bundle has the same form, and room: the record joins it, in slots that the bundle holds already.
+        # 3. It has not: it is written, which frees the slots that it does not need, and a new bundle is begun.
+        # 4. As 3, but there are too few free slots for a new bundle: there is no credit.
         if self.full:
             return False
         tokens, sequences, candidates, _ = lengths
@@ -137,7 +143,7 @@ class SlotWriter:
         return True
 
     def _begin(self, form: ColumnLayout, candidates: int, nbytes: int) -> _Bundle | None:
-        """A bundle for a record that takes `nbytes`, with room for more like it if the free slots there have it."""
+        """Open a bundle for a record that takes `nbytes`, with room for more like it where free slots allow."""
         slot_bytes = self._segment.slot_bytes
         around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded) + self._checksum * CHECKSUM_BYTES)
         slots, room = -(-(around + nbytes) // slot_bytes), self._segment.slots
@@ -158,7 +164,7 @@ class SlotWriter:
         """Write the bundle that is being filled, and publish it.
 
         Raises:
-            InvalidRecord: one of its records was changed since. Nothing may be sent after it.
+            InvalidRecord: one of its records has changed since it was placed. Nothing may be sent after it.
         """
         open_bundle, self._bundle = self._bundle, None
         if open_bundle is None:
@@ -182,13 +188,13 @@ class SlotWriter:
         self._ready.append(Descriptor(self._sequence, len(parts), span.start, span.count, span.generation, nbytes))
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
-        """One message for all of them."""
+        """Send one message for all bundles; see `PayloadWriter.post`."""
         self._complete()
         ready, self._ready = self._ready, []
         socket.send(encode(Publish(tuple(ready))), zmq.NOBLOCK)
 
     def free(self, slot: int, generation: int, records: int) -> None:
-        """The receiver released some records of a span; see `PayloadWriter.free`."""
+        """Return the credit of some records of a span; see `PayloadWriter.free`."""
         span = self._table.release(slot, generation, records)
         self.items -= records
         if not span.records:
@@ -196,12 +202,12 @@ class SlotWriter:
             self.nbytes -= span.count * self._segment.slot_bytes
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Close the segment."""
         self._segment.close()
 
 
 class _Reading:
-    """A bundle of which records are being taken, and what its contents say: held to the schema, and to themselves."""
+    """A bundle that is being read, with its contents, which conform to the schema and to each other."""
 
     __slots__ = ("candidates", "columns", "descriptor", "form", "groups", "layout", "parts", "rows", "tokens")
 
@@ -213,17 +219,17 @@ class _Reading:
         self.candidates = candidates
         self.parts = parts
         self.tokens = list(accumulate([tokens for tokens, _, _ in parts], initial=0))
-        """Before each record, and of all."""
+        """Tokens before each record, and of all."""
         self.rows = list(accumulate([sequences for _, sequences, _ in parts], initial=0))
         """Sequences before each record, and of all."""
         self.layout = form.layout(AxisSizes(self.tokens[-1], self.rows[-1], candidates, len(parts)))
         self.columns: list[memoryview] = []
         """Of all records."""
         self.groups: list[PackedGroup] = []
-        """Where the records are groups and go into a batch: their names and sizes."""
+        """The names and sizes of the groups, where they go into a batch."""
 
     def items(self, index: int) -> Items:
-        """Entries on each axis before record `index`."""
+        """Return the entries on each axis before record `index`."""
         return AxisSizes(self.tokens[index], self.rows[index], self.candidates, index).items()
 
 
@@ -238,7 +244,7 @@ class SlotReader:
         """The bundle that was read last: its records are mostly taken one after the other."""
 
     def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
-        """Views of a record that release it when the last one dies; see `PayloadReader.fetch`."""
+        """Return views of a record, which release it when the last one dies; see `PayloadReader.fetch`."""
         descriptor = bundle[0]
         open_bundle = self._read(descriptor)
         form, places = open_bundle.form, open_bundle.layout.places
@@ -268,7 +274,7 @@ class SlotReader:
         return count
 
     def _read(self, descriptor: Descriptor) -> _Reading:
-        """The bundle that lies there; read once, however many records are taken of it."""
+        """Return the bundle of `descriptor`; read once, however many of its records are taken."""
         open_bundle = self._open
         if open_bundle is None or open_bundle.descriptor is not descriptor:
             open_bundle = self._open = self._read_anew(descriptor)
@@ -287,17 +293,19 @@ class SlotReader:
         return open_bundle
 
     def recover(self, sequence: int) -> list[Bundle]:
-        """What the headers say was published; see `PayloadReader.recover`."""
+        """Return the bundles that the headers have as published; see `PayloadReader.recover`."""
         return [(descriptor, ()) for descriptor in self._segment.published_after(sequence)]
 
 
-async def _enter(connection: ControlConnection, receiver: RemoteReceiver[Any], endpoint: str) -> PayloadReader:
-    """Grant a sender its credit and take in its segment."""
-    await connection.send(receiver.welcome(endpoint, DEFAULT_SLOT_BYTES))
+async def _receive_segment(
+    connection: ControlConnection, receiver: RemoteReceiver[Any], endpoint: str
+) -> PayloadReader:
+    """Grant a sender its credit, and map the segment that it sends."""
+    await connection.send(receiver.accept_message(endpoint, DEFAULT_SLOT_BYTES))
     offer = await connection.receive()
     fd = connection.take_fd()
     if not isinstance(offer, SegmentOffer) or fd is None:
-        raise ProtocolMismatch(f"expected an SegmentOffer with a file descriptor, got {type(offer).__name__}")
+        raise ProtocolMismatch(f"expected a SegmentOffer with a file descriptor, got {type(offer).__name__}")
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         segment = await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes)
@@ -305,17 +313,17 @@ async def _enter(connection: ControlConnection, receiver: RemoteReceiver[Any], e
 
 
 @asynccontextmanager
-async def serve_shm(url: str, record_type: type[R], terms: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
-    """The receiving end of a channel on this host; see `serve`.
+async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
+    """Open the receiving end of a channel on this host; see `serve`.
 
     Raises:
-        ValueError: the URL says where: the sockets lie where this process may put them.
+        ValueError: the URL names a path; the sockets always lie in a directory that this process makes.
     """
     if url != SCHEME:
-        raise ValueError(f"expected {SCHEME} and nothing behind it, got {url!r}: senders are given `inbox.url`")
+        raise ValueError(f"expected {SCHEME} without a path, got {url!r}: senders connect to `inbox.url`")
     async with AsyncExitStack() as stack:
         directory = await enter_in_thread(stack, socket_directory())
-        socket, connection, endpoint = await anyio.to_thread.run_sync(_bind, directory, terms.heartbeat_timeout_s)
+        socket, connection, endpoint = await anyio.to_thread.run_sync(_bind, directory, config.heartbeat_timeout_s)
         stack.callback(socket.close)
         listener = await SocketListener.from_socket(connection)
         receiver = RemoteReceiver(
@@ -323,12 +331,16 @@ async def serve_shm(url: str, record_type: type[R], terms: ReceiverConfig) -> As
             transport="shm",
             url=f"{SCHEME}{directory}",
             socket=socket,
-            terms=terms,
+            config=config,
         )
         acceptor = ShmAcceptor(
-            receiver, socket, listener, lambda opened: _enter(opened, receiver, endpoint), terms.heartbeat_timeout_s
+            receiver,
+            socket,
+            listener,
+            lambda opened: _receive_segment(opened, receiver, endpoint),
+            config.heartbeat_timeout_s,
         )
-        receiver.accept(acceptor, stack.pop_all())
+        receiver.start_accepting(acceptor, stack.pop_all())
         async with receiver:
             yield receiver
 
@@ -337,34 +349,34 @@ async def serve_shm(url: str, record_type: type[R], terms: ReceiverConfig) -> As
 async def connect_shm(
     url: str, record_type: type[R], *, name: str, heartbeat_timeout_s: float | None, tokenizer: TokenizerIdentity | None
 ) -> AsyncIterator[RemoteSender[R]]:
-    """The sending end of a channel on this host; see `connect`."""
+    """Open the sending end of a channel on this host; see `connect`."""
     path = Path(url.removeprefix(SCHEME)) / CONTROL_SOCKET
     async with AsyncExitStack() as stack:
         with handshake_timeout(heartbeat_timeout_s, url):
-            connection = await stack.enter_async_context(await _knock(url, path))
-            hello = greeting("shm", record_type.schema.kind, name, tokenizer)
-            welcome = await request_session(connection, hello)
+            control = await stack.enter_async_context(await _connect_control(url, path))
+            request = connect_message("shm", record_type.schema.kind, name, tokenizer)
+            accepted = await request_session(control, request)
             segment = await anyio.to_thread.run_sync(
-                SegmentWriter, -(-welcome.capacity_bytes // welcome.slot_bytes), welcome.slot_bytes
+                SegmentWriter, -(-accepted.capacity_bytes // accepted.slot_bytes), accepted.slot_bytes
             )
             stack.callback(segment.close)
-            await offer_segment(connection, SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
-        writer = SlotWriter(segment, welcome.capacity, record_type.schema.kind, checksum=welcome.checksum)
-        data = dealer(hello.identity)
+            await offer_segment(control, SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
+        writer = SlotWriter(segment, accepted.capacity, record_type.schema.kind, checksum=accepted.checksum)
+        data = dealer(request.identity)
         enable_heartbeats(data, heartbeat_timeout_s)
-        data.connect(welcome.endpoint)
-        line = SenderConnection(ShmControl(connection, heartbeat_timeout_s), welcome, writer, data)
+        data.connect(accepted.endpoint)
+        connection = SenderConnection(ShmControl(control, heartbeat_timeout_s), accepted, writer, data)
         stack.pop_all()
         try:
-            async with RemoteSender[R](line, "shm") as sender:
+            async with RemoteSender[R](connection, "shm") as sender:
                 yield sender
         finally:
-            if isinstance(line.failure, PeerLost):  # its sockets are nobody's now
+            if isinstance(connection.failure, PeerLost):  # its sockets have no owner any more
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(sweep_after, path.parent)
 
 
-async def _knock(url: str, path: Path) -> ControlConnection:
+async def _connect_control(url: str, path: Path) -> ControlConnection:
     try:
         return await connect_control(path)
     except OSError as error:
@@ -373,7 +385,7 @@ async def _knock(url: str, path: Path) -> ControlConnection:
 
 
 def _bind(directory: Path, heartbeat_timeout_s: float | None) -> tuple[zmq.Socket[bytes], sockets.socket, str]:
-    """A receiver's two sockets, bound to files of mode 0600, and the ZeroMQ one's endpoint."""
+    """Return a receiver's two sockets, bound to files of mode 0600, and the endpoint of the ZeroMQ one."""
     connection = sockets.socket(sockets.AF_UNIX)
     connection.bind(str(directory / CONTROL_SOCKET))
     connection.listen()

@@ -1,7 +1,7 @@
-"""Lets senders in over shm: each is introduced at the door, let in or refused, and watched until it ends or is silent.
+"""The acceptor of the shm transport: it admits or rejects each sender, and watches it until it disconnects.
 
-Whoever comes may be a stranger, or hostile: an introduction has a deadline, and only so many may be under way at a
-time.
+A peer may be of another program, or hostile: a handshake has a deadline, and the number of those in progress is
+bounded.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .transport import HANDSHAKE_S, Frames, PayloadReader
 __all__ = ["Enter", "ShmAcceptor"]
 
 MAX_HANDSHAKES = 64
-"""Introductions under way at a time, beside those of as many senders as may come: each holds a file descriptor."""
+"""Handshakes in progress at a time, beside those of as many senders as may join: each holds a file descriptor."""
 
 REJECT_TIMEOUT_S = 1.0
-"""How long a refusal may take to be heard: it is short, so only who does not read at all is not told."""
+"""How long sending a rejection may take: it is short, so that only a peer that does not read fails to get it."""
 
 _HANDSHAKE_ERRORS = (
     anyio.BrokenResourceError,
@@ -55,11 +55,11 @@ _HANDSHAKE_ERRORS = (
 )
 
 Enter: TypeAlias = Callable[[ControlConnection], Awaitable[PayloadReader]]
-"""Completes an introduction: takes the sender's segment in."""
+"""Completes a handshake: receives the segment of the sender."""
 
 
 class ShmAcceptor:
-    """Serves a door: an `Acceptor`."""
+    """An `Acceptor` over control connections."""
 
     def __init__(
         self,
@@ -69,102 +69,102 @@ class ShmAcceptor:
         enter: Enter,
         heartbeat_timeout_s: float | None,
     ) -> None:
-        self.entering = 0
-        """Introductions under way."""
+        self.handshakes = 0
+        """Handshakes in progress."""
         self._registry = registry
-        self._admission, self._refusals = registry.admission, registry.refusals
+        self._admission, self._rejections = registry.admission, registry.rejections
         self._socket = socket
         self._listener = listener
         self._enter = enter
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._severances = (
+        self._disconnect_monitor = (
             None
             if heartbeat_timeout_s is None
-            else DisconnectMonitor(socket, heartbeat_timeout_s, self._look_for_the_silent)
+            else DisconnectMonitor(socket, heartbeat_timeout_s, self._disconnect_unresponsive)
         )
-        self._accept_task = asyncio.get_running_loop().create_task(self._serve(), name="penstock receiver door")
+        self._accept_task = asyncio.get_running_loop().create_task(self._serve(), name="penstock shm acceptor")
 
     def __repr__(self) -> str:
-        return f"<ShmAcceptor: {self.entering} entering, {self._admission!r}>"
+        return f"<ShmAcceptor: {self.handshakes} in handshake, {self._admission!r}>"
 
     def handle_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Count a message from an identity that was not let in at the door; see `Acceptor.handle_unknown`."""
+        """Count a message from an identity that was not admitted; see `Acceptor.handle_unknown`."""
         del identity, frames
-        self._refusals.note("a message from a stranger")
+        self._rejections.record("a message from an unknown peer")
 
     def admitted(self) -> None:
-        """See to it that the newcomer's ZeroMQ connection comes in time; see `Acceptor.admitted`."""
-        if self._severances is not None:
-            self._severances.expect()
+        """Check that the new sender's ZeroMQ connection is made in time; see `Acceptor.admitted`."""
+        if self._disconnect_monitor is not None:
+            self._disconnect_monitor.expect_connection()
 
     async def aclose(self) -> None:
         """See `Acceptor.aclose`."""
-        if self._severances is not None:
-            self._severances.close()
+        if self._disconnect_monitor is not None:
+            self._disconnect_monitor.close()
         self._accept_task.cancel()
         try:
             with suppress(asyncio.CancelledError):
                 await self._accept_task
         finally:
             try:
-                await self._listener.aclose()  # who leaves at once does so before the doorman has begun
+                await self._listener.aclose()  # for a receiver that closes before `_serve` has begun
             finally:
                 self._socket.close()
 
     async def _serve(self) -> None:
         async with self._listener:
-            await serve_control(self._listener, self._accept, self._refusals.note)
+            await serve_control(self._listener, self._accept, self._rejections.record)
 
     async def _accept(self, connection: ControlConnection) -> None:
-        if self.entering >= self._admission.most + MAX_HANDSHAKES:
-            self._refusals.note(f"{self.entering} others are being introduced")
+        if self.handshakes >= self._admission.max_senders + MAX_HANDSHAKES:
+            self._rejections.record(f"{self.handshakes} other handshakes are in progress")
             return
         peer = await self._handshake(connection)
         if peer is not None:
             await self._until_disconnected(connection)
-            if (refused := self._registry.gone(peer)) is not None:
-                await _tell(connection, refused)
+            if (rejection := self._registry.on_disconnect(peer)) is not None:
+                await _send_rejection(connection, rejection)
 
     async def _handshake(self, connection: ControlConnection) -> Peer | None:
-        self.entering += 1
+        self.handshakes += 1
         try:
             with anyio.fail_after(HANDSHAKE_S):
-                return await self._let_in(connection)
+                return await self._admit(connection)
         except _HANDSHAKE_ERRORS as error:
-            self._refusals.note(f"introduction failed: {type(error).__name__}: {error}")
-            await _tell(connection, Reject(type(error).__name__, str(error)))
+            self._rejections.record(f"handshake failed: {type(error).__name__}: {error}")
+            await _send_rejection(connection, Reject(type(error).__name__, str(error)))
             return None
         finally:
-            self.entering -= 1
+            self.handshakes -= 1
 
-    async def _let_in(self, connection: ControlConnection) -> Peer | None:
-        hello = await connection.receive()
-        if not isinstance(hello, Connect):
-            raise ProtocolMismatch(f"expected a Connect, got {type(hello).__name__}")
-        stranger = None if connection.same_user else Reject("PeerClosed", "expected a process of the same user")
-        refusal = stranger or self._admission.refusal(hello)
-        if refusal is not None:
-            self._refusals.note(f"{hello.name} (pid {hello.pid}): {refusal.reason}")
-            await connection.send(refusal)
+    async def _admit(self, connection: ControlConnection) -> Peer | None:
+        request = await connection.receive()
+        if not isinstance(request, Connect):
+            raise ProtocolMismatch(f"expected a Connect, got {type(request).__name__}")
+        other_user = None if connection.same_user else Reject("PeerClosed", "expected a process of the same user")
+        rejection = other_user or self._admission.rejection(request)
+        if rejection is not None:
+            self._rejections.record(f"{request.name} (pid {request.pid}): {rejection.reason}")
+            await connection.send(rejection)
             return None
-        self._admission.check(hello)
+        self._admission.check(request)
         self._admission.granted += 1
         try:
             reader = await self._enter(connection)
-            if hello.identity in self._registry.peers:
+            if request.identity in self._registry.peers:
                 raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
-            return self._admission.admit(hello, connection, reader)
+            return self._admission.admit(request, connection, reader)
         finally:
             self._admission.granted -= 1
 
     async def _until_disconnected(self, connection: ControlConnection) -> None:
-        """Tell a sender that it is let in, and stay with it; it may die at any moment, this one included."""
+        """Send a sender that it is admitted, and wait for its end; it may die at any moment, this one included."""
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
             await connection.send(Ready())
             await connection.receive()
 
-    def _look_for_the_silent(self) -> None:
-        """A connection has ended. Whose door is still open has not died: it is given up as if it had."""
+    def _disconnect_unresponsive(self) -> None:
+        """Disconnect the senders that have no ZeroMQ connection, but a control connection: they did not die."""
         self._registry.drain()
         for peer in list(self._registry.peers.values()):
             if peer.open and self._settled(peer) and not self._registry.reaches(peer):
@@ -172,11 +172,11 @@ class ShmAcceptor:
                 peer.control.shutdown_read()
 
     def _settled(self, peer: Peer) -> bool:
-        """Whether the ZeroMQ connection of `peer` was there, or has had the time to come."""
-        return peer.connected or time.monotonic() - peer.since >= (self._heartbeat_timeout_s or 0)
+        """Return whether the ZeroMQ connection of `peer` existed, or has had the time to be made."""
+        return peer.connected or time.monotonic() - peer.admitted_s >= (self._heartbeat_timeout_s or 0)
 
 
-async def _tell(connection: ControlConnection, refused: Reject) -> None:
-    """Say why somebody is not, or no longer, let in, to whoever still listens."""
+async def _send_rejection(connection: ControlConnection, rejection: Reject) -> None:
+    """Send a peer the reason why it is not, or no longer, admitted, if it still receives."""
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(REJECT_TIMEOUT_S):
-        await connection.send(refused)
+        await connection.send(rejection)

@@ -1,14 +1,15 @@
-"""A sender's side of a door, once it is let in: the end of the stream is the notice of death."""
+"""A sender's control connection over shm, once it has joined: the end of the stream is the notice of death."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
 
 from ..._schemas import ProtocolMismatch
-from ..._schemas.control import CloseAck, Closed, Reject
-from ..errors import PeerClosed, PeerLost
+from ..._schemas.control import Message
+from ..errors import PeerLost
 from .control_connection import ControlConnection
 from .heartbeat import GRACE_S, UNRESPONSIVE
 
@@ -22,15 +23,15 @@ class ShmControl:
         self._connection = connection
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._disconnected = anyio.Event()
-        self.close_acknowledged = False
 
-    async def lost(self, receiver: str) -> PeerClosed | PeerLost:
-        """See `SenderControl.lost`. Where ZeroMQ has cut the connection and the door stays open, it was silence."""
-        lost: list[PeerClosed | PeerLost] = []
+    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
+        """See `SenderControl.lost`. Where ZeroMQ closed its connection and this one stays open, it was unresponsive."""
+        lost: list[PeerLost] = []
         async with anyio.create_task_group() as tasks:
 
             async def receive() -> None:
-                lost.append(await self._heard(receiver))
+                await self._receive_all(handle)
+                lost.append(PeerLost(f"{receiver}, the receiver, died: its connection is closed"))
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(receive)
@@ -40,18 +41,10 @@ class ShmControl:
             tasks.cancel_scope.cancel()
         return lost[0]
 
-    async def _heard(self, receiver: str) -> PeerClosed | PeerLost:
+    async def _receive_all(self, handle: Callable[[Message], None]) -> None:
         with suppress(anyio.EndOfStream, ProtocolMismatch):
-            message = await self._connection.receive()
-            if isinstance(message, CloseAck):
-                self.close_acknowledged = True
-                message = await self._connection.receive()
-            match message:
-                case Closed():
-                    return PeerClosed(f"{receiver}, the receiver, closed the channel")
-                case Reject(_, reason):
-                    return PeerClosed(f"{receiver}, the receiver, gave this sender up: {reason}")
-        return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
+            while True:
+                handle(await self._connection.receive())
 
     def disconnected(self) -> None:
         """See `SenderControl.disconnected`."""

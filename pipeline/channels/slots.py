@@ -1,4 +1,4 @@
-"""Who owns which slot: the producer's table, sans-I/O.
+"""The ownership of slots: the producer's table, sans-I/O.
 
 A slot is a fixed-size cell of a segment. A bundle of records takes a *span* of adjacent slots, first fit, the lowest
 address first, so that a small hot set of slots is used again and again and stays in the cache. Only the producer
@@ -55,28 +55,28 @@ class SlotTable:
         """Spans in use, by first slot."""
         self._generations: defaultdict[int, int] = defaultdict(int)
         self._histories: defaultdict[int, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=HISTORY_LENGTH))
-        """What happened to each slot, as (transition, generation or sequence); put into words only when told."""
+        """The transitions of each slot, as (transition, generation or sequence); formatted only for an error."""
 
     def __repr__(self) -> str:
         return f"<SlotTable: {self.slots - self.free_slots} of {self.slots} slots in {len(self._live)} spans>"
 
     @property
     def live(self) -> int:
-        """Spans that are not free."""
+        """Return the number of spans that are not free."""
         return len(self._live)
 
     @property
     def free_slots(self) -> int:
-        """Slots that no span uses."""
+        """Return the number of slots that no span uses."""
         return sum(count for _, count in self._free)
 
     def allocate(self, count: int, most: int = 0) -> Span | None:
-        """A span of `count` slots in state writing, or None while there is no run that long.
+        """Return a span of `count` slots in state writing, or None while no free run is that long.
 
-        Where `most` is more, it has as many as lie there, up to that; what is not needed is given back by `trim`.
+        Where `most` is larger, the span takes as many as the run has, up to that; `trim` frees those not needed.
 
         Raises:
-            RecordTooLarge: there never will be.
+            RecordTooLarge: there are not that many slots.
         """
         if count > self.slots:
             raise RecordTooLarge(f"expected a span of at most {self.slots} slots, got one of {count}")
@@ -97,7 +97,7 @@ class SlotTable:
         return span
 
     def trim(self, span: Span, count: int) -> int:
-        """Let `span`, which is being written, keep its first `count` slots; how many are free again.
+        """Shorten `span`, which is being written, to its first `count` slots; return how many are free again.
 
         Raises:
             IllegalTransition: the span is not being written.
@@ -108,11 +108,11 @@ class SlotTable:
             raise ValueError(f"expected to keep 1 to {span.count} slots of {span}, got {count}")
         given_back, span.count = span.count - count, count
         if given_back:
-            self._put_back(span.start + count, given_back)
+            self._return(span.start + count, given_back)
         return given_back
 
     def publish(self, span: Span, sequence: int, records: int = 1) -> None:
-        """`span` holds `records` up to number `sequence`, and belongs to the reader until each is released.
+        """Publish `span`, with `records` up to number `sequence`; it belongs to the reader until each is released.
 
         Raises:
             IllegalTransition: the span is not being written.
@@ -122,7 +122,7 @@ class SlotTable:
         self._histories[span.start].append(("published as record", sequence))
 
     def abandon(self, span: Span) -> None:
-        """`span` will not be published after all.
+        """Free `span` without publishing it.
 
         Raises:
             IllegalTransition: the span is not being written.
@@ -131,9 +131,9 @@ class SlotTable:
         self._close(span, "abandoned in generation")
 
     def release(self, start: int, generation: int, records: int = 1) -> Span:
-        """The reader is done with `records` more of the span that begins at slot `start`: with all, it is free.
+        """Release `records` more of the span that begins at slot `start`; with the last one, free it.
 
-        Any order will do.
+        Spans are released in any order.
 
         Raises:
             StaleDescriptor: the slot is not in that generation, or holds fewer records: a late or forged release.
@@ -143,13 +143,13 @@ class SlotTable:
         if span is None or span.generation != generation:
             now = "free" if span is None else f"in generation {span.generation}"
             raise StaleDescriptor(
-                f"release of slot {start}, generation {generation}, but the slot is {now}; {self._story(start)}"
+                f"release of slot {start}, generation {generation}, but the slot is {now}; {self._history(start)}"
             )
         self._expect(span, "published", "release")
         if not 0 < records <= span.records:
             raise StaleDescriptor(
                 f"release of {records} records in slot {start}, generation {generation}, but {span.records} are held; "
-                f"{self._story(start)}"
+                f"{self._history(start)}"
             )
         span.records -= records
         if not span.records:
@@ -160,10 +160,10 @@ class SlotTable:
         del self._live[span.start]
         span.state = "free"
         self._histories[span.start].append((how, span.generation))
-        self._put_back(span.start, span.count)
+        self._return(span.start, span.count)
 
-    def _put_back(self, start: int, count: int) -> None:
-        """These slots are free again."""
+    def _return(self, start: int, count: int) -> None:
+        """Add slots to the free runs."""
         index = bisect_left(self._free, (start, 0))
         if index < len(self._free) and self._free[index][0] == start + count:
             count += self._free.pop(index)[1]
@@ -177,9 +177,9 @@ class SlotTable:
         if span.state != state:
             raise IllegalTransition(
                 f"cannot {transition} slot {span.start}: expected state {state}, got {span.state}; "
-                f"{self._story(span.start)}"
+                f"{self._history(span.start)}"
             )
 
-    def _story(self, start: int) -> str:
-        story = ", ".join(f"{transition} {number}" for transition, number in self._histories[start])
-        return f"its story: {story or 'never used'}"
+    def _history(self, start: int) -> str:
+        history = ", ".join(f"{transition} {number}" for transition, number in self._histories[start])
+        return f"its history: {history or 'never used'}"

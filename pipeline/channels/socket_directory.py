@@ -1,7 +1,7 @@
-"""Where the sockets of a receiver live: a private directory that is removed with it, or by whoever comes next.
+"""A private directory for the sockets of a receiver, removed with it, or by a later process.
 
 The directory has mode 0700 and holds a lock for as long as its owner lives. The kernel drops the lock of a killed
-process, so whoever saw it die, or else the next one that makes a directory here, finds it free and sweeps it.
+process, so a process that detects its death, or the next one that makes a directory here, finds it free and removes it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["socket_directory", "sweep", "sweep_after"]
 PREFIX = "penstock-"
 LOCK = "lock"
 
-DYING_S, LOOK_AGAIN_S = 1.0, 0.005
-"""How long a dying process may take to let go of its lock, and how often is looked meanwhile."""
+EXIT_TIMEOUT_S, RETRY_S = 1.0, 0.005
+"""How long a dying process may take to release its lock, and how often that is checked."""
 
 LONGEST_PATH = 80
 """A Unix socket's path holds 107 bytes, and names are appended to this."""
@@ -31,7 +31,7 @@ LONGEST_PATH = 80
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread.
+    """Make a directory of mode 0700 for sockets, removed on leaving. Blocks: use it in a worker thread.
 
     Raises:
         NotWritable, DiskFull, OutOfFileDescriptors: it cannot be made.
@@ -48,9 +48,9 @@ def socket_directory() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove what was left by owners that were killed. Blocks.
+    """Remove the directories of owners that were killed. Blocks.
 
-    Making a directory does so too; this is for whoever has seen one die and makes none.
+    Making a directory does so too; this is for a process that detects a death and makes none.
     """
     for path in _root().glob(PREFIX + "*"):
         with suppress(OSError):
@@ -60,22 +60,22 @@ def sweep() -> None:
 
 
 def sweep_after(path: Path) -> None:
-    """Remove directory `path`, whose owner was seen to die, and what others left. Blocks.
+    """Remove directory `path`, whose owner was found dead, and those of others. Blocks.
 
-    A process that is killed closes one descriptor after the other: its door may be shut, which is what was seen, while
-    its lock is still held.
+    A process that is killed closes one descriptor after the other: its connection may have ended, which was detected,
+    while its lock is still held.
     """
     sweep()
-    deadline = time.monotonic() + DYING_S
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     while path.exists() and time.monotonic() < deadline:
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(RETRY_S)
         sweep()
 
 
 def _remove(path: Path) -> None:
-    """Remove the directory, the lock last: whoever is killed on the way leaves what the next one knows and sweeps.
+    """Remove the directory, the lock last: a process that is killed meanwhile leaves one that the next process removes.
 
-    Only sockets are removed. A directory that holds anything else is somebody else's, whatever it is called.
+    Only sockets are removed. A directory that holds anything else belongs to another program, whatever its name.
     """
     with suppress(OSError):
         found = [each for each in path.iterdir() if each.name != LOCK]
@@ -86,7 +86,7 @@ def _remove(path: Path) -> None:
 
 
 def _root() -> Path:
-    """Where the directories lie."""
+    """Return the folder of the directories."""
     root = Path(os.environ.get("XDG_RUNTIME_DIR") or _temporary())
     if not root.is_dir() or len(str(root)) > LONGEST_PATH:
         return Path("/tmp")  # noqa: S108 (the directories made in it are private)
@@ -96,7 +96,7 @@ def _root() -> Path:
 def _temporary() -> str:
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # none that can be written: the error in making a directory there says why
+    except FileNotFoundError:  # none that can be written: making a directory there raises the reason
         return "/tmp"  # noqa: S108 (as above)
 
 
@@ -113,7 +113,7 @@ def _make(root: Path) -> tuple[Path, int]:
 
 
 def _take_lock(path: Path) -> int | None:
-    """The lock of a directory as an open descriptor, or None where its owner lives or it has none."""
+    """Return the lock of a directory as an open descriptor, or None where its owner lives or it has none."""
     try:
         opened = _open_lock(path)
     except OSError:
@@ -126,7 +126,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
 
 def _locked(path: Path, lock: int) -> int | None:
-    """Return `lock` when it was free; close it, and return None, where it was not, or a sweeper was faster."""
+    """Return `lock` if it was free; close it, and return None, if it was not, or the directory is being removed."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

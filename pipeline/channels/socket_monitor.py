@@ -1,4 +1,4 @@
-"""Events of a ZeroMQ socket's connections, told to the event loop in the order in which they happened.
+"""The events of a ZeroMQ socket's connections, delivered to the event loop in the order in which they happened.
 
 Knows sockets and file descriptors, not peers.
 """
@@ -17,8 +17,8 @@ __all__ = ["SocketMonitor"]
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 MOST_EVENTS = 100_000
-"""Events that may wait for a loop that is held up: some 20 MB. ZeroMQ's thread waits for the loop when there are more,
-so that none is lost."""
+"""Events that may wait for a blocked loop: some 20 MB. ZeroMQ's thread waits for the loop when there are more, so that
+none is lost."""
 
 _EVENT = struct.Struct("=Hi")
 
@@ -26,11 +26,11 @@ _numbers = count()
 
 
 class SocketMonitor:
-    """Has `heard` called with each event of `events` and its value, from now until closed."""
+    """Calls `on_event` with each event of `events` and its value, from now until closed."""
 
-    def __init__(self, socket: zmq.Socket[bytes], events: int, heard: Callable[[int, int], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
         self._socket = socket
-        self._heard = heard
+        self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         endpoint = f"inproc://penstock-monitor-{next(_numbers)}"
         socket.monitor(endpoint, events)
@@ -40,15 +40,15 @@ class SocketMonitor:
         self._monitor.connect(endpoint)
         self._fd = int(self._monitor.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.read)
-        self.read()  # the descriptor tells of what comes after a look, and of nothing before the first
+        self.read()  # the descriptor reports only events after a read
 
     def read(self) -> None:
-        """Tell of all events that have happened."""
+        """Deliver all events that have happened."""
         while not self._monitor.closed and int(self._monitor.getsockopt(EVENTS)) & POLLIN:
-            self._heard(*_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0]))
+            self._on_event(*_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0]))
 
     def close(self) -> None:
-        """Tell of nothing more. AsyncCloseable twice is fine."""
+        """Stop delivering events. Closing twice is fine."""
         if self._monitor.closed:
             return
         self._loop.remove_reader(self._fd)

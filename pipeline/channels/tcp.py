@@ -1,8 +1,8 @@
 """The tcp transport: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
 
-Frames are handed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
-Nothing is salvaged from a sender that dies: what had not left its process is lost, and reported so. Both sides need the
-same `ChannelKey`; on loopback they use this user's unless they are given one.
+Frames are passed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
+Nothing is recovered from a sender that dies: what had not left its process is lost, and reported so. Both sides need
+the same `ChannelKey`; on loopback they use this user's unless they are given one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
 from ..errors import RecordTooLarge, StaleDescriptor
 from .checksum import checked, with_checksum
-from .handshake import greeting, handshake_timeout, offer_segment, request_session
+from .handshake import connect_message, handshake_timeout, offer_segment, request_session
 from .heartbeat import send_heartbeats
 from .keys import ChannelKey
 from .remote_receiver import ReceiverConfig, RemoteReceiver
@@ -38,16 +38,17 @@ BACKLOG = 1024
 """Connections that may wait for ZeroMQ's thread to accept them."""
 
 MOST_CONTROL = 1024
-"""Messages of a sender, beside its records, that may wait for the event loop: ZeroMQ reads on when some were heard."""
+"""Messages of a sender, beside its records, that may wait for the event loop; ZeroMQ reads no more until some are
+handled."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
-HELD_UP = "its ZeroMQ answers, so its event loop is held up. Raise heartbeat_timeout_s where that is usual"
+EVENT_LOOP_BLOCKED = "its ZeroMQ answers, so its event loop is blocked. Raise heartbeat_timeout_s where that is usual"
 
 _NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
 class FrameWriter:
-    """Keeps account of the records that are on their way; ZeroMQ keeps the arrays."""
+    """Accounts for the records in flight; ZeroMQ keeps the arrays."""
 
     def __init__(self, capacity: int, capacity_bytes: int, kind: str, *, checksum: bool = False) -> None:
         self.items = 0
@@ -57,13 +58,13 @@ class FrameWriter:
         self._kind = kind
         self._checksum = checksum
         self._ready: list[Bundle] = []
-        """Records that are not posted yet."""
+        """Records that were placed and not posted."""
         self._in_flight: dict[int, int] = {}
         """Bytes of each record in flight, by sequence number."""
 
     @property
     def full(self) -> bool:
-        """Whether as many records are in flight as may be."""
+        """Return whether as many records are in flight as the capacity allows."""
         return self.items >= self._capacity
 
     def place(
@@ -89,13 +90,13 @@ class FrameWriter:
         return True
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
-        """One message a record: its frames are its own."""
+        """Send one message for each record, because its frames are its own; see `PayloadWriter.post`."""
         ready, self._ready = self._ready, []
         for descriptor, frames in ready:
             socket.send_multipart([encode(Publish((descriptor,))), *frames], zmq.NOBLOCK, copy=False)
 
     def free(self, slot: int, generation: int, records: int) -> None:
-        """The receiver took a record in; see `PayloadWriter.free`."""
+        """Return the credit of a record that the receiver took; see `PayloadWriter.free`."""
         nbytes = self._in_flight.pop(slot, None)
         if nbytes is None or generation or records != 1:
             raise StaleDescriptor(f"release of record {slot}, generation {generation}, which is not in flight")
@@ -108,14 +109,14 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Makes records of frames."""
+    """Reads records from frames."""
 
     def __init__(self, schema: Schema, *, checksum: bool = False) -> None:
         self._schema = schema
         self._checksum = checksum
 
     def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
-        """Arrays over the frames; credit goes back at once, the memory is the receiver's own."""
+        """Return arrays over the frames; credit returns at once, the memory is the receiver's own."""
         contents, form, buffers = self._read(bundle)
         columns = form.frames(contents.lengths(), buffers)
         form.check_numbers(list(columns.values()), contents.parts)
@@ -147,28 +148,28 @@ class FrameReader:
         return contents, self._schema.received(contents), buffers
 
     def recover(self, sequence: int) -> list[Bundle]:
-        """Nothing: what had not left the process is gone with it."""
+        """Return nothing: what had not left the process is lost with it."""
         del sequence
         return []
 
 
 def _frame(column: Array) -> memoryview | bytes:
-    """A column as a buffer."""
+    """Return a column as a buffer."""
     return np.ascontiguousarray(column).data if column.size else b""
 
 
-def _bound(place: TcpAddress, terms: ReceiverConfig) -> tuple[zmq.Socket[bytes], int]:
-    """A receiver's socket, bound to one port of all addresses of the host, and the port.
+def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes], int]:
+    """Return a receiver's socket, bound to one port of all addresses of the host, and the port.
 
     Raises:
-        OSError: the port is taken, or no address is one of this machine.
+        OSError: the port is in use, or no address belongs to this machine.
     """
     socket = router()
-    socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, terms.capacity_bytes))
-    socket.setsockopt(zmq.RCVHWM, most_waiting(terms))
+    socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, config.capacity_bytes))
+    socket.setsockopt(zmq.RCVHWM, most_waiting(config))
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # should the event loop be held up: it is sooner
-    send_heartbeats(socket, terms.heartbeat_timeout_s)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # the acceptor is sooner unless its loop is blocked
+    send_heartbeats(socket, config.heartbeat_timeout_s)
     place.key.protect(socket, "receiver")
     try:
         return socket, _bind(socket, place)
@@ -194,34 +195,34 @@ def _bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
     return port
 
 
-def most_waiting(terms: ReceiverConfig) -> int:
-    """Messages of one sender that may wait for the event loop: its records, and what else is said."""
-    return terms.capacity + MOST_CONTROL
+def most_waiting(config: ReceiverConfig) -> int:
+    """Return how many messages of one sender may wait for the event loop: its records, and others."""
+    return config.capacity + MOST_CONTROL
 
 
 @asynccontextmanager
-async def serve_tcp(url: str, record_type: type[R], terms: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
-    """The receiving end of a channel over TCP; see `serve`."""
-    place = await anyio.to_thread.run_sync(resolved, url, terms.key)
-    socket, port = _bound(place, terms)
+async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
+    """Open the receiving end of a channel over TCP; see `serve`."""
+    place = await anyio.to_thread.run_sync(resolved, url, config.key)
+    socket, port = _bound(place, config)
     receiver = RemoteReceiver(
         record_type,
         transport="tcp",
         url=f"tcp://{bracketed(place.host)}:{port}",
         socket=socket,
-        terms=terms,
-        most_waiting=most_waiting(terms),
+        config=config,
+        most_waiting=most_waiting(config),
     )
     acceptor = TcpAcceptor(
         receiver,
         socket,
-        welcome=lambda: receiver.welcome("", 0),
-        reader=lambda: FrameReader(record_type.schema, checksum=terms.checksum),
+        make_accept=lambda: receiver.accept_message("", 0),
+        make_reader=lambda: FrameReader(record_type.schema, checksum=config.checksum),
         port=port,
-        most_unread=terms.capacity_bytes + LARGEST_MESSAGE,
-        heartbeat_timeout_s=terms.heartbeat_timeout_s,
+        most_unread=config.capacity_bytes + LARGEST_MESSAGE,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    receiver.accept(acceptor, AsyncExitStack())
+    receiver.start_accepting(acceptor, AsyncExitStack())
     async with receiver:
         yield receiver
 
@@ -236,21 +237,21 @@ async def connect_tcp(
     heartbeat_timeout_s: float | None,
     tokenizer: TokenizerIdentity | None,
 ) -> AsyncIterator[RemoteSender[R]]:
-    """The sending end of a channel over TCP; see `connect`."""
+    """Open the sending end of a channel over TCP; see `connect`."""
     with handshake_timeout(heartbeat_timeout_s, url, NO_ADDRESS):
         place = await anyio.to_thread.run_sync(resolved, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
-    hello = greeting("tcp", record_type.schema.kind, name, tokenizer)
+    request = connect_message("tcp", record_type.schema.kind, name, tokenizer)
     async with AsyncExitStack() as stack:
-        control = await connected(url, place, hello.identity, heartbeat_timeout_s)
+        control = await connected(url, place, request.identity, heartbeat_timeout_s)
         stack.push_async_callback(control.aclose)
-        with handshake_timeout(heartbeat_timeout_s, url, HELD_UP):
-            welcome = await request_session(control, hello)
+        with handshake_timeout(heartbeat_timeout_s, url, EVENT_LOOP_BLOCKED):
+            accepted = await request_session(control, request)
             await offer_segment(control, Ready())
         writer = FrameWriter(
-            welcome.capacity, welcome.capacity_bytes, record_type.schema.kind, checksum=welcome.checksum
+            accepted.capacity, accepted.capacity_bytes, record_type.schema.kind, checksum=accepted.checksum
         )
-        line = SenderConnection(control, welcome, writer, control.socket)
+        connection = SenderConnection(control, accepted, writer, control.socket)
         stack.pop_all()
-    async with RemoteSender[R](line, "tcp") as sender:
+    async with RemoteSender[R](connection, "tcp") as sender:
         yield sender

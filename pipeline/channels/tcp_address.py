@@ -1,4 +1,4 @@
-"""What a tcp URL says: a host, which may have several addresses, a port, and the key that is used there."""
+"""The address in a tcp URL: a host, which may have several addresses, a port, and the key that is used there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["TcpAddress", "bracketed", "resolved"]
 
 
 class TcpAddress(NamedTuple):
-    """Where a channel is, and the key to use there."""
+    """The address of a channel, and the key to use there."""
 
     host: str
     addresses: Sequence[str]
-    """Of the host, by preference."""
+    """Addresses of the host, by preference."""
     port: int
     key: ChannelKey
 
@@ -39,13 +39,13 @@ def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
     if key is None and not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise ValueError(
-            f"expected a loopback address or a key, got {parts.hostname} and none: whoever reaches the port could read "
-            f"and forge records; make a file with Key.create(path), copy it to the other host, and give both ends "
-            f"key=Key.load(path), or tunnel the port with ssh -L"
+            f"expected a loopback address or a key, got {parts.hostname} and none: any process that reaches the port "
+            f"could read and forge records; make a file with Key.create(path), copy it to the other host, give both "
+            f"ends key=Key.load(path), or tunnel the port with ssh -L"
         )
     return TcpAddress(parts.hostname, addresses, parts.port, key or default_key())
 
 
 def bracketed(address: str) -> str:
-    """Return an address as a URL has it."""
+    """Return an address in the notation of URLs."""
     return f"[{address}]" if ":" in address else address

@@ -1,7 +1,7 @@
-"""A TCP connection that ZeroMQ reads and writes, seen from beside it: what the kernel knows of it, and its end.
+"""A second descriptor of a TCP connection that ZeroMQ reads and writes: the kernel's state of it, and a way to end it.
 
-ZeroMQ tells which descriptor a message came by, and that a connection has ended, but not why, and it closes none on
-request. A second descriptor of the same connection can do both. Nothing is read or written by it while ZeroMQ does.
+ZeroMQ reports the descriptor on which a message arrived, and that a connection has ended, but not why, and it closes
+none on request. A second descriptor can do both. Nothing is read from it or written to it while ZeroMQ does so.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ _LAST_DATA_RECEIVED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 3
 
 
 class TcpConnection:
-    """A descriptor of our own on the connection that has descriptor `fd` in ZeroMQ."""
+    """A duplicate of the descriptor `fd` that ZeroMQ has of a connection."""
 
     def __init__(self, fd: int) -> None:
-        """Raises OSError where `fd` is no connection (any more)."""
+        """Duplicate `fd`.
+
+        Raises:
+            OSError: `fd` is no connection (any more).
+        """
         self._fd = fd
         own = os.dup(fd)
         try:
@@ -56,24 +60,24 @@ class TcpConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether the other side has closed it, or the kernel has given it up."""
+        """Return whether the other side has closed it, or the kernel has ended it."""
         return self._info()[0] != _ESTABLISHED
 
     @property
     def held(self) -> bool:
-        """Whether ZeroMQ still holds it open."""
+        """Return whether ZeroMQ still holds it open."""
         with suppress(OSError):
             return os.fstat(self._fd).st_ino == self._inode
         return False
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that ever came by it."""
+        """Return the bytes that were ever received."""
         return int(self._info()[_BYTES_RECEIVED])
 
     @property
-    def silent_s(self) -> float:
-        """Seconds for which nothing has come; 0 while there is something that ZeroMQ has not read yet."""
+    def idle_s(self) -> float:
+        """Return the seconds for which nothing was received; 0 while ZeroMQ has not read everything."""
         unread = array.array("i", [0])
         fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, unread)
         return 0.0 if unread[0] else self._info()[_LAST_DATA_RECEIVED] / 1000
@@ -87,10 +91,10 @@ class TcpConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     async def finish(self, within_s: float) -> None:
-        """Discard what the other side still sends until it has closed; say after `within_s` that nothing more comes.
+        """Discard what the other side still sends until it has closed; after `within_s`, shut down this direction.
 
-        ZeroMQ must hold it no more. AsyncCloseable at once would reset the connection, and lose what was said last with
-        it. To say at once that nothing more comes would have ZeroMQ on the other side discard what was not read yet.
+        ZeroMQ must hold it no more. Closing at once would reset the connection and lose the last messages with it.
+        Shutting down at once would make ZeroMQ on the other side discard the messages that were not read yet.
         """
         with suppress(OSError):
             self._socket.setblocking(False)
@@ -108,5 +112,5 @@ class TcpConnection:
                 return
 
     def close(self) -> None:
-        """Let go of it. AsyncCloseable twice is fine."""
+        """Close this descriptor. Closing twice is fine."""
         self._socket.close()

@@ -1,11 +1,12 @@
 """A sender's connection over tcp: everything goes through its one ZeroMQ socket, and ends with it.
 
-Proves step by step that the connection works, so that each way in which it may not has its own reason.
+Connects in steps, so that each way in which a connection may fail has its own reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -26,11 +27,11 @@ ADDRESS_S = 5.0
 """How long one of several addresses of a host is tried."""
 
 NEVER_MS = 2**31 - 1
-"""When ZeroMQ would connect again. Told not to at all, it discards what it has received when a connection ends; told to
-wait, and to have no connection meanwhile (`ZMQ_IMMEDIATE`), it hands that over first."""
+"""When ZeroMQ would reconnect. Where it must not reconnect at all, it discards what it has received when a connection
+ends; where it waits, and has no connection meanwhile (`ZMQ_IMMEDIATE`), it delivers that first."""
 
 NO_CONNECTION = "is its process stopped, or does a firewall drop what is sent there?"
-NO_HANDSHAKE = "is its process stopped, or is it no penstock that listens there?"
+NO_HANDSHAKE = "is its process stopped, or does a program other than penstock listen there?"
 
 _WATCHED = int(
     zmq.EVENT_CONNECTED
@@ -50,7 +51,6 @@ class TcpControl:
         self._connection = connection
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ended = anyio.Event()
-        self.close_acknowledged = False
 
     async def send(self, message: Message, fd: int | None = None) -> None:
         """Send `message`; see `Conversation.send`."""
@@ -71,25 +71,29 @@ class TcpControl:
                 raise anyio.EndOfStream
             await anyio.wait_readable(int(self.socket.getsockopt(zmq.FD)))
 
-    async def lost(self, receiver: str) -> PeerClosed | PeerLost:
-        """See `SenderControl.lost`. The receiver, which may be closing, learns at once that it was heard."""
+    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
+        """See `SenderControl.lost`. The connection is closed at once: a closing receiver waits for that."""
+        del handle  # all messages arrive on the ZeroMQ socket
         try:
-            lost = await self._ended_or_silent(receiver)
+            lost = await self._until_ended(receiver)
             self._connection.cut()
             return lost
         finally:
             self._connection.close()
 
-    async def _ended_or_silent(self, receiver: str) -> PeerLost:
-        """Silence is found twice in a row: this process may have been what stood still."""
-        quiet_looks = 0
-        look_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT
+    async def _until_ended(self, receiver: str) -> PeerLost:
+        """Wait until the connection has ended, or two checks in a row found it idle for too long.
+
+        One check does not suffice: this process may be the one that stood still.
+        """
+        idle_checks = 0
+        check_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT
         while not self._ended.is_set():
-            with anyio.move_on_after(look_s):
+            with anyio.move_on_after(check_s):
                 await self._ended.wait()
-            silent = self._heartbeat_timeout_s is not None and self._connection.silent_s >= self._heartbeat_timeout_s
-            quiet_looks = quiet_looks + 1 if silent else 0
-            if quiet_looks > 1:
+            idle = self._heartbeat_timeout_s is not None and self._connection.idle_s >= self._heartbeat_timeout_s
+            idle_checks = idle_checks + 1 if idle else 0
+            if idle_checks > 1:
                 return PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
         return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
 
@@ -107,7 +111,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
     """Connect to the first address of `place` where a receiver with its key answers.
 
     Raises:
-        NobodyListens: none of them lets anybody connect, or what listens there is silent.
+        NobodyListens: no connection can be made, or the program that listens there does not answer.
         PeerClosed: the receiver ended the handshake: it has another key.
     """
     for address in place.addresses:
@@ -122,7 +126,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
         place.key.protect(socket, "sender")
         attempt = _Attempt(socket)
         try:
-            control = await attempt.made(url, f"tcp://{bracketed(address)}:{place.port}", heartbeat_timeout_s)
+            control = await attempt.connect(url, f"tcp://{bracketed(address)}:{place.port}", heartbeat_timeout_s)
             if control is not None:
                 return control
         except BaseException:
@@ -135,16 +139,16 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
 
 
 class _Attempt:
-    """An attempt to connect, which the events of its socket tell about."""
+    """An attempt to connect, driven by the events of its socket."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._events: list[tuple[int, int]] = []
         self._happened = asyncio.Event()
-        self._monitor = SocketMonitor(socket, _WATCHED, self._heard)
+        self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
         self._connection: TcpConnection | None = None
 
-    def _heard(self, event: int, value: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         self._events.append((event, value))
         self._happened.set()
 
@@ -154,14 +158,14 @@ class _Attempt:
             await self._happened.wait()
         return self._events.pop(0)
 
-    async def made(self, url: str, endpoint: str, heartbeat_timeout_s: float | None) -> TcpControl | None:
-        """Return the connection when the handshake is done; None where nobody can be reached at `endpoint`."""
+    async def connect(self, url: str, endpoint: str, heartbeat_timeout_s: float | None) -> TcpControl | None:
+        """Return the connection when the handshake is done; None where `endpoint` cannot be reached."""
         self._socket.connect(endpoint)
         with handshake_timeout(heartbeat_timeout_s, url, NO_CONNECTION):
             event, fd = await self._next()
         if event != zmq.EVENT_CONNECTED:
             return None
-        with suppress(OSError):  # it has ended already, which the next event tells
+        with suppress(OSError):  # it has ended already, which the next event reports
             self._connection = TcpConnection(fd)
         with handshake_timeout(heartbeat_timeout_s, url, NO_HANDSHAKE):
             event, _ = await self._next()
@@ -171,7 +175,7 @@ class _Attempt:
         return TcpControl(self._socket, self._connection, heartbeat_timeout_s)
 
     def close(self) -> None:
-        """Give it up."""
+        """Close what was opened."""
         self._monitor.close()
         self._socket.close(linger=0)
         if self._connection is not None:
@@ -179,7 +183,7 @@ class _Attempt:
 
 
 async def _reason(address: str, port: int) -> str:
-    """Return why nobody can connect to `address`: ZeroMQ does not tell."""
+    """Return the reason why connecting to `address` fails: ZeroMQ does not report it."""
     try:
         with anyio.move_on_after(ADDRESS_S):
             stream = await anyio.connect_tcp(address, port)

@@ -1,4 +1,4 @@
-"""Opening a channel to another process by its URL: `serve` on the receiving side, `connect` on the sending one.
+"""Channels to other processes by URL: `serve` opens the receiving end, `connect` the sending one.
 
 async with serve("shm://", TrajectoryGroup) as inbox:            # inbox.url: give it to the senders
 async with connect(url, TrajectoryGroup) as outbox:              # in another process
@@ -28,10 +28,10 @@ from .transport import R
 __all__ = ["DEFAULT_MAX_SENDERS", "connect", "serve"]
 
 DEFAULT_MAX_SENDERS = 64
-"""Senders at a time: with `capacity_bytes`, the bound on what one channel can make a machine hold."""
+"""Senders at a time: with `capacity_bytes`, the bound on the memory that one channel can allocate on a machine."""
 
 DESCRIPTORS = {"shm": 12, "tcp": 17}
-"""File descriptors that opening an end takes: its sockets, what is open for a moment, and ZeroMQ's own, once."""
+"""File descriptors that opening an end takes: its sockets, temporary ones, and those of ZeroMQ itself, once."""
 
 E = TypeVar("E")
 
@@ -53,39 +53,38 @@ def serve(
     tokenizer: Any = None,
     checksum: bool = False,
 ) -> AbstractAsyncContextManager[RemoteReceiver[R]]:
-    """The receiving end of a channel, open within the `async with`.
+    """Open the receiving end of a channel, within the `async with`.
 
     Args:
         url: `shm://` for senders on this host, `tcp://127.0.0.1:0` for any that reach the port; beyond loopback, as in
             `tcp://0.0.0.0:5555`, with a `key`.
-        record_type: TrajectoryGroup or TrainBatch; senders of anything else are refused.
-        capacity: records that each sender may have in flight; at 1, let go of a record before you ask for the next.
+        record_type: TrajectoryGroup or TrainBatch; senders of anything else are rejected.
+        capacity: records that each sender may have in flight; at 1, release a record before you receive the next.
         capacity_bytes: bytes that each sender may have in flight; over shm the size of its segment, allocated in full.
         senders: how many members the stream has: senders with a name that stays the same when they are restarted. It
-            ends when so many have said, by closing, that they are done; one that is absent is awaited. None for senders
-            that need no name: the stream ends when one or more have come and all are gone, and `receive` raises
-            PeerLost for each that did not say that it was done.
+            ends when so many are done, which they report by closing; one that is absent is awaited. None for senders
+            that need no name: the stream ends when one or more have connected and all have disconnected, and `receive`
+            raises PeerLost for each that did not close.
         absence_timeout_s: with `senders`, how long an absent member is awaited: from when it was lost; where it never
-            came, from when the channel opened, or from when the newest of the others came for the first time.
-        on_absence: what follows then: `fail` has `receive` raise MemberAbsent, `continue` goes on as if it were done.
-        max_senders: how many may be connected at a time; what the channel makes the machine hold is at most
-            `max_senders × capacity_bytes`.
-        listener: is told of senders' losses instead of `receive` raising PeerLost.
-        name: who this is, for messages.
-        key: what senders must know too, over tcp: everything is encrypted, and nobody else is let in. On loopback this
-            user's key is used by default; it is made on first use.
+            connected, from when the channel opened, or from when the newest of the others first connected.
+        on_absence: the consequence: `fail` has `receive` raise MemberAbsent, `continue` goes on as if it were done.
+        max_senders: how many may be connected at a time; the channel allocates at most `max_senders × capacity_bytes`.
+        listener: is notified of lost senders, instead of `receive` raising PeerLost.
+        name: the name of this end, for messages.
+        key: the key that senders must have too, over tcp: everything is encrypted, and no other process can connect.
+            On loopback this user's key is used by default; it is created on first use.
         heartbeat_timeout_s: a sender whose process is stopped, or whose host hangs, for this time is lost; a busy one
             is not. None waits for it as long as its process exists.
-        tokenizer: what the token ids mean here, or its `TokenizerIdentity`: senders that say another one are refused,
-            those that say none are let in.
-        checksum: senders compute one over every record, and what does not fit it is not received: `receive` raises
-            RecordCorrupted, which is a PeerLost. Costs each end about 2 s for a GB.
+        tokenizer: the tokenizer here, or its `TokenizerIdentity`: senders that name another one are rejected, those
+            that name none are admitted.
+        checksum: senders compute one over every record, and a record that does not match is not received: `receive`
+            raises RecordCorrupted, which is a PeerLost. Costs each end about 2 s for a GB.
 
     Raises:
         TypeError: `tokenizer` has no identity.
         InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
         ValueError: a name that is too long or not printable, an unknown scheme, a key that is missing, or one that shm
-            has no use for.
+            does not use.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfFileDescriptors: this process has too few left.
         DiskFull, NotWritable: the folder for the sockets cannot be written; the message names it.
@@ -96,7 +95,7 @@ def serve(
     if on_absence not in get_args(OnAbsence):
         raise ValueError(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
     counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
-    terms = ReceiverConfig(
+    config = ReceiverConfig(
         capacity=whole_number("capacity", capacity),
         capacity_bytes=whole_number("capacity_bytes", capacity_bytes),
         members=counted,
@@ -110,7 +109,7 @@ def serve(
     )
     scheme = _scheme(url, key)
     opened = serve_shm if scheme == "shm" else serve_tcp
-    return _with_descriptors(DESCRIPTORS[scheme], "the receiving end of a channel", opened(url, record_type, terms))
+    return _with_descriptors(DESCRIPTORS[scheme], "the receiving end of a channel", opened(url, record_type, config))
 
 
 def connect(
@@ -122,33 +121,33 @@ def connect(
     heartbeat_timeout_s: float | None = DEFAULT_HEARTBEAT_TIMEOUT_S,
     tokenizer: Any = None,
 ) -> AbstractAsyncContextManager[RemoteSender[R]]:
-    """The sending end of a channel, open within the `async with`.
+    """Open the sending end of a channel, within the `async with`.
 
-    Leaving waits until the receiver has everything, or is gone, which `outbox.failure` tells.
+    Leaving waits until the receiver has everything, or has disconnected: then `outbox.failure` is the reason.
 
     Args:
-        url: what `inbox.url` says.
-        record_type: what the receiver receives.
-        name: what this sender is called, in messages; where the receiver counts members, by which it is known again,
-            so the same after every restart. At most 128 printable characters.
-        key: what the receiver knows too, over tcp; on loopback this user's key by default.
+        url: the value of `inbox.url`.
+        record_type: the type that the receiver receives.
+        name: the name of this sender, for messages; a receiver that counts members recognises it by this name, so it
+            must be the same after every restart. At most 128 printable characters.
+        key: the key that the receiver has too, over tcp; on loopback this user's key by default.
         heartbeat_timeout_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one
-            is not, except where it is to answer an introduction. None waits for it as long as its process exists.
-        tokenizer: what made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
+            is not, except during the handshake. None waits for it as long as its process exists.
+        tokenizer: the tokenizer that made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
 
     Raises:
-        TokenizersDiffer: the receiver has another tokenizer; the message says in what, with both identities.
+        TokenizersDiffer: the receiver has another tokenizer; the message lists the differences and both identities.
         TypeError: `tokenizer` has no identity.
         NobodyListens: no receiver answers at `url`.
         ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
-        TooManySenders: the receiver's budget is given out.
+        TooManySenders: the receiver has granted all its places.
         PeerClosed: the receiver has another key.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfSharedMemory: the machine has no room for the segment.
         OutOfFileDescriptors: this process, or the receiver, has too few left.
         MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
         InvalidConfig: seconds that are not finite.
-        ValueError: an unknown scheme, a key that is missing, or one that shm has no use for, or a name that is too
+        ValueError: an unknown scheme, a key that is missing, or one that shm does not use, or a name that is too
             long or not printable.
     """
     heartbeat_timeout_s = _heartbeat_timeout_s(heartbeat_timeout_s)
@@ -166,7 +165,7 @@ def connect(
 
 @asynccontextmanager
 async def _with_descriptors(count: int, purpose: str, opened: AbstractAsyncContextManager[E]) -> AsyncIterator[E]:
-    """Open an end of a channel where `count` file descriptors can be had; ZeroMQ would end the process without them."""
+    """Open an end of a channel if `count` file descriptors are available; ZeroMQ ends the process without them."""
     available(count, purpose)
     async with opened as end:
         yield end
@@ -181,5 +180,5 @@ def _scheme(url: str, key: ChannelKey | None) -> str:
     if scheme not in {"shm", "tcp"}:
         raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
     if scheme == "shm" and key is not None:
-        raise ValueError("expected no key for shm://: its sockets and its memory are this user's alone")
+        raise ValueError("expected no key for shm://: only this user can open its sockets and its memory")
     return scheme

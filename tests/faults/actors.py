@@ -23,8 +23,8 @@ from typing import Any
 import anyio
 import msgspec
 import structlog
-import xxhash
 import zmq
+import xxhash
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 from tests.faults.cells import Cell
@@ -168,8 +168,8 @@ class Striker:
             case Cell(role="supervisor", moment="shutdown"):
                 _patch(_Child, "signal", self._signal)
             case Cell(moment="shutdown"):
-                _patch(SenderConnection, "tell", self._tell)
-                _patch(ControlConnection, "say", self._say)
+                _patch(SenderConnection, "send", self._send)
+                _patch(ControlConnection, "send", self._send_control)
 
     def _write(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         segment, span, contents, records, layout = arguments
@@ -192,13 +192,15 @@ class Striker:
         if self.armed and number == signal.SIGTERM:
             self.strike()
 
-    def _tell(self, tell: Callable[..., None], line: Any, message: Any) -> None:
-        tell(line, message)
+    def _send(self, send: Callable[..., None], connection: Any, message: Any) -> None:
+        send(connection, message)
         if self.armed and isinstance(message, Close):
             self.strike()
 
-    async def _say(self, say: Callable[..., Awaitable[None]], door: Any, message: Any, *more: Any) -> None:
-        await say(door, message, *more)
+    async def _send_control(
+        self, send: Callable[..., Awaitable[None]], connection: Any, message: Any, *more: Any
+    ) -> None:
+        await send(connection, message, *more)
         if self.armed and isinstance(message, Closed):
             self.strike()
 
@@ -217,7 +219,7 @@ def note_salvage(log: Log) -> None:
         log("salvaged", len(found))
         return found
 
-    _patch(SlotReader, "salvage", around)
+    _patch(SlotReader, "recover", around)
 
 
 def _patch(owner: type, name: str, around: Callable[..., Any]) -> None:

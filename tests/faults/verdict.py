@@ -128,9 +128,9 @@ def _judge_consumer_survives(cell: Cell, story: Story) -> None:
         assert "after record 5" in story.told or not story.told
     elif cell.dies:
         assert f"the producer (pid {story.pids[0]})" in story.told
-        assert f"without saying goodbye after record {count}" in story.told
+        assert f"without closing the channel after record {count}" in story.told
     elif cell.fault == "zombie" and cell.moment != "shutdown":
-        assert f"the producer (pid {story.pids[0]}) was silent for {SILENCE_S} s" in story.told
+        assert f"the producer (pid {story.pids[0]}) did not respond for {SILENCE_S} s" in story.told
         assert f"after record {count}" in story.told
     else:
         assert not story.told
@@ -138,7 +138,7 @@ def _judge_consumer_survives(cell: Cell, story: Story) -> None:
         assert sum(found for (found,) in story.all("salvaged")) > 0
     if cell.fault == "zombie" and cell.moment != "shutdown":
         ((woke_to,),) = story.all("woke to")
-        assert woke_to.startswith("the consumer, the receiver, gave this sender up: the producer (pid")
+        assert woke_to.startswith("the consumer, the receiver, disconnected this sender: the producer (pid")
 
 
 def _judge_producer_survives(cell: Cell, story: Story) -> None:
@@ -148,7 +148,9 @@ def _judge_producer_survives(cell: Cell, story: Story) -> None:
     assert len(accepted) == COUNT if cell.fault == "stall" and goes_on else AT <= len(accepted) < COUNT
     assert not story.all("woke to") or cell.fault == "zombie"
     if goes_on:
-        assert (f"the consumer, the receiver, was silent for {SILENCE_S} s" in story.told) == (cell.fault == "zombie")
+        assert (f"the consumer, the receiver, did not respond for {SILENCE_S} s" in story.told) == (
+            cell.fault == "zombie"
+        )
     elif cell.moment == "shutdown" or cell.fault == "exception":
         assert story.told == "the consumer, the receiver, closed the channel"
     else:

@@ -46,7 +46,7 @@ async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(
     ):
         assert isinstance(outbox, RemoteSender)
         outbox.send_nowait(group())
-        slots = outbox._line.writer
+        slots = outbox._connection.writer
         assert isinstance(slots, SlotWriter)
         slots._complete()
         [descriptor] = slots._ready
@@ -54,7 +54,7 @@ async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(
         length = int.from_bytes(slots._segment._bytes[descriptor.slot * 32 + 4 : descriptor.slot * 32 + 8], "little")
         written = descriptor.nbytes - -(-length // 64) * 64 + length
         slots._segment._bytes[begin + where % written] ^= 1
-        outbox._line.flush()
+        outbox._connection.flush()
 
         with pytest.raises(RecordCorrupted, match=r"the sampler .* to the trainer that were changed .* checksum"):
             await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())

@@ -62,7 +62,7 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_comes() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             stranger.sendall(LENGTH.pack(doors.LARGEST_FRAME + 1))
-            assert "expected a frame of at most 65536 bytes at the door, got 65537" in await refused(stranger)
+            assert "expected a control message of at most 65536 bytes, got 65537" in await refused(stranger)
         await still_works(inbox)
         assert inbox.rejected == 1
 
@@ -109,7 +109,7 @@ async def test_what_a_stranger_says_reaches_no_log_and_no_message_unescaped(monk
                 await refused(stranger)
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             assert isinstance(outbox, RemoteSender)
-            outbox._line._socket.send(b"\x92\xa8\x1b[2JHello\x01")
+            outbox._connection._socket.send(b"\x92\xa8\x1b[2JHello\x01")
             with pytest.raises(PeerLost) as lost:
                 await inbox.receive()
 
@@ -130,7 +130,7 @@ async def test_who_comes_under_the_name_of_another_is_refused() -> None:
         [identity] = inbox.peers
         with a_stranger(inbox) as stranger:
             stranger.sendall(hello(identity))
-            assert await refused(stranger) == "the identity is taken"
+            assert await refused(stranger) == "the identity is in use"
         await outbox.send(group(instance_id="0"))
         assert (await inbox.receive()).instance_id == "0"
         assert inbox.rejected == 1

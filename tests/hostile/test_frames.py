@@ -125,7 +125,7 @@ async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             say(outbox, Descriptor(1, 1, 1, 0, 0, 4096), frames)
-            with pytest.raises(PeerLost, match=rf"the forger .* was cut off: .*{reason}"):
+            with pytest.raises(PeerLost, match=rf"the forger .* was disconnected: .*{reason}"):
                 await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
         async with connect(inbox.url, TrajectoryGroup) as outbox:
             await outbox.send(record("after"))
@@ -136,7 +136,7 @@ async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged:
 def say(outbox: object, descriptor: Descriptor, frames: list[bytes]) -> None:
     """As a sender does, whatever it is that is said."""
     assert isinstance(outbox, RemoteSender)
-    outbox._line._socket.send_multipart([control.encode(control.Publish((descriptor,))), *frames])
+    outbox._connection._socket.send_multipart([control.encode(control.Publish((descriptor,))), *frames])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
@@ -146,7 +146,7 @@ async def test_a_sender_that_promises_two_records_in_one_message_is_cut_off(pack
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
         say(outbox, Descriptor(2, 2, 1, 0, 0, 4096), frames_of(record()))
-        with pytest.raises(PeerLost, match=r"the forger .* was cut off: .* to be one record"):
+        with pytest.raises(PeerLost, match=r"the forger .* was disconnected: .* to be one record"):
             await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
 
 

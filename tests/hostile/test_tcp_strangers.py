@@ -310,7 +310,7 @@ async def test_a_sender_that_sends_more_bytes_than_it_says_is_cut_off() -> None:
 
 
 async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_acceptor, "LOOK_S", 0.05)
+    monkeypatch.setattr(tcp_acceptor, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr("penstock._pipeline.channels.tcp.LARGEST_MESSAGE", 2**20)
     async with serve(LOOPBACK, TrajectoryGroup, capacity_bytes=2**20, key=KEY) as inbox:
         with no_more_than(2**23, port_of(inbox)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
@@ -321,7 +321,7 @@ async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(mo
             flooder.send_multipart([bytes(2**16)] * 2**8)  # 16 MiB, of which half comes
             await until_rejected(inbox, 1)
             await until_ended(flooder)
-        with pytest.raises(PeerLost, match=r"stranger .* was cut off: a message of more than 2097152 bytes"):
+        with pytest.raises(PeerLost, match=r"stranger .* was disconnected: a message of more than 2097152 bytes"):
             await inbox.receive()
 
 
@@ -329,7 +329,7 @@ async def test_a_sender_that_is_cut_off_can_send_nothing_more() -> None:
     async with serve(LOOPBACK, TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             say(outbox, Descriptor(9, 1, 1, 0, 0, 4096), frames_of(record()))
-            with pytest.raises(PeerLost, match=r"the forger .* was cut off"):
+            with pytest.raises(PeerLost, match=r"the forger .* was disconnected"):
                 await inbox.receive()
             line: Any = outbox
             with anyio.fail_after(30):

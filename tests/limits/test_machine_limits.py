@@ -114,7 +114,7 @@ def test_a_receiver_that_cannot_map_a_segment_tells_the_sender_why() -> None:
     """The sender's own mapping fits twice over; the receiver's, the third of this size, does not."""
     within = NO_ADDRESSES.replace("2**27", "3 * 2**26")
     said = run(within=within, capacity_bytes=2**27)
-    assert said.startswith("OutOfSharedMemory the receiver refused: expected room for 138")
+    assert said.startswith("OutOfSharedMemory the receiver rejected this sender: expected room for 138")
 
 
 WORKERS = """

@@ -52,7 +52,7 @@ class RemoteEnds:
         assert isinstance(outbox, RemoteSender)
         self.joined -= 1
         outbox._closed = True
-        await outbox._line._let_go()
+        await outbox._connection._release()
         return True
 
 
@@ -178,23 +178,23 @@ async def test_who_looks_is_told_what_is_in_flight(transport: str) -> None:
 @pytest.mark.parametrize("transport", REMOTE)
 async def test_who_looks_after_saying_goodbye_says_no_more(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be a message from a stranger."""
-    said = list[Message]()
-    tell = SenderConnection.tell
+    sent = list[Message]()
+    send = SenderConnection.send
 
-    def telling(self: SenderConnection, message: Message) -> None:
-        said.append(message)
-        tell(self, message)
+    def recording(self: SenderConnection, message: Message) -> None:
+        sent.append(message)
+        send(self, message)
 
     async with REMOTE[transport]() as ends, ends.join() as outbox:
         assert isinstance(outbox, RemoteSender)
         await outbox.send(group())
-        monkeypatch.setattr(SenderConnection, "tell", telling)
+        monkeypatch.setattr(SenderConnection, "send", recording)
         outbox.send_close()
         assert outbox.statistics().items == 1
         await anyio.lowlevel.checkpoint()
         await anyio.lowlevel.checkpoint()
 
-    assert [type(message) for message in said] == [Close]
+    assert [type(message) for message in sent] == [Close]
 
 
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -88,7 +88,7 @@ def test_an_illegal_transition_tells_the_story_of_the_slot() -> None:
 
     assert str(told.value) == (
         "cannot publish slot 0: expected state writing, got published; "
-        "its story: allocated as generation 1, published as record 7"
+        "its history: allocated as generation 1, published as record 7"
     )
 
 

@@ -93,7 +93,7 @@ async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_br
 
 async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
     async with await door_that_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
-        with pytest.raises(OutOfSharedMemory, match="the receiver refused: no room"):
+        with pytest.raises(OutOfSharedMemory, match="the receiver rejected this sender: no room"):
             await offer_segment(control_connection, control.SegmentOffer(1, 4096, 4096))
 
 
@@ -127,7 +127,9 @@ async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
             await outbox.send(group())
 
     first, *identities = str(refused.value).splitlines()
-    assert first == "the receiver refused: the receiver and sampler have tokenizers of different vocabulary"
+    assert (
+        first == "the receiver rejected this sender: the receiver and sampler have tokenizers of different vocabulary"
+    )
     assert identities == [f"  {tokenizer_identity(OURS)}", f"  {tokenizer_identity(THEIRS)}"]
     assert rejected == 1
 

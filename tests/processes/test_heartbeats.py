@@ -99,12 +99,12 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wake
 
             stop(sender)
             came = list[int]()
-            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. was silent for {SILENCE_S} s"):
+            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. did not respond for {SILENCE_S} s"):
                 await receive_into(came, inbox)
 
             assert came == list(range(len(came)))
             sender.send_signal(signal.SIGCONT)
-            assert "gave this sender up: the sender" in await line(sender)
+            assert "disconnected this sender: the sender" in await line(sender)
             with pytest.raises(anyio.EndOfStream):
                 await inbox.receive()
 
@@ -118,7 +118,7 @@ async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url:
 
             stop(receiver)
             with pytest.raises(
-                PeerLost, match=rf"the receiver, was silent for {SILENCE_S} s, for its process was stopped"
+                PeerLost, match=rf"the receiver, did not respond for {SILENCE_S} s, because its process was stopped"
             ):
                 await send_into(outbox)
         receiver.send_signal(signal.SIGCONT)
@@ -145,7 +145,7 @@ async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> 
         url = await line(receiver)
         stop(receiver)
 
-        with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
+        with pytest.raises(NobodyListens, match=r"to answer, got no answer for 0\.05 s: is its process stopped"):
             async with connect(url, TrajectoryGroup, heartbeat_timeout_s=0.05):
                 pass
 
@@ -168,7 +168,7 @@ async def test_so_is_one_whose_door_has_no_room_for_more_who_wait(family: int, t
             else f"tcp://127.0.0.1:{control_connection.getsockname()[1]}"
         )
 
-        with pytest.raises(NobodyListens, match=r"to answer, got silence for 0\.05 s: is its process stopped"):
+        with pytest.raises(NobodyListens, match=r"to answer, got no answer for 0\.05 s: is its process stopped"):
             async with connect(url, TrajectoryGroup, heartbeat_timeout_s=0.05):
                 pass
 
@@ -201,7 +201,7 @@ STOPPED = {
 async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_is_lost_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(workers, "WORKER_HEARTBEAT_TIMEOUT_S", SILENCE_S)
 
     report = await STOPPED[name].sink(Commit()).run()
 
@@ -211,4 +211,6 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_
     assert balance.balanced
     (reason,) = balance.reasons["lost"]
     assert reason.startswith(f"{name} (pid ")
-    assert reason.endswith(f"was silent for {SILENCE_S} s, for its process was stopped or its host hung; it was killed")
+    assert reason.endswith(
+        f"did not respond for {SILENCE_S} s, because its process was stopped or its host hung; it was killed"
+    )

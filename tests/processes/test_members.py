@@ -168,7 +168,7 @@ async def test_a_member_that_comes_after_the_end_is_refused_for_nothing_it_sends
             pass
         with pytest.raises(anyio.EndOfStream):
             await inbox.receive()
-        with pytest.raises(PeerClosed, match="every member has said that it is done"):
+        with pytest.raises(PeerClosed, match="every member is done"):
             async with connect(inbox.url, TrajectoryGroup, name="a"):
                 pass
 
@@ -404,7 +404,7 @@ async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller
             await saved_and_cut_off(outbox, inbox)
 
     [note] = told.value.__notes__
-    assert note.startswith("everything that 'a' sent is saved, but no receiver heard that it is done")
+    assert note.startswith("everything that 'a' sent is saved, but no receiver acknowledged that it is done")
 
 
 @pytest.mark.parametrize("name", [None, "a"])

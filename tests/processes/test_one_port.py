@@ -160,7 +160,10 @@ async def test_where_nobody_listens_the_reason_is_that_the_connection_was_refuse
 
 
 async def test_what_accepts_and_says_nothing_is_silent_in_the_handshake() -> None:
-    with mute() as port, pytest.raises(NobodyListens, match=r"got silence for 0\.2 s: .* or is it no penstock"):
+    with (
+        mute() as port,
+        pytest.raises(NobodyListens, match=r"got no answer for 0\.2 s: .* a program other than penstock"),
+    ):
         async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup, heartbeat_timeout_s=0.2):
             pass
 
@@ -172,7 +175,7 @@ async def test_what_answers_otherwise_and_hangs_up_has_ended_the_connection() ->
 
 
 async def test_a_receiver_whose_event_loop_is_held_up_is_told_from_one_that_is_stopped() -> None:
-    with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is held up"):
+    with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is blocked"):
         async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=1):
             pass
 
@@ -189,6 +192,6 @@ async def test_what_a_killed_sender_had_sent_is_received_before_its_loss_is_told
                 assert await line(sender) == "sent"
                 came = [(await inbox.receive()).instance_id]
                 sender.kill()
-                with anyio.fail_after(30), pytest.raises(PeerLost, match=r"short-lived .* closed its connection"):
+                with anyio.fail_after(30), pytest.raises(PeerLost, match=r"short-lived .* ended its connection"):
                     await receive_into(came, inbox)
                 assert came == [str(number) for number in range(len(came))]

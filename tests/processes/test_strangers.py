@@ -128,8 +128,8 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on
     async with serve("shm://", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             assert isinstance(outbox, RemoteSender)
-            outbox._line.tell(forged)
-            with pytest.raises(PeerLost, match=r"the forger .* broke the protocol and was cut off"):
+            outbox._connection.send(forged)
+            with pytest.raises(PeerLost, match=r"the forger .* violated the protocol and was disconnected"):
                 await inbox.receive()
             with pytest.raises((PeerClosed, PeerLost)):
                 await send_until_refused(outbox)
@@ -140,8 +140,8 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on
 async def test_a_sender_that_breaks_the_protocol_twice_is_told_lost_once() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup, name="forger") as outbox:
         assert isinstance(outbox, RemoteSender)
-        outbox._line.tell(control.Publish((Descriptor(1, 1, 0, 1, 7, 64), Descriptor(2, 1, 0, 1, 7, 64))))
-        with pytest.raises(PeerLost, match="was cut off"):
+        outbox._connection.send(control.Publish((Descriptor(1, 1, 0, 1, 7, 64), Descriptor(2, 1, 0, 1, 7, 64))))
+        with pytest.raises(PeerLost, match="was disconnected"):
             await inbox.receive()
         with pytest.raises(anyio.EndOfStream):
             await inbox.receive()
