@@ -35,6 +35,7 @@ import zmq
 from rich.console import Console
 
 from penstock import Pipeline, ReceiveChannel, Report, SendChannel, TrajectoryGroup, current, processes, source
+from penstock._pipeline.channels.zmq_context import zmq_context
 from penstock.accounting import Ledger
 
 from .contestants import leaving_nothing
@@ -299,7 +300,7 @@ class Outcome:
 
 async def soak(seconds: float, seed: int) -> Outcome:
     """Run the pipeline and strike it."""
-    zmq.Context.instance().socket(zmq.PAIR).close()  # the one ZeroMQ context of this process stays
+    zmq_context().socket(zmq.PAIR).close()  # the one ZeroMQ context of this process stays
     before = Sample.take()
     check, ledger = Check(seconds), Ledger()
     pipeline = (

@@ -20,6 +20,8 @@ from tests.installation import Installed, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
+from penstock._pipeline.channels.zmq_context import zmq_context
+
 REAPING_S = FAILSAFE_S
 """How long ZeroMQ may take to close a socket that was closed here: a thread of its own does that."""
 
@@ -69,7 +71,8 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if "processes" not in request.path.parts:
         yield
         return
-    zmq.Context.instance().socket(zmq.PAIR).close()  # the process' one ZeroMQ context stays, and is no leak
+    for context in (zmq_context(), zmq.Context.instance()):  # penstock's stays, and so does the one that tests use
+        context.socket(zmq.PAIR).close()
     zmq.Frame(b"\0", copy=False)  # nor is that of the thread with which pyzmq frees what was sent without a copy
     before = _holdings()
     yield

@@ -23,7 +23,6 @@ from typing import Any
 import anyio
 import msgspec
 import structlog
-import zmq
 import xxhash
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
@@ -34,6 +33,7 @@ from penstock._pipeline.channels.control_connection import ControlConnection
 from penstock._pipeline.channels.remote_sender import SenderConnection
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
+from penstock._pipeline.channels.zmq_context import zmq_context
 from penstock._pipeline.processes.supervisor import _Child
 from penstock._schemas.control import Close, Closed
 from penstock.accounting import Ledger
@@ -287,7 +287,7 @@ def perform(play: Play, act: Callable[[Play], Awaitable[None]]) -> int:
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         thread.join()  # each is about to end, and may hold what it worked on last
     gc.collect()
-    zmq.Context.instance().term()  # hangs while a socket is open
+    zmq_context().term()  # hangs while a socket is open
     play.log("left", sorted(_descriptors() - before))
     return status
 
