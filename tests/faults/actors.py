@@ -47,7 +47,7 @@ __all__ = [
     "Striker",
     "commit",
     "digest",
-    "note_salvage",
+    "note_recovery",
     "number_of",
     "perform",
     "record_number",
@@ -162,14 +162,14 @@ class Striker:
         """Have this process struck, once armed, where a moment lies within penstock and not within an actor."""
         match self.cell:
             case Cell(moment="writing"):
-                _patch(SegmentWriter, "write", self._write)
+                _patch(SegmentWriter, SegmentWriter.write, self._write)
             case Cell(moment="published"):
-                _patch(SegmentWriter, "publish", self._publish)
+                _patch(SegmentWriter, SegmentWriter.publish, self._publish)
             case Cell(role="supervisor", moment="shutdown"):
-                _patch(_Child, "signal", self._signal)
+                _patch(_Child, _Child.signal, self._signal)
             case Cell(moment="shutdown"):
-                _patch(SenderConnection, "send", self._send)
-                _patch(ControlConnection, "send", self._send_control)
+                _patch(SenderConnection, SenderConnection.send, self._send)
+                _patch(ControlConnection, ControlConnection.send, self._send_control)
 
     def _write(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         segment, span, contents, records, layout = arguments
@@ -211,21 +211,20 @@ def commit(ledger: Ledger, record: TrajectoryGroup) -> None:
     ledger.commit(TrainBatch.pack([record]), ledger.step + 1)
 
 
-def note_salvage(log: Log) -> None:
+def note_recovery(log: Log) -> None:
     """Have it logged how many records are found whose descriptors never came."""
 
     def around(recover: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         found = recover(*arguments)
-        log("salvaged", len(found))
+        log("recovered", len(found))
         return found
 
-    _patch(SlotReader, "recover", around)
+    _patch(SlotReader, SlotReader.recover, around)
 
 
-def _patch(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Have `around` called with a method and its arguments instead of the method."""
-    method = getattr(owner, name)
-    setattr(owner, name, lambda *arguments, **options: around(method, *arguments, **options))
+def _patch(owner: type, method: Callable[..., Any], around: Callable[..., Any]) -> None:
+    """Have `around` called with a method of `owner` and its arguments instead of the method."""
+    setattr(owner, method.__name__, lambda *arguments, **options: around(method, *arguments, **options))
 
 
 @dataclass

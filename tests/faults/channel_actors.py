@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import anyio
 from anyio.abc import TaskGroup
-from tests.faults.actors import Play, commit, digest, note_salvage, number_of, record_number
+from tests.faults.actors import Play, commit, digest, note_recovery, number_of, record_number
 from tests.faults.cells import AT, COUNT, SEGMENT_BYTES
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
@@ -47,7 +47,7 @@ async def _send_and_be_struck(play: Play, outbox: SendChannel[TrajectoryGroup]) 
 async def consume(play: Play) -> None:
     """Commit what the victim sends until it is gone, or is given up."""
     ledger, held = Ledger(), record_number(0)
-    note_salvage(play.log)
+    note_recovery(play.log)
     async with serve(
         "shm://",
         TrajectoryGroup,

@@ -16,6 +16,7 @@ from tests.faults.cells import Cell
 from penstock._pipeline.channels import shm
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
+from penstock._pipeline.channels.socket_directory import sweep, sweep_after
 from penstock._pipeline.processes import supervisor
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.channels import RemoteReceiver
@@ -23,16 +24,16 @@ from penstock.channels import RemoteReceiver
 __all__ = ["MUTANTS", "mutate"]
 
 
-def _replace(owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    setattr(owner, name, made(getattr(owner, name)))
+def _replace(owner: Any, method: Callable[..., Any], made: Callable[..., Callable[..., Any]]) -> None:
+    setattr(owner, method.__name__, made(method))
 
 
-def _nothing_is_salvaged() -> None:
-    _replace(SlotReader, "salvage", lambda _: lambda *_: [])
+def _nothing_is_recovered() -> None:
+    _replace(SlotReader, SlotReader.recover, lambda _: lambda *_: [])
 
 
-def _all_is_salvaged_again() -> None:
-    _replace(SlotReader, "salvage", lambda recover: lambda reader, _: recover(reader, 0))
+def _all_is_recovered_again() -> None:
+    _replace(SlotReader, SlotReader.recover, lambda recover: lambda reader, _: recover(reader, 0))
 
 
 def _a_bit_flips_on_the_way() -> None:
@@ -45,7 +46,7 @@ def _a_bit_flips_on_the_way() -> None:
 
         return flipped
 
-    _replace(SegmentWriter, "write", made)
+    _replace(SegmentWriter, SegmentWriter.write, made)
 
 
 def _a_death_is_taken_for_a_goodbye() -> None:
@@ -56,21 +57,21 @@ def _a_death_is_taken_for_a_goodbye() -> None:
 
         return quietly
 
-    _replace(RemoteReceiver, "gone", made)
+    _replace(RemoteReceiver, RemoteReceiver.gone, made)
 
 
 def _nobody_asks_what_a_dead_worker_held() -> None:
-    _replace(WorkerAccounting, "_settle", lambda _: lambda *_: None)
+    _replace(WorkerAccounting, WorkerAccounting._settle, lambda _: lambda *_: None)
 
 
 def _sockets_of_the_dead_stay() -> None:
     for module in (supervisor, shm):
-        _replace(module, "sweep", lambda _: lambda: None)
-    _replace(shm, "sweep_after", lambda _: lambda _: None)
+        _replace(module, sweep, lambda _: lambda: None)
+    _replace(shm, sweep_after, lambda _: lambda _: None)
 
 
 def _descriptors_stay_open() -> None:
-    _replace(supervisor._Child, "close", lambda _: lambda _: None)
+    _replace(supervisor._Child, supervisor._Child.close, lambda _: lambda _: None)
 
 
 def _deaths_are_noticed_late() -> None:
@@ -81,13 +82,13 @@ def _deaths_are_noticed_late() -> None:
 
         return later
 
-    _replace(supervisor._Child, "exited", made)
+    _replace(supervisor._Child, supervisor._Child.exited, made)
     verdict.KNOWN_WITHIN_S = 1.0
 
 
 MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
-    _nothing_is_salvaged: (Cell("producer", "SIGKILL", "published"), "assert count =="),
-    _all_is_salvaged_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
+    _nothing_is_recovered: (Cell("producer", "SIGKILL", "published"), "assert count =="),
+    _all_is_recovered_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
     _a_bit_flips_on_the_way: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
     _a_death_is_taken_for_a_goodbye: (Cell("producer", "_exit", "idle"), "in story.told"),
     _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),

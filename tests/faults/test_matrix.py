@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from tests.faults.cells import CELLS, COMBINATIONS, SENSELESS, Cell, why_not
+from tests.faults.cells import CELLS, COMBINATIONS, SENSELESS, Cell, Moment, Role, why_not
 from tests.faults.mutants import MUTANTS
 from tests.faults.zygote import Zygote
 
@@ -38,9 +38,23 @@ def verdict(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Callable
         yield wrong_in
 
 
+PLAYED_IN: dict[Role, Moment] = {
+    "producer": "published",
+    "consumer": "reading",
+    "middle": "reading",
+    "supervisor": "committing",
+}
+"""`make test` plays SIGKILL in every moment, and every other fault in one moment of each role."""
+
+
 def _mark(cell: Cell) -> Sequence[pytest.MarkDecorator]:
-    """`os._exit` ends a process as SIGKILL does, but from within: `make test` plays it in one moment, not in all."""
-    return [pytest.mark.long] if cell.fault == "_exit" and cell.moment != "published" else []
+    return [pytest.mark.long] if cell.fault != "SIGKILL" and cell.moment != PLAYED_IN[cell.role] else []
+
+
+def _mark_of_mutant(mutant: Callable[[], None]) -> Sequence[pytest.MarkDecorator]:
+    """Those in which a worker starts are longer: of them `make test` plays those of one moment."""
+    cell, _ = MUTANTS[mutant]
+    return [pytest.mark.long] if cell.role == "middle" and cell.moment != "reading" else []
 
 
 def _parameters(item: pytest.Item) -> dict[str, object]:
@@ -52,7 +66,9 @@ def test_nothing_is_lost_silently_doubled_or_left_behind(cell: Cell, verdict: Ca
     assert not verdict(cell)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, marks=_mark_of_mutant(mutant), id=mutant.__name__) for mutant in MUTANTS]
+)
 def test_what_the_matrix_is_there_for_it_notices(mutant: Callable[[], None], zygote: Zygote) -> None:
     cell, wrong = MUTANTS[mutant]
 

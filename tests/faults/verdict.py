@@ -135,7 +135,7 @@ def _judge_consumer_survives(cell: Cell, story: Story) -> None:
     else:
         assert not story.told
     if (cell.dies or cell.fault == "zombie") and cell.moment == "published":
-        assert sum(found for (found,) in story.all("salvaged")) > 0
+        assert sum(found for (found,) in story.all("recovered")) > 0
     if cell.fault == "zombie" and cell.moment != "shutdown":
         ((woke_to,),) = story.all("woke to")
         assert woke_to.startswith("the consumer, the receiver, disconnected this sender: the producer (pid")

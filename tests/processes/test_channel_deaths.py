@@ -90,7 +90,7 @@ async def test_a_killed_sender_is_told_once_after_everything_it_had_sent(url: st
 
 
 @pytest.mark.parametrize("end", ["killed at once", "exits"])
-async def test_records_whose_descriptors_never_left_a_dead_sender_are_salvaged(end: str) -> None:
+async def test_records_whose_descriptors_never_left_a_dead_sender_are_recovered(end: str) -> None:
     two_bundles = 8
     async with serve("shm://", TrajectoryGroup, capacity=32) as inbox, child(SENDER, inbox.url, two_bundles, end):
         got = [await inbox.receive() for _ in range(two_bundles)]
