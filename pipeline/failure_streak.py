@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .errors import RolloutsFailed
-from .processes.shared_counters import OTHER_REASONS, UNTOLD
+from .processes.shared_counters import OTHER_REASONS, UNREPORTED
 
 __all__ = ["FAILURE_LIMIT", "FailureStreak", "first_reasons"]
 
@@ -58,4 +58,4 @@ def first_reasons(reasons: Mapping[str, int]) -> str:
 
 def _is_unspecific(reason: str) -> bool:
     """Return whether `reason` stands for several, or for one that its worker has not reported yet."""
-    return reason == OTHER_REASONS or reason.startswith(UNTOLD)
+    return reason == OTHER_REASONS or reason.startswith(UNREPORTED)

@@ -1,4 +1,4 @@
-"""Find the error in what a program printed that explains why it ended.
+"""Find the error in the output of a program that explains its end.
 
 The last lines are often about something else: an inference server of several processes prints the traceback of the one
 that failed first, and then those of the others, which lost it. Knows neither processes nor files.
@@ -14,17 +14,17 @@ __all__ = ["first_error"]
 TRACEBACK = "Traceback (most recent call last):"
 
 ERROR = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|PANIC)\b|(?:\b|[a-z])(?:[Ee]rror|[Ee]xception|[Ff]atal|panicked)\b.*:")
-"""A line that tells of an error by its level, or by its first words."""
+"""Matches a line about an error, by its level or by the name of an exception."""
 
 MAX_LINES = 5
-"""Of an exception's message."""
+"""The most lines of an exception's message."""
 
 
 def first_error(lines: Sequence[str]) -> str:
     r"""Return the exception that the first traceback in `lines` ends with, or else the first line about an error.
 
     Returns:
-        At most `MAX_LINES` lines, without what a logger put before them; empty where there is neither.
+        At most `MAX_LINES` lines, without a logger's prefix; empty where there is neither.
 
     >>> log = "(core) Traceback (most recent call last):\n(core)   File …\n(core) OSError: no such file\nExiting: error"
     >>> first_error(log.splitlines())
@@ -49,6 +49,6 @@ def _raised(lines: Sequence[str], logged: str) -> list[str]:
         if raised and (not text or text.endswith(TRACEBACK) or len(raised) == MAX_LINES):
             break
         if raised and not logged and not is_frame_or_empty:
-            break  # a line of its own: nothing marks those that belong to the exception
+            break  # without a logger's prefix, only the first line is certain to belong to the exception
         raised.append(text)
     return raised

@@ -1,8 +1,8 @@
-"""`OutsideServer`: a server that is not penstock's (for inference, for an environment), started and stopped with a run.
+"""`OutsideServer`: a server of others (for inference, for an environment), started and stopped with a run.
 
-It is ready when a probe says so, it is watched while it is used, and when the body ends, or the process that started it
-is killed, its whole tree of processes ends: SIGTERM, a deadline, SIGKILL (`subreaper.py` sees to that). Nothing that
-was not started here is ever signalled: not whoever holds the port, nor who bears the name. What it prints is kept.
+It is ready when a probe succeeds, and it is watched while it is used. When the body ends, or the process that started
+it is killed, `subreaper.py` ends its whole tree of processes: SIGTERM, a deadline, SIGKILL. No process that was not
+started here is ever signalled, also none that holds the port or has the same name. The server's output is stored.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from ..context import current
 from ..errors import ServerFailed
 from ..os_errors import explaining_os_errors
 from ..telemetry import get_logger
-from .kept_process import KeptProcess, describe_end, start_kept
 from .log_errors import first_error
+from .subreaper_process import SubreaperProcess, describe_end, start_subreaper
 
 __all__ = ["OutsideServer", "Probe", "RunningServer", "http_ready", "tcp_ready"]
 
 log = get_logger("penstock.outside_server")
 
 PROBE_S = 5.0
-"""How long one probe may take: a server that accepts and never answers is not ready."""
+"""Timeout of one probe: a server that accepts and does not answer is not ready."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Between two probes; each pause is twice as long as the one before."""
+"""Seconds between two probes; each pause is twice as long as the one before."""
 
-KEEPER_S = 5.0
-"""How much longer than the server its subreaper may take to end."""
+SUBREAPER_TIMEOUT_S = 5.0
+"""Seconds that the subreaper may take to end after the server."""
 
 TAIL_BYTES = 4096
-"""What an error shows of the end of the server's log."""
+"""Bytes of the end of the server's log in an error."""
 
 SEARCHED_BYTES = 2**18
-"""Of the end of the log, in which the first error is looked for: all that a server prints while it starts. When it ends
-later, errors that it survived lie mostly before."""
+"""Bytes of the end of the log that are searched for the first error: the whole output of a server that starts. If it
+ends later, errors that it survived mostly lie before."""
 
 Probe: TypeAlias = Callable[[], Awaitable[object]]
-"""Raises until the server is ready; what it raises last is told where that is never."""
+"""Raises until the server is ready; if it never is, its last exception is reported."""
 
 
 def http_ready(url: str) -> Probe:
-    """Return a probe: a GET of this `http://` URL is answered with a status from 200 to 299.
+    """Return a probe that succeeds when a GET of this `http://` URL is answered with a status from 200 to 299.
 
     Raises:
-        ValueError: it is not such a URL.
+        ValueError: `url` is no such URL.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
@@ -78,7 +78,7 @@ async def _get(url: str) -> None:
 
 
 def tcp_ready(port: int, host: str = "127.0.0.1") -> Probe:
-    """Return a probe: somebody accepts connections at this port."""
+    """Return a probe that succeeds when a server accepts connections at this port."""
     return partial(_connect, host, whole_number("port", port))
 
 
@@ -87,86 +87,86 @@ async def _connect(host: str, port: int) -> None:
 
 
 class RunningServer:
-    """A server that was started here, until all of it has ended."""
+    """A server that was started here, until all its processes have ended."""
 
     def __init__(
         self,
         name: str,
         log_path: Path,
-        kept: KeptProcess,
+        process: SubreaperProcess,
         *,
         log_start: int,
         pidfd: int,
     ) -> None:
         self.name = name
         self.log = log_path
-        """What it prints, to either stream, is appended there."""
+        """The file to which the output of both streams is appended."""
         self._log_start = log_start
-        """Bytes that were in the log before: of servers that ran earlier."""
+        """Bytes that were in the log before, of earlier servers."""
         self.pid = 0
-        """Of the process that runs the command; 0 before it does."""
+        """Id of the process that runs the command; 0 before that."""
         self.ended = anyio.Event()
-        """Set when that process is no more, or never began."""
+        """Set when that process has ended, or could not be started."""
         self.how = ""
-        """How it ended, in words; empty while it runs."""
-        self._heard = anyio.Event()
-        """Set when there is nothing more to hear."""
-        self._kept = kept
+        """A description of its end; empty while it runs."""
+        self._status_ended = anyio.Event()
+        """Set when the subreaper has closed its status."""
+        self._process = process
         self._pidfd = pidfd
-        for descriptor in (kept.config, kept.words):
+        for descriptor in (process.stop_fd, process.status_fd):
             os.set_blocking(descriptor, False)
 
     def __repr__(self) -> str:
         return f"<RunningServer {self.name}: {self.how or f'pid {self.pid}'}>"
 
-    async def hear(self) -> None:
-        """Take in what the subreaper tells, until it is no more. Not to be cancelled: `stop` sees to its end."""
+    async def watch(self) -> None:
+        """Handle the subreaper's status lines until it ends. Shielded from cancellation; `stop` ends the subreaper."""
         try:
             with anyio.CancelScope(shield=True):
-                async for word in self._told():
-                    self._heed(*word.split())
+                async for line in self._status_lines():
+                    self._handle(*line.split())
         finally:
-            self._note_end("lost its subreaper")
-            self._heard.set()
+            self._set_ended("lost its subreaper")
+            self._status_ended.set()
 
-    async def _told(self) -> AsyncIterator[str]:
+    async def _status_lines(self) -> AsyncIterator[str]:
         begun, read = b"", b"\n"
         while read:
             *lines, begun = (begun + read).split(b"\n")
             for line in filter(None, lines):
                 yield line.decode()
-            await anyio.wait_readable(self._kept.words)
-            read = os.read(self._kept.words, 512)
+            await anyio.wait_readable(self._process.status_fd)
+            read = os.read(self._process.status_fd, 512)
 
-    def _heed(self, word: str, value: str) -> None:
-        if word == "started":
+    def _handle(self, status: str, value: str) -> None:
+        if status == "started":
             self.pid = int(value)
         else:
-            self._note_end(describe_end(word, int(value)))
+            self._set_ended(describe_end(status, int(value)))
 
-    def _note_end(self, how: str) -> None:
+    def _set_ended(self, how: str) -> None:
         self.how = self.how or how
         self.ended.set()
 
     async def stop(self, within_s: float) -> None:
-        """Have all of it end, and its subreaper. Not to be cancelled."""
+        """End all its processes, and its subreaper. Shielded from cancellation."""
         with anyio.CancelScope(shield=True):
             with suppress(BrokenPipeError):
-                os.write(self._kept.config, b"stop")
-            with anyio.move_on_after(within_s + KEEPER_S) as deadline:
+                os.write(self._process.stop_fd, b"stop")
+            with anyio.move_on_after(within_s + SUBREAPER_TIMEOUT_S) as deadline:
                 await anyio.wait_readable(self._pidfd)
             if deadline.cancelled_caught:
-                log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + KEEPER_S)
+                log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + SUBREAPER_TIMEOUT_S)
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 await anyio.wait_readable(self._pidfd)
-            self._kept.subreaper.poll()
-            await self._heard.wait()
-            for descriptor in (self._pidfd, self._kept.config, self._kept.words):
+            self._process.popen.poll()
+            await self._status_ended.wait()
+            for descriptor in (self._pidfd, self._process.stop_fd, self._process.status_fd):
                 os.close(descriptor)
             log.info("server_stopped", server=self.name, pid=self.pid)
 
     def excerpt(self) -> str:
-        """Return the last that it printed, and the first error in what it printed. Blocks."""
+        """Return the end of its output, and the first error in its output. Blocks."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._log_start, self.log.stat().st_size - SEARCHED_BYTES))
@@ -186,43 +186,43 @@ def _opened_log(path: Path) -> BinaryIO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideServer:
-    """A recipe for a server from outside: it can be pickled, and opened wherever the server is to run."""
+    """A description of a server of others: it can be pickled, and opened in the process that uses the server."""
 
     command: Sequence[str]
     """The program and its arguments; no shell."""
     ready: Probe
-    """Says when it can be used: `http_ready(url)`, `tcp_ready(port)`, or a coroutine function that raises till then."""
+    """Checks that it can be used: `http_ready(url)`, `tcp_ready(port)`, or a coroutine function that raises if not."""
     name: str = ""
-    """What it is called in messages and what its log is called; by default as its program."""
+    """Its name in messages and that of its log; by default that of its program."""
     logs: str | Path = "logs"
-    """Folder for what it prints: `<name>.log`, with the worker's index where there are several. It is appended to."""
+    """Folder for its output: `<name>.log`, with the worker's index where there are several; appended to."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of this process."""
     ready_timeout_s: float = 600.0
-    """How long it may take to become ready: a large model is loaded in minutes."""
+    """Seconds until it must be ready: a large model is loaded in minutes."""
     stop_timeout_s: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
 
     def __post_init__(self) -> None:
         normalize_numbers(self, "ready_timeout_s", "stop_timeout_s", zero=True)
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[RunningServer]:
-        """Start it, wait until it is ready, and end all of it with the body. If it ends first, so does the body.
+        """Start it, wait until it is ready, and end all its processes with the body, and vice versa.
 
         Raises:
-            ServerFailed: somebody answers already; or it could not be started, was not ready in time, or ended before
-                the body did, with the last that it printed, and the first error in that.
+            ServerFailed: another server answers already; or it could not be started, was not ready in time, or ended
+                before the body did, with the end of its output, and the first error in that.
             DiskFull, NotWritable: its log cannot be opened.
         """
-        await self._until_nobody_answers()
+        await self._until_probe_fails()
         stack = AsyncExitStack()
         try:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             server = await anyio.to_thread.run_sync(self._start)
             stack.callback(tasks.cancel_scope.cancel)
             stack.push_async_callback(server.stop, self.stop_timeout_s)
-            tasks.start_soon(server.hear)
+            tasks.start_soon(server.watch)
             async with _while_it_runs(server, tasks):
                 await self._until_ready(server)
                 yield server
@@ -230,36 +230,36 @@ class OutsideServer:
             await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
 
     @property
-    def _called(self) -> str:
+    def _label(self) -> str:
         return self.name or Path(self.command[0]).name
 
     def _start(self) -> RunningServer:
         worker = current().worker
-        label = f"{self._called}-{worker.index}" if worker.count > 1 else self._called
+        label = f"{self._label}-{worker.index}" if worker.count > 1 else self._label
         path = Path(self.logs).absolute() / f"{label}.log"
         with _opened_log(path) as printed:
             log_start = printed.tell()
             environment = os.environ | dict(self.environment)
-            kept = start_kept(self.command, self.stop_timeout_s, output=printed, environment=environment)
+            process = start_subreaper(self.command, self.stop_timeout_s, output=printed, environment=environment)
         try:
-            pidfd = os.pidfd_open(kept.subreaper.pid)
+            pidfd = os.pidfd_open(process.popen.pid)
         except OSError:
-            os.close(kept.config)
-            kept.subreaper.wait()
-            os.close(kept.words)
+            os.close(process.stop_fd)
+            process.popen.wait()
+            os.close(process.status_fd)
             raise
-        return RunningServer(label, path, kept, log_start=log_start, pidfd=pidfd)
+        return RunningServer(label, path, process, log_start=log_start, pidfd=pidfd)
 
-    async def _until_nobody_answers(self) -> None:
-        """A probe that succeeds before there is a server says nothing about it. One from before has time to end."""
+    async def _until_probe_fails(self) -> None:
+        """Wait until the probe fails: it cannot distinguish this server from an earlier one, which has time to end."""
         deadline = anyio.current_time() + self.stop_timeout_s
-        async for met in self._probed():
-            if met is not None:
+        async for error in self._probes():
+            if error is not None:
                 return
             if anyio.current_time() >= deadline:
                 break
         raise ServerFailed(
-            f"expected the probe to fail before {self._called} is started, it succeeded for {self.stop_timeout_s:g} s: "
+            f"expected the probe to fail before {self._label} is started, it succeeded for {self.stop_timeout_s:g} s: "
             f"another server answers in its place; end that one, or choose another port"
         )
 
@@ -267,16 +267,16 @@ class OutsideServer:
         began = anyio.current_time()
         last: BaseException | None = None
         with anyio.move_on_after(self.ready_timeout_s):
-            async for met in self._probed():
-                if met is None:
+            async for error in self._probes():
+                if error is None:
                     waited_s = round(anyio.current_time() - began, 2)
                     log.info("server_ready", server=server.name, pid=server.pid, waited_s=waited_s)
                     return
-                last = met
+                last = error
         raise await _failed(server, f"was not ready within {self.ready_timeout_s:g} s: {last!r}")
 
-    async def _probed(self) -> AsyncIterator[BaseException | None]:
-        """What one probe after another met; None where it succeeded."""
+    async def _probes(self) -> AsyncIterator[BaseException | None]:
+        """Yield the exception of one probe after another; None where it succeeded."""
         pause_s = FIRST_PAUSE_S
         while True:
             yield await self._probe()
@@ -287,14 +287,14 @@ class OutsideServer:
         try:
             with anyio.fail_after(PROBE_S):
                 await self.ready()
-        except Exception as error:  # noqa: BLE001 (whatever a probe raises means: not yet)
+        except Exception as error:  # noqa: BLE001 (every exception of a probe means: not ready)
             return error.__cause__ or error
         return None
 
 
 @asynccontextmanager
 async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenerator[None]:
-    """The server's end ends the body, and is the reason of whatever the body raises then."""
+    """Cancel the body when the server ends, which is then the cause of every exception of the body."""
 
     async def cancel() -> None:
         await server.ended.wait()

@@ -1,4 +1,4 @@
-"""Where a stage runs: `here()`, in the event loop of the pipeline, or in `processes(n)` of its own.
+"""The placement of a stage: `here()`, in the event loop of the pipeline, or `processes(n)` of its own.
 
 Placement belongs to the edge, not to the stage: the same stage runs alone in a test, here, and in four processes.
 """
@@ -13,15 +13,15 @@ from ..._schemas.numbers import normalize_counts, normalize_numbers
 __all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
 
 STOP_TIMEOUT_S = 3.0
-"""How long a worker has between SIGTERM and SIGKILL: a run that is interrupted has ended within five seconds."""
+"""Seconds between SIGTERM and SIGKILL of a worker: a run that is interrupted ends within five seconds."""
 
 START_TIMEOUT_S = 60.0
-"""How long a worker may take to import what its stage needs and to connect."""
+"""Seconds that a worker may take to import its stage and to connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """In the event loop that runs the pipeline."""
+    """The placement in the event loop that runs the pipeline."""
 
     def __str__(self) -> str:
         return "here"
@@ -29,14 +29,14 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """In processes of its own, each with its own copy of the stage."""
+    """The placement in processes of its own, each with its own copy of the stage."""
 
     count: int
-    """Workers, each of them one process."""
+    """Workers, each in one process."""
     restarts: int = 1
-    """How often each worker that died is replaced before the run fails."""
+    """Times that each worker is restarted after it died, before the run fails."""
     stop_timeout_s: float = STOP_TIMEOUT_S
-    """Seconds between SIGTERM and SIGKILL when a worker is told to stop."""
+    """Seconds between SIGTERM and SIGKILL when a worker is stopped."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
 
@@ -59,7 +59,7 @@ HERE = Here()
 
 
 def here() -> Here:
-    """In the event loop that runs the pipeline."""
+    """Place a stage in the event loop that runs the pipeline."""
     return HERE
 
 
@@ -70,11 +70,11 @@ def processes(
     stop_timeout_s: float = STOP_TIMEOUT_S,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Processes:
-    """In `count` processes. The stage is pickled to each, so it has to be a recipe: open files and models in its `run`.
+    """Place a stage in `count` processes. It is pickled to each, so it must open files and models in its `run`.
 
-    A worker that dies (a signal, `os._exit`) is started anew up to `restarts` times, and what it held is counted as
-    lost. An exception in a worker ends the pipeline as it would here. A worker whose stage has not begun after
-    `start_timeout_s` is killed, and counts as one that died.
+    A worker that dies (a signal, `os._exit`) is restarted up to `restarts` times, and the trajectories that it held are
+    counted as lost. An exception in a worker ends the pipeline as it would here. A worker whose stage has not begun
+    after `start_timeout_s` is killed, and counts as one that died.
 
     >>> processes(4, restarts=2)
     Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""A worker's account: how many trajectories it admitted and ended, in a page that outlives it."""
+"""The counters of a worker: trajectories that it admitted and ended, in a page of memory that outlives it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import mmap
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
-__all__ = ["COUNTERS_BYTES", "END_STATES", "OTHER_REASONS", "UNTOLD", "EndState", "SharedCounters"]
+__all__ = ["COUNTERS_BYTES", "END_STATES", "OTHER_REASONS", "UNREPORTED", "EndState", "SharedCounters"]
 
 EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
-"""How a trajectory can end.
+"""The end states of a trajectory.
 
 trained: the optimizer step that used it is done · filtered: dropped by choice (zero variance, a length limit) ·
 stale: older than the lag bound · rejected: refused as invalid · failed: its environment or reward raised or ran out of
-time · lost: the process that held it died or was told to stop.
+time · lost: the process that held it died or was stopped.
 """
 
 END_STATES: tuple[EndState, ...] = get_args(EndState)
 
 OTHER_REASONS = "other reasons"
-"""Those that are not told apart, for there are too many."""
+"""The reason of those that are not distinguished, because there are too many."""
 
-UNTOLD = "in "
-"""Begins the reason, with a worker's name, of what ended in it for a reason that it has not told yet."""
+UNREPORTED = "in "
+"""Prefix of a worker's name, as the reason of trajectories that ended in it for a reason not yet reported."""
 
 COUNTERS_BYTES = 8 * (2 + len(END_STATES))
 
@@ -39,11 +39,11 @@ class SharedCounters:
     def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
         self._words = memoryview(page)[:COUNTERS_BYTES].cast("q")
         self.name = name
-        """Who keeps it, for reasons and messages."""
+        """The worker's name, for reasons and messages."""
         self.taken_over = 0
-        """Trajectories that the reader's ledger has taken over; kept by the reader."""
+        """Trajectories that the reader's ledger has taken over; counted by the reader."""
         self.reasons: dict[str, dict[str, int]] = {}
-        """Why trajectories ended within the worker, by state, as far as it has told; kept by the reader."""
+        """The reasons of ends within the worker, by state, as far as it has reported them; set by the reader."""
 
     @property
     def admitted(self) -> int:
@@ -56,27 +56,27 @@ class SharedCounters:
         return self._words[1]
 
     def ended(self, state: EndState) -> int:
-        """Trajectories that ended so within the worker."""
+        """Return the number of trajectories that ended in `state` within the worker."""
         return self._words[2 + END_STATES.index(state)]
 
     @property
     def in_flight(self) -> int:
-        """Trajectories that are still with the worker, or on their way to the reader.
+        """Trajectories that the worker holds, or that are on their way to the reader.
 
-        The ends are read before the admissions, so that a worker that is counting meanwhile never shows too few.
+        The ends are read before the admissions, so that the result is never too low while the worker counts.
         """
         ended = sum(self.ended(state) for state in END_STATES)
         return self.admitted - ended - self.taken_over
 
     def ends(self) -> Iterator[tuple[EndState, str, int]]:
-        """How many ended within the worker, by state and reason: its own words, or its name where it has told none."""
+        """Yield counts of ends within the worker, by state and reason: a reported one, or else the worker's name."""
         for state in END_STATES:
-            told = self.reasons.get(state, {})
-            untold = self.ended(state) - sum(told.values())
-            for reason, count in told.items():
+            reported = self.reasons.get(state, {})
+            unreported = self.ended(state) - sum(reported.values())
+            for reason, count in reported.items():
                 yield state, reason, count
-            if untold:
-                yield state, f"{UNTOLD}{self.name}", untold
+            if unreported:
+                yield state, f"{UNREPORTED}{self.name}", unreported
 
     def admit(self, count: int) -> None:
         """Count `count` admissions."""
@@ -91,5 +91,5 @@ class SharedCounters:
         self._words[2 + END_STATES.index(state)] += count
 
     def close(self) -> None:
-        """Let go of the page, so that it can be unmapped."""
+        """Release the page, so that it can be unmapped."""
         self._words.release()

@@ -1,17 +1,16 @@
-"""The process between penstock and a server that is not penstock's: it starts the server, and ends all that it became.
+"""The process between penstock and a server of others: it starts the server, and ends all processes of the server.
 
 A script of its own that imports the standard library alone, so that it starts at once and has no threads. It is a
-subreaper: what the server started, and what was orphaned on the way, becomes its child sooner or later. It signals only
-children that it has not reaped, whose ids can mean nobody else, and goes on until it has no child left, which is the
-proof that nothing of the server is left. It does so when it is told to, when the server ends, and when the process that
-started it dies, however that happens. Should the subreaper itself be killed, the kernel kills the server; what the
-server had started is then beyond anybody's reach.
+subreaper: every process that the server started becomes its child once it is orphaned. It signals only children that it
+has not reaped, whose ids cannot refer to other processes, and continues until it has no child left, which proves that
+no process of the server is left. It does so when it is asked to, when the server ends, and when the process that
+started it dies, in any way. If the subreaper itself is killed, the kernel kills the server, but not the processes that
+the server had started.
 
-    python -I -S subreaper.py <parent's pid> <seconds to stop in> <descriptor of orders> <descriptor of words> <command>
-    …
+    python -I -S subreaper.py <parent's pid> <stop timeout in seconds> <stop descriptor> <status descriptor> <command> …
 
-What is written to the orders, or their end, means: stop. The words are lines: `started <pid>`, `refused <errno>`,
-`ended <wait status>`.
+A byte on the stop descriptor, or its end, means: stop. The status consists of lines: `started <pid>`,
+`refused <errno>`, `ended <wait status>`.
 """
 
 from __future__ import annotations
@@ -29,101 +28,101 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent: int, stop_timeout_s: float, config: int, words: int, command: list[str]) -> None:
-    """Keep one server, until nothing of it is left."""
+def main(parent: int, stop_timeout_s: float, stop_fd: int, status_fd: int, command: list[str]) -> None:
+    """Run one server, until no process of it is left."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for descriptor in (config, words):
+    for descriptor in (stop_fd, status_fd):
         os.set_inheritable(descriptor, False)
-    wakes = _wakes()
+    signals = _open_signal_pipe()
     parent_fd = os.pidfd_open(parent)
     if os.getppid() != parent:
         return
-    server = _start(command, prctl, words)
+    server = _start(command, prctl, status_fd)
     if server is None:
         return
-    _tell(words, f"started {server}")
+    _report(status_fd, f"started {server}")
     poll = select.poll()
-    for descriptor in (config, parent_fd, wakes):
+    for descriptor in (stop_fd, parent_fd, signals):
         poll.register(descriptor, select.POLLIN)
     stop = False
     while not stop:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        stop = signal.SIGTERM in _drained(wakes) or bool(ready & {config, parent_fd})
-        stop |= _reap(server, words)
-    _end(wakes, time.monotonic() + stop_timeout_s, lambda: _reap(server, words))
+        stop = signal.SIGTERM in _drained(signals) or bool(ready & {stop_fd, parent_fd})
+        stop |= _reap(server, status_fd)
+    _end(signals, time.monotonic() + stop_timeout_s, lambda: _reap(server, status_fd))
 
 
-def _wakes() -> int:
-    """Return a descriptor that gives the numbers of signals: a child has ended, or this process is to."""
-    wakes, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+def _open_signal_pipe() -> int:
+    """Return a descriptor on which the numbers of signals arrive: SIGCHLD and SIGTERM."""
+    signals, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    return wakes
+    return signals
 
 
-def _drained(wakes: int) -> bytes:
+def _drained(signals: int) -> bytes:
     with contextlib.suppress(BlockingIOError):
-        return os.read(wakes, 65_536)  # more than the pipe holds
+        return os.read(signals, 65_536)  # more than the pipe holds
     return b""
 
 
-def _start(command: list[str], prctl: Callable[..., int], words: int) -> int | None:
-    """Return the server's pid; in a session of its own, and killed by the kernel should this process die."""
+def _start(command: list[str], prctl: Callable[..., int], status_fd: int) -> int | None:
+    """Start the server in a session of its own, to be killed with this process; return its pid, None if refused."""
     subreaper = os.getpid()
-    hears, says = os.pipe()
+    error_read, error_write = os.pipe()
     server = os.fork()
     if not server:
         try:
             os.setsid()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == subreaper:
-                os.execvp(command[0], command)  # noqa: S606 (what the user wants run)
+                os.execvp(command[0], command)  # noqa: S606 (the user's command)
         except OSError as error:
-            os.write(says, str(error.errno).encode())
+            os.write(error_write, str(error.errno).encode())
         finally:
             os._exit(127)
-    os.close(says)
-    refused = os.read(hears, 16)  # ends when the server's program has begun
-    os.close(hears)
+    os.close(error_write)
+    refused = os.read(error_read, 16)  # ends when the server's program has begun
+    os.close(error_read)
     if refused:
         os.waitpid(server, 0)
-        _tell(words, f"refused {refused.decode()}")
+        _report(status_fd, f"refused {refused.decode()}")
         return None
     return server
 
 
-def _reap(server: int, words: int) -> bool:
-    """Let children that have ended be gone; tell how the server ended, and return whether it did."""
+def _reap(server: int, status_fd: int) -> bool:
+    """Reap children that have ended; report the end of the server, and return whether it has ended."""
     found = False
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             if child[0] == server:
-                _tell(words, f"ended {child[1]}")
+                _report(status_fd, f"ended {child[1]}")
                 found = True
     return found
 
 
-def _end(wakes: int, deadline: float, reap: Callable[[], object]) -> None:
-    """SIGTERM to every child, those that become one on the way included; from the deadline on SIGKILL."""
-    asked: set[int] = set()
+def _end(signals: int, deadline: float, reap: Callable[[], object]) -> None:
+    """Send SIGTERM to every child, those that become one meanwhile included; from the deadline on SIGKILL."""
+    terminated: set[int] = set()
     poll = select.poll()
-    poll.register(wakes, select.POLLIN)
+    poll.register(signals, select.POLLIN)
     while _has_children():
         children = _children()
         left_s = deadline - time.monotonic()
-        for child in children - asked if left_s > 0 else children:
-            with contextlib.suppress(PermissionError):  # a program that became another user's
+        for child in children - terminated if left_s > 0 else children:
+            with contextlib.suppress(PermissionError):  # a program that changed its user
                 os.kill(child, signal.SIGTERM if left_s > 0 else signal.SIGKILL)
-        asked |= children
+        terminated |= children
         poll.poll(left_s * 1000 + 1 if left_s > 0 else None)
-        _drained(wakes)
+        _drained(signals)
         reap()
 
 
 def _has_children() -> bool:
-    """Return whether any is left, ended or not."""
+    """Return whether any child is left, ended or not."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -132,7 +131,7 @@ def _has_children() -> bool:
 
 
 def _children() -> set[int]:
-    """Children that there are now; one that becomes one meanwhile may be missing."""
+    """Return the present children; one that becomes one meanwhile may be missing."""
     me, found = str(os.getpid()), set[int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -142,9 +141,9 @@ def _children() -> set[int]:
     return found
 
 
-def _tell(words: int, word: str) -> None:
+def _report(status_fd: int, line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
-        os.write(words, f"{word}\n".encode())
+        os.write(status_fd, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Start, watch, restart and stop the processes of a stage; the parent's side.
 
-A child is watched by a pidfd, which is readable as soon as the process ends and never denotes another process; only
-processes that were started here are signalled. A child is stopped with SIGTERM, and after a deadline with SIGKILL. A
-child that dies is restarted as often as its placement allows; one whose stage raised ends the run. The supervisor knows
-processes; `WorkerAccounting` knows which trajectories they hold.
+A child is watched by a pidfd, which is readable as soon as the process ends and never refers to another process; only
+processes that were started here are signalled. The supervisor knows processes; `WorkerAccounting` knows which
+trajectories they hold. A worker passes through four phases:
+
+1. Start: it is spawned, imports what its stage needs, and connects; one that takes too long is killed.
+2. Run: it reports events, until its stage returns or raises, or the process dies.
+3. Exit: a process whose stage is done must exit by a deadline; any other one is stopped with SIGTERM, and after a
+   deadline with SIGKILL.
+4. Restart: a worker that died is restarted as often as its placement allows; one whose stage raised ends the run.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ READ_BYTES = 64 * 1024
 R = TypeVar("R")
 
 Feed: TypeAlias = Callable[[str, str], Awaitable[None]]
-"""What a middle stage's worker is fed with while it lives: (name of the worker, URL that it serves)."""
+"""Sends records to a middle stage's worker while it runs: (name of the worker, URL of its inbox)."""
 
 
 class _Child:
@@ -64,22 +69,22 @@ class _Child:
         self.pid = popen.pid
         self.state: WorkerState = "starting"
         self.connected = False
-        """Whether it has come so far that its stage began."""
+        """True once it has connected: its stage begins."""
         self.phase = "importing penstock"
-        """What it does while it starts."""
+        """The phase of its start, for messages."""
         self.started = anyio.Event()
-        """Set when its stage began; a middle stage's, when records may be sent to it."""
+        """Set when its stage begins; for a middle stage, when records may be sent to it."""
         self.finished = False
-        """Whether its stage returned."""
+        """True once its stage has returned."""
         self.failure: Failed | None = None
-        """What its stage raised."""
+        """The exception of its stage, if it raised one."""
         self.done = anyio.Event()
         """Set when the stage returned or raised: the process is about to end."""
         self.serving = anyio.Event()
         """Set when records may be sent to `url`."""
         self.url = ""
         self.killed_because = ""
-        """Why it was killed although it had not been told to stop; empty where it was not."""
+        """The reason for which it was killed without SIGTERM; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
         self._events = events
@@ -92,23 +97,23 @@ class _Child:
         return self._popen.returncode is None
 
     async def exited(self) -> None:
-        """Wait until the process is no more, and reap it."""
+        """Wait until the process has ended, and reap it."""
         if self.running:
             await anyio.wait_readable(self._pidfd)
             self._popen.poll()
 
     async def receive(self) -> None:
-        """Take in what it says until it ends."""
+        """Receive its events until it closes the pipe."""
         while self._read():
             await anyio.wait_readable(self._events)
 
-    def receive_rest(self) -> None:
-        """Take in what it said last."""
+    def receive_remaining(self) -> None:
+        """Receive the events that are left in the pipe, after the process has ended."""
         while self._read():
             pass
 
     def _read(self) -> bool:
-        """Take in what is there; returns whether there may be more later."""
+        """Handle the events that have arrived; return whether more may arrive."""
         try:
             read = os.read(self._events, READ_BYTES)
         except BlockingIOError:
@@ -145,13 +150,13 @@ class _Child:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self, why: str) -> None:
-        """It is of no more use."""
+        """Kill the process, which must be replaced, for the reason `why`."""
         if self.running:
             self.killed_because = why
             self.signal(signal.SIGKILL)
 
     async def stop(self, within_s: float) -> None:
-        """Have it end: SIGTERM, a deadline, SIGKILL. Not to be cancelled."""
+        """Stop the process: SIGTERM, a deadline, SIGKILL. Shielded from cancellation."""
         with anyio.CancelScope(shield=True):
             self.signal(signal.SIGTERM)
             with anyio.move_on_after(within_s) as deadline:
@@ -163,26 +168,31 @@ class _Child:
 
     @property
     def may_leave_sockets(self) -> bool:
-        """Return whether the sockets that it served may still lie about."""
+        """Return whether the files of the sockets that it served may still exist."""
         return bool(self.config.channels.inbox_kind) and not self.finished and self.failure is None
 
     @property
-    def how(self) -> str:
-        """How it ended, for people."""
-        who = f"{self.config.name} (pid {self.pid})"
+    def exit_reason(self) -> str:
+        """The cause of its exit, which is the reason of the trajectories that are lost with it."""
+        name = f"{self.config.name} (pid {self.pid})"
         status = self._popen.returncode
+        # 1. The stage returned: trajectories that it still holds were neither sent nor dropped.
         if self.finished:
-            return f"{SWALLOWED}{who}"
+            return f"{SWALLOWED}{name}"
+        # 2. The stage raised.
         if self.failure is not None:
-            return f"{who} {self.failure.error}"
-        if self.killed_because and status == -signal.SIGKILL:  # else it was dying already, and only slow at it
-            return f"{who} {self.killed_because}; it was killed"
+            return f"{name} {self.failure.error}"
+        # 3. The supervisor killed it. With another status it was exiting already when it was killed.
+        if self.killed_because and status == -signal.SIGKILL:
+            return f"{name} {self.killed_because}; it was killed"
+        # 4. A signal from outside killed it.
         if status is not None and status < 0:
-            return f"{who} was killed by {_signal_name(-status)}"
-        return f"{who} exited with status {status} before its stage had returned"
+            return f"{name} was killed by {_signal_name(-status)}"
+        # 5. It exited by itself, as `os._exit` does.
+        return f"{name} exited with status {status} before its stage had returned"
 
     def close(self) -> None:
-        """Let go of descriptors; the process must have been reaped."""
+        """Close the descriptors; the process must have been reaped."""
         os.close(self._pidfd)
         os.close(self._events)
 
@@ -197,7 +207,7 @@ def _signal_name(number: int) -> str:
 class _Spawner:
     """Starts the processes of one stage. The stage is pickled once, into an anonymous file that every child inherits.
 
-    It has a thread of its own: a child is killed when the thread that started it ends, so it must be one that stays.
+    It has a thread of its own: the kernel kills a child when the thread that started it ends, so that thread must stay.
     """
 
     def __init__(self, name: str, stage: object, channels: WorkerChannels) -> None:
@@ -220,7 +230,7 @@ class _Spawner:
         return _Child(*await self._in_thread(self._popen, name, worker, counters))
 
     async def _in_thread(self, function: Callable[..., R], *arguments: Any) -> R:
-        """Call a function that blocks. Not to be cancelled: a child that was started is never forgotten."""
+        """Call a function that blocks. Shielded from cancellation, so that every started child is supervised."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
@@ -265,7 +275,7 @@ class Supervisor:
         """The last process of each worker, by index."""
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Return the workers now."""
+        """Return the state of the workers now."""
         return tuple(self._statistics(index) for index in range(self._on.count))
 
     def _statistics(self, index: int) -> WorkerStatistics:
@@ -283,7 +293,7 @@ class Supervisor:
         return f"{self._name} {index + 1}/{self._on.count}{restarted}"
 
     def kill(self, worker: str, why: str) -> None:
-        """`worker` is there, and of no more use: it is killed, and replaced as often as that is allowed."""
+        """Kill `worker`, which is unresponsive, for the reason `why`; it is restarted as often as that is allowed."""
         for child in self._children.values():
             if child.config.name == worker:
                 child.kill(why)
@@ -292,7 +302,7 @@ class Supervisor:
         """Run the workers until the stage has returned in all of them.
 
         Args:
-            channels: what the workers are connected to.
+            channels: the channels that the workers connect to.
             feed: sends records to a worker that serves an inbox of its own.
 
         Raises:
@@ -310,30 +320,40 @@ class Supervisor:
             raise first_exception(group, WorkerFailed) from None
 
     async def _run_with_restarts(self, spawner: _Spawner, index: int, feed: Feed | None) -> None:
-        """Run one worker until its stage returns."""
+        """Run one worker, restarting its process where it dies, until its stage returns."""
         restart = 0
         while True:
             child = await self._run_once(spawner, Worker(index, self._on.count, restart), feed)
+            # 1. Its stage returned: the worker is done.
             if child.finished:
                 return
+            # 2. Its stage raised: so it would in a new process, and the run ends.
             if child.failure is not None:
-                raise WorkerFailed(f"{child.how}\n\nIn the worker:\n\n{child.failure.traceback}")
-            log.warning("worker_died", how=child.how, restarts_left=self._on.restarts - restart)
+                raise WorkerFailed(f"{child.exit_reason}\n\nIn the worker:\n\n{child.failure.traceback}")
+            # 3. It died, and no restart is left: the run ends.
+            log.warning("worker_died", how=child.exit_reason, restarts_left=self._on.restarts - restart)
             if restart == self._on.restarts:
-                raise WorkerFailed(f"{child.how}; it was to be started anew {self._on.restarts} times at most")
+                raise WorkerFailed(f"{child.exit_reason}; it may be restarted {self._on.restarts} times at most")
+            # 4. It died, and may be restarted.
             restart += 1
 
     async def _run_once(self, spawner: _Spawner, worker: Worker, feed: Feed | None) -> _Child:
-        """Start one process, and wait until it has ended and its exit is accounted for."""
+        """Start one process, wait until it has ended, and account for the trajectories that it held."""
         child = await self._start(spawner, worker)
         try:
             await self._watch(child, feed)
-            self._accounting.ended(child.config.name, child.how, connected=child.connected)
+            self._accounting.ended(child.config.name, child.exit_reason, connected=child.connected)
         finally:
             child.close()
         return child
 
     async def _start(self, spawner: _Spawner, worker: Worker) -> _Child:
+        """Start the process of `worker`.
+
+        1. Open its counters: they must exist before the process, which inherits them.
+        2. Spawn it. If that fails, end its accounting, so that the run does not wait for it.
+        3. Close the descriptor of the counters here: the child has its own, and the accounting its mapping.
+        """
         name = self._name_of(worker.index, worker.restart)
         counters = self._accounting.open(name)
         try:
@@ -348,6 +368,7 @@ class Supervisor:
         return child
 
     async def _watch(self, child: _Child, feed: Feed | None) -> None:
+        """Wait until a process has ended; stop it where this is cancelled or one of its tasks fails."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(child.receive)
             tasks.start_soon(self._enforce_exit_deadline, child)
@@ -361,7 +382,7 @@ class Supervisor:
                 tasks.cancel_scope.cancel()
 
     async def _limit_start(self, child: _Child) -> None:
-        """A process whose stage does not begin in time is killed."""
+        """Kill a process whose stage does not begin in time."""
         limit_s = self._on.start_timeout_s
         with anyio.move_on_after(limit_s) as deadline:
             await child.started.wait()
@@ -369,7 +390,7 @@ class Supervisor:
             child.kill(f"did not start within start_timeout_s={limit_s:g}, it was {child.phase}")
 
     async def _enforce_exit_deadline(self, child: _Child) -> None:
-        """A process whose stage is done has to end in time."""
+        """Kill a process whose stage is done and that does not exit in time."""
         await child.done.wait()
         await anyio.sleep(self._on.stop_timeout_s)
         log.warning("worker_exit_timeout", worker=child.config.name, pid=child.pid, waited_s=self._on.stop_timeout_s)
@@ -380,14 +401,18 @@ class Supervisor:
         await feed(child.config.name, child.url)
 
     async def _stop(self, child: _Child) -> None:
-        """Whatever happened: the process ends, and is remembered as what it was."""
+        """End a process in every case, and set its final state."""
+        # 1. It still runs, because the watch was cancelled or failed: stop it.
         if child.running:
             child.state = "stopping"
             await child.stop(self._on.stop_timeout_s)
-        child.receive_rest()
+        # 2. It may have reported a result just before it ended.
+        child.receive_remaining()
+        # 3. It died without closing its inbox: delete the files of its sockets.
         if child.may_leave_sockets:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(sweep)
+        # 4. A process that was stopped counts as finished.
         if child.state == "stopping" or child.finished:
             child.state = "finished"
         else:

@@ -1,9 +1,9 @@
-"""The child's side of a process that runs a stage: what it is told, what it tells, and how it ends.
+"""Run a stage in a worker process; the child's side.
 
-A worker is born of `subprocess.Popen`, never of a fork. It inherits three descriptors: the job (an anonymous file with
-the pickled stage, written by the parent that started it), the page of its ledger's account, and a pipe on which it
-tells the parent what became of it. It dies when its parent dies, ends when it gets SIGTERM, and leaves Ctrl-C to its
-parent. Nothing that it tells is pickled.
+A worker is started by `subprocess.Popen`, never by a fork. It inherits three descriptors: the payload (an anonymous
+file with the pickled stage, written by its parent), the page of its ledger's counters, and a pipe for events to the
+parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves Ctrl-C to its parent. Its messages are
+never pickled.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from .worker_payload import open_payload
 __all__ = ["die_with", "main", "refuse_while_importing_main"]
 
 LONGEST_TRACEBACK = 32_000
-"""Characters: what a worker tells fits its pipe, so that telling never blocks."""
+"""Characters: the events of a worker fit its pipe, so that sending one never blocks."""
 
 REPORT_INTERVAL_S = 0.1
-"""How often at most observations are passed on, together with a record or after a failed rollout."""
+"""Least seconds between two reports, which are sent with a record or after a failed rollout."""
 
 PR_SET_PDEATHSIG = 1
 
 
 class _ReportingLedger(Ledger):
-    """The books of a middle stage's worker: they keep nothing, the parent's hold every trajectory that is here."""
+    """The ledger of a middle stage's worker: collects ends for its parent, whose ledger holds the trajectories."""
 
     def __init__(self) -> None:
         super().__init__(admits_on_end=True)
         self.endings: list[Ending] = []
-        """What the parent has not been told yet."""
+        """Ends that were not yet reported to the parent."""
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
-        """Count trajectories out, and tell the parent."""
+        """Count the end of trajectories, and add it to the next report."""
         ids = what.ids if isinstance(what, TrajectoryGroup) else list(what)
         super().end(ids, state, reason)
         by_group: dict[GroupId, list[int]] = {}
@@ -86,47 +86,47 @@ _importing_main = False
 
 
 def refuse_while_importing_main() -> None:
-    """A worker that imports its parent's script must not begin the run anew.
+    """Refuse to run a pipeline while a worker imports its parent's script, which would start the run again.
 
     Raises:
-        RuntimeError: it would.
+        RuntimeError: the script is being imported.
     """
     if _importing_main:
         raise RuntimeError(
             "a worker imported the script that started it, and the script ran a pipeline: "
-            "expected the run to stand under `if __name__ == '__main__':`"
+            "expected the run to be under `if __name__ == '__main__':`"
         )
 
 
 def main(encoded: str) -> None:
-    """Run a stage as `encoded`, the `WorkerConfig`, say."""
+    """Run a stage by its `WorkerConfig`, encoded as JSON."""
     config = msgspec.json.decode(encoded, type=WorkerConfig)
     die_with(config.parent)
-    signal.signal(signal.SIGINT, lambda *_: None)  # a handler, for what is ignored stays ignored in programs it starts
+    signal.signal(signal.SIGINT, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN
     for fd in (config.payload, config.counters, config.events):
         os.set_inheritable(fd, False)
     try:
         stopped = anyio.run(_run, _load(config), config)
     except BaseException as error:
         cause = single_exception(error)
-        _tell(config, Failed(_told(cause), _traceback(cause)))
+        _report(config, Failed(_description(cause), _traceback(cause)))
         if not isinstance(cause, Exception):
             raise
         sys.exit(1)
     if stopped:
         _end_by_sigterm()
-    _tell(config, Finished())
+    _report(config, Finished())
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; leave at once where it has already."""
+    """Have the kernel kill this process when the thread that started it ends; exit where that has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _end_by_sigterm() -> None:
-    """Everything is closed: end as whoever sent SIGTERM expects to see it."""
+    """End this process by SIGTERM, which its sender expects as the exit status, after everything was closed."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -134,29 +134,29 @@ def _end_by_sigterm() -> None:
 
 
 def _load(config: WorkerConfig) -> Any:
-    """Return the stage, out of the job: two pickles, one of how to prepare this interpreter and one of the stage."""
-    global _importing_main  # noqa: PLW0603 (a pipeline that the script runs on import has to see it)
+    """Prepare this interpreter by the first pickle of the payload, and return the stage, which is the second."""
+    global _importing_main  # noqa: PLW0603 (read by a pipeline that the script runs on import)
     file = open_payload(config.payload)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:
-        _tell(config, Starting(f"importing {script}"))
+        _report(config, Starting(f"importing {script}"))
     _importing_main = True
     spawn.prepare(preparation)
     _importing_main = False
-    _tell(config, Starting(f"unpickling {config.stage} and importing what it needs"))
+    _report(config, Starting(f"unpickling {config.stage} and importing what it needs"))
     return pickle.load(file)  # noqa: S301 (as above)
 
 
-def _told(error: BaseException) -> str:
-    """What happened, as the end of a sentence that begins with the worker's name."""
+def _description(error: BaseException) -> str:
+    """Return a description of `error`, as the end of a sentence that begins with the worker's name."""
     if isinstance(error, StageFailed):  # within a fragment
         return f"failed: {error}"
     return "raised " + "".join(traceback.format_exception_only(error)).strip()
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback from the stage on: how it came to be called says nothing."""
+    """Return the traceback without the frames before the stage's."""
     error.__traceback__ = _from_the_stage_on(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     return text if len(text) <= LONGEST_TRACEBACK else "…" + text[-LONGEST_TRACEBACK:]
@@ -171,7 +171,7 @@ def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
     return start
 
 
-def _tell(config: WorkerConfig, event: WorkerEvent) -> None:
+def _report(config: WorkerConfig, event: WorkerEvent) -> None:
     with suppress(BrokenPipeError):
         os.write(config.events, encode_event(event))
 
@@ -180,7 +180,7 @@ def _tell(config: WorkerConfig, event: WorkerEvent) -> None:
 
 
 async def _run(stage: Any, config: WorkerConfig) -> bool:
-    """Run `stage` until it returns or SIGTERM comes; returns whether it was SIGTERM."""
+    """Run `stage` until it returns or SIGTERM arrives; return whether it was SIGTERM."""
     with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
         counters = SharedCounters(page, config.name)
         ledger = _ReportingLedger() if config.channels.inbox_kind else Ledger(counters)
@@ -194,7 +194,7 @@ async def _run(stage: Any, config: WorkerConfig) -> bool:
 
 
 class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
-    """Within the body SIGTERM cancels `scope`."""
+    """Cancels `scope` on SIGTERM within the body."""
 
     def __init__(self, scope: anyio.CancelScope) -> None:
         self._scope = scope
@@ -207,11 +207,11 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
 
 
 async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> None:
-    _tell(config, Starting(f"connecting to {config.channels.outbox_url}"))
+    _report(config, Starting(f"connecting to {config.channels.outbox_url}"))
     async with connect(
         config.channels.outbox_url, RECORDS[config.channels.outbox_kind], name=config.name, heartbeat_timeout_s=None
     ) as sender:
-        _tell(config, Connected())
+        _report(config, Connected())
         sender.on_ended(context.ledger.settle)
         report = _ReportSender(sender, context)
         admits_to = None if config.channels.inbox_kind else context.ledger
@@ -222,7 +222,7 @@ async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> 
         except Exception as error:
             if not consists_of(error, sender.failure):
                 raise
-            # The parent's stage has had enough: this one is done too.
+            # The stage after this one has ended and closed the channel: this one is done too.
         finally:
             report.flush()
             await outbox.close_all()
@@ -253,29 +253,29 @@ async def _served(config: WorkerConfig) -> AsyncIterator[Any]:
         name=config.name,
         heartbeat_timeout_s=None,
     ) as inbox:
-        _tell(config, Serving(inbox.url))
+        _report(config, Serving(inbox.url))
         yield inbox
 
 
 class _ReportSender:
-    """Passes on what the stage observed and what it dropped."""
+    """Sends reports of the stage's observations, and of the trajectories that ended in it."""
 
     def __init__(self, sender: RemoteSender[Any], context: Context) -> None:
         self._sender = sender
         self._context = context
         self._last = 0.0
         self._reasons: dict[str, dict[str, int]] = {}
-        """What was told last."""
+        """The reasons of the last report."""
 
     def flush_if_due(self) -> None:
-        """After a record or a failed rollout, but not after each of many."""
+        """Send a report after a record or a failed rollout, unless one was sent within `REPORT_INTERVAL_S`."""
         now = time.monotonic()
         if now - self._last >= REPORT_INTERVAL_S:
             self._last = now
             self.flush()
 
     def flush(self) -> None:
-        """Everything since the last time."""
+        """Send a report of everything since the last one, if there is anything."""
         metrics, ledger = self._context.metrics, self._context.ledger
         endings: list[Ending] = []
         reasons: dict[str, dict[str, int]] = {}

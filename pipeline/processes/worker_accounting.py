@@ -1,7 +1,7 @@
-"""Account for the trajectories that workers hold: those they admitted, those handed to them, those lost with them.
+"""Account for the trajectories that workers hold: those that they admitted, and those that were sent to them.
 
 A source's worker counts in a page that it shares with this process (`SharedCounters`), so its counts can be read after
-it was killed. A middle stage's worker counts nothing: the trajectories that are handed to it stay in the ledger of this
+it was killed. A middle stage's worker has no counters: the trajectories that are sent to it stay in the ledger of this
 process, and the accounting records which worker has which of them.
 """
 
@@ -37,26 +37,26 @@ _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 RUN_ENDED = "in flight when the run ended"
 
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
-"""Called with the name of a worker that is lost although its process exists, and the reason; kills the process."""
+"""Kills the process of a worker that is unresponsive: called with its name and the reason."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One process of the stage, until everything that it held is accounted for."""
+    """One process of the stage, until all trajectories that it held are accounted for."""
 
     counters: SharedCounters | None = None
-    """The counters of a source's worker; None for a middle stage's."""
+    """The counters of a source's worker; None for a middle stage."""
     memory: mmap.mmap | None = None
     """The page of the counters."""
     held: dict[GroupId, set[int]] = field(default_factory=dict)
-    """The repetitions of each prompt that were handed to a middle stage's worker and did not come back."""
+    """The repetitions of each prompt that were sent to a middle stage's worker and did not return."""
     reason: str = ""
-    """How the process ended; empty while it runs."""
+    """The reason of the process' exit; empty while it runs."""
     drained: bool = False
-    """Whether every record that it sent was received."""
+    """True once every record that it sent was received."""
 
     def take(self, group: GroupId, repetitions: Iterable[int]) -> set[int]:
-        """Remove repetitions from `held`, and return those that were there."""
+        """Remove repetitions from `held`, and return those that were in it."""
         held = self.held.get(group, set())
         taken = held.intersection(repetitions)
         held -= taken
@@ -66,7 +66,7 @@ class _Worker:
 
 
 class WorkerAccounting:
-    """Account for the workers of one stage. A `PeerListener` of the channel on which they send."""
+    """The accounting of the workers of one stage: a `PeerListener` of the channel on which they send."""
 
     def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter, *, source: bool) -> None:
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
@@ -74,12 +74,12 @@ class WorkerAccounting:
         self._metrics = metrics
         self._counter = counter
         self._source = source
-        """Whether the stage is a source, whose workers admit trajectories themselves."""
+        """True for a source, whose workers admit trajectories themselves."""
         self._workers: dict[str, _Worker] = {}
 
     def open(self, worker: str) -> int:
-        """Begin to account for `worker`; return a page for its counters as a descriptor that the caller closes."""
-        fd = scratch("account")
+        """Begin to account for `worker`; return the descriptor of a page for its counters, which the caller closes."""
+        fd = scratch("counters")
         os.ftruncate(fd, mmap.PAGESIZE)
         self._workers[worker] = opened = _Worker()
         if self._source:
@@ -94,7 +94,7 @@ class WorkerAccounting:
             self._workers[worker].held.setdefault(group, set()).update(repetitions)
 
     def returned(self, worker: str, record: Any) -> None:
-        """Record that `worker` does not have `record`: it could not be sent, or came back."""
+        """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):
             for group, repetitions in trajectories_of(record):
                 known.take(group, repetitions)
@@ -115,7 +115,7 @@ class WorkerAccounting:
         return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """Merge a worker's metrics, reasons and ends into those of the run; see `PeerListener`."""
+        """Merge the report of a worker into the run's metrics and ledger; see `PeerListener`."""
         report = _read(peer, payload)
         if report.observations is not None:
             self._metrics.merge(report.observations)
@@ -125,18 +125,18 @@ class WorkerAccounting:
         if known.counters is not None:
             known.counters.reasons = report.reasons
             self._ledger.failures_changed()
-        for ending in report.endings:  # a worker can end only what it was handed
+        for ending in report.endings:  # a worker can end only trajectories that were sent to it
             taken = known.take(ending.group, ending.repetitions)
             self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
 
-    def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the supervisor knows better how it died)
-        """Record that everything was received which a lost worker had published; see `PeerListener`."""
+    def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the supervisor has the reason of its exit)
+        """Record that all records that a lost worker had published were received; see `PeerListener`."""
         self.closed(peer)
         if peer.unresponsive_s is not None:
             self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
 
     def closed(self, peer: Peer) -> None:
-        """Record that everything was received which a worker sent before it closed; see `PeerListener`."""
+        """Record that all records that a worker sent before it closed were received; see `PeerListener`."""
         if known := self._workers.get(peer.name):
             known.drained = True
             self._settle(peer.name, known)
@@ -145,9 +145,9 @@ class WorkerAccounting:
         """Do nothing: the supervisor knows when a worker has ended; see `PeerListener`."""
 
     def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
-        """Record that the process of `worker` ended; all that it still holds is lost, for `reason`.
+        """Record that the process of `worker` ended; trajectories that it still holds are lost, for `reason`.
 
-        A worker that never `connected` sent nothing, and no channel will report that all of it was received.
+        A worker that never `connected` sent no records, so no channel reports that all of them were received.
         """
         known = self._workers[worker]
         known.reason, known.drained = reason, known.drained or not connected
@@ -160,7 +160,7 @@ class WorkerAccounting:
             self._settle(worker, known)
 
     def _settle(self, worker: str, known: _Worker) -> None:
-        """End what `worker` holds as lost, once its process has ended and all that it sent was received."""
+        """Count the trajectories of `worker` as lost, once its process has ended and its records were received."""
         if not (known.reason and known.drained):
             return
         del self._workers[worker]
@@ -171,7 +171,7 @@ class WorkerAccounting:
             lost += self._ledger.detach_counters(known.counters, known.reason)
             known.memory.close()
         if lost:
-            report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end: nothing went wrong
+            report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end is no failure
             report("trajectories_lost", worker=worker, count=lost, reason=known.reason)
 
 

@@ -1,7 +1,7 @@
 """Messages between a worker and its parent, apart from the records.
 
 The configuration travels on the command line, events on an inherited pipe, reports with the records on their channel.
-Only the stage itself is pickled, by the parent for the child that it starts; messages of a child are strictly decoded.
+Only the stage itself is pickled, by the parent for the child that it starts; a child's messages are decoded strictly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
     record.schema.kind: record for record in (TrajectoryGroup, TrainBatch)
 }
-"""What travels between processes, by the name that is told to a worker."""
+"""The record types that travel between processes, by their names in `WorkerChannels`."""
 
 
 class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,24 +71,24 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
-    """The worker is on its way to its stage."""
+    """The worker starts; its stage has not begun."""
 
     phase: str
-    """What it does now: `importing train.py`."""
+    """The phase of its start: `importing train.py`."""
 
 
 class Connected(msgspec.Struct, frozen=True, tag=True):
-    """The worker is up; its stage begins."""
+    """The worker has connected; its stage begins."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """The worker of a middle stage: records may be sent to this URL."""
+    """The worker of a middle stage serves its inbox: records may be sent to this URL."""
 
     url: str
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The stage returned, and the receiver has everything that it sent."""
+    """The stage returned, and the receiver has all records that it sent."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +100,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 WorkerEvent = Starting | Connected | Serving | Finished | Failed
-"""What a worker tells its parent on the pipe, each as a 4-byte length and msgpack."""
+"""The events that a worker sends to its parent on the pipe, each as a 4-byte length and msgpack."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -113,13 +113,13 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker passes on with its records."""
+    """A report that a worker sends between its records."""
 
     observations: Observations | None
     endings: list[Ending]
-    """From a middle stage's worker: what it dropped since the last news."""
+    """From a middle stage's worker: trajectories that it dropped since the last report."""
     reasons: dict[str, dict[str, int]]
-    """From a source's worker: why trajectories ended there, by state, since it began."""
+    """From a source's worker: counts of the trajectories that ended there, by state and reason, since it began."""
 
 
 _LENGTH_BYTES = 4
@@ -128,16 +128,16 @@ _decode = msgspec.msgpack.Decoder(WorkerEvent).decode
 
 
 def encode_event(event: WorkerEvent) -> bytes:
-    """`event` as it travels on the pipe."""
+    """Return `event` as the bytes for the pipe."""
     encoded = msgspec.msgpack.encode(event)
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
 def decode_events(buffer: bytearray) -> Iterator[WorkerEvent]:
-    """Take every word that is complete out of `buffer`.
+    """Remove every complete event from the beginning of `buffer`, and yield it.
 
     Raises:
-        msgspec.DecodeError: what lies there is no word.
+        msgspec.DecodeError: the bytes are no event.
     """
     while len(buffer) >= _LENGTH_BYTES:
         end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")

@@ -1,7 +1,7 @@
-"""What a child process gets of its parent: a command that starts this interpreter anew, and a pickled value.
+"""Build the command and the payload of a child process: one starts this interpreter again, one is a pickled value.
 
-The value travels in an anonymous file that the child inherits: two pickles, one of how to prepare the child's
-interpreter and one of the value.
+The payload is an anonymous file that the child inherits, with two pickles: the preparation of the child's interpreter,
+and the value.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["interpreter_command", "open_payload", "write_payload"]
 
 
 def write_payload(value: object) -> int:
-    """Return the descriptor of a new anonymous file with the two pickles. Blocks."""
+    """Return the descriptor of a new payload. Blocks."""
     pickled = pickle.dumps(value)
-    payload = scratch("job")
+    payload = scratch("payload")
     with open(payload, "wb", closefd=False) as file:
         file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
         file.write(pickled)
@@ -30,7 +30,7 @@ def write_payload(value: object) -> int:
 
 
 def open_payload(payload: int) -> io.BytesIO:
-    """Return what the file holds, and close its descriptor."""
+    """Return the content of the payload, and close its descriptor."""
     size = os.fstat(payload).st_size
     file = io.BytesIO(os.pread(payload, size, 0))  # siblings share the descriptor's position
     os.close(payload)
@@ -46,7 +46,7 @@ def interpreter_command(module: str, argument: str) -> list[str]:
 
 
 def _preparation(*, with_main: bool) -> dict[str, Any]:
-    """Return how a child's interpreter becomes like this one; it imports this script only if the value needs it."""
+    """Return the preparation that makes a child's interpreter like this one; it imports this script only if needed."""
     preparation = multiprocessing.spawn.get_preparation_data("penstock worker")
     unwanted = {"authkey", "start_method", "log_to_stderr", "log_level"}
     if not with_main:

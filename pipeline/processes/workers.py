@@ -1,7 +1,7 @@
-"""A stage in processes, as the run sees it: its workers, their books, and the channels that lead to and from them.
+"""A stage in processes: its workers, their accounting, and the channels to and from them.
 
-Behind the workers is one channel, on which all of them send. Before each worker of a middle stage is one of its own:
-records are handed on as the workers have credit for them, so a slow worker gets fewer.
+All workers send on one channel. Each worker of a middle stage receives on a channel of its own: records are sent to the
+workers as they have credit, so a slow worker gets fewer.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from .worker_messages import WorkerChannels
 __all__ = ["Workers"]
 
 WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
-"""How long a worker may be unresponsive on its output channel before it is killed. The other ends wait without bound: a
-worker waits for its parent as long as that exists, and its feed waits for the worker, which may be loading a model."""
+"""Seconds that a worker may be unresponsive on its output channel before it is killed. The other ends wait without
+bound: a worker waits for its parent while that exists, and its feed waits for the worker, which may be loading a
+model."""
 
 WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
-"""File descriptors that a worker takes here (its process, its word, its door, its socket), that its feed takes, and
-that a stage takes for a moment while it starts one."""
+"""File descriptors of a worker in this process (pidfd, events, control connection, socket), of its feed, and of a stage
+while it starts one."""
 
-_WORKER_GONE = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
-"""What a feed meets when its worker dies; that it died, and how, the supervisor says."""
+_WORKER_DIED = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
+"""The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
 
 
 class Workers:
@@ -59,18 +60,18 @@ class Workers:
         self._node = node
         self._on = on
         self._after = after
-        """The stage that receives what they send."""
-        self._heard = WaitAggregator(context.metrics, node.name)
-        """Where their metrics arrive."""
-        self._accounting = WorkerAccounting(context.ledger, self._heard, counter, source=before is None)
+        """The stage that receives their records."""
+        self._waits = WaitAggregator(context.metrics, node.name)
+        """Receives their metrics."""
+        self._accounting = WorkerAccounting(context.ledger, self._waits, counter, source=before is None)
         self._feeder = None if before is None else _Feeder(before, self._accounting)
-        """Hands records to them; None for a source."""
+        """Sends records to them; None for a source."""
         self._supervisor = Supervisor(node.name, node.stage, on, self._accounting)
         self._accounting.on_unresponsive = self._supervisor.kill
         self._receiver: RemoteReceiver[Any]
-        """Where they send; open within `serve`."""
-        self._held: ExitStack
-        """File descriptors that they will need, from `serve` until they run."""
+        """The channel on which they send; open within `serve`."""
+        self._reserved: ExitStack
+        """Reserved file descriptors for them, from `serve` until they run."""
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[RemoteReceiver[Any]]:
@@ -89,9 +90,9 @@ class Workers:
             name=self._after.name,
             heartbeat_timeout_s=WORKER_HEARTBEAT_TIMEOUT_S,
         ) as self._receiver:
-            self._receiver.keep_open()  # workers die and are started anew, so how many will come and go is not known
+            self._receiver.keep_open()  # workers may be restarted, so the number of senders is not known
             purpose = f"the workers of {self._node.name} ({self._on.count})"
-            with reserved(self._descriptors, purpose, ", or run fewer workers") as self._held:
+            with reserved(self._descriptors, purpose, ", or run fewer workers") as self._reserved:
                 yield self._receiver
 
     @property
@@ -100,12 +101,12 @@ class Workers:
         return SPARE_DESCRIPTORS + each * self._on.count
 
     async def run(self, inbox: ReceiveChannel[Any] | None) -> None:
-        """Run them until all have finished, on the records of `inbox`, within `serve`.
+        """Run the workers until all have finished, on the records of `inbox`, within `serve`.
 
         Raises:
-            WorkerFailed: the stage raised in a worker, or a worker died once too often.
+            WorkerFailed: the stage raised in a worker, or a worker died more often than it may be restarted.
         """
-        self._held.close()  # every stage has held its own by now
+        self._reserved.close()  # every stage has reserved its own by now
         feed = None
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
@@ -122,55 +123,55 @@ class Workers:
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Return the workers now."""
+        """Return the state of the workers now."""
         return self._supervisor.statistics()
 
     @property
     def waited(self) -> tuple[float, float]:
-        """Seconds that they have waited, added up, for records and for credit, as they told with their last records."""
-        return self._heard.waited
+        """The seconds that they have waited, added up, for records and for credit, as of their last reports."""
+        return self._waits.waited
 
     def close(self) -> None:
-        """The run is over: what they still hold is lost."""
+        """Count the trajectories that they still hold as lost, at the end of the run."""
         self._accounting.close()
         if self._feeder is not None:
             self._feeder.close()
 
 
 class _Feeder:
-    """Hands records to the workers of a middle stage."""
+    """Sends records to the workers of a middle stage."""
 
     def __init__(self, before: StageNode, accounting: WorkerAccounting) -> None:
         self.accounting = accounting
         self.record_type = wire_type(before.stage)
         self.inbox: ReceiveChannel[Any]
-        """Where the records come from; all workers share it."""
-        self._unhanded: deque[Any] = deque()
-        """Records that could not be handed to a worker because it died: the next one gets them."""
+        """The channel of the records; all workers share it."""
+        self._unsent: deque[Any] = deque()
+        """Records that could not be sent to a worker because it died: another worker gets them."""
 
     async def feed(self, worker: str, url: str) -> None:
-        """Hand records to `worker`, which serves `url`, until there are no more, or it is gone."""
-        with suppress(*_WORKER_GONE):
+        """Send records to `worker`, which serves `url`, until there are no more, or it has died."""
+        with suppress(*_WORKER_DIED):
             async with connect(url, self.record_type, name=f"feed of {worker}", heartbeat_timeout_s=None) as outbox:
                 while (record := await self._next()) is not None:
-                    await self._hand(worker, record, outbox)
-                    del record  # what is handed on must not hold its slots until the next one comes
+                    await self._send(worker, record, outbox)
+                    del record  # it must not occupy its slots until the next one arrives
 
     async def _next(self) -> Any:
-        if not self._unhanded:
+        if not self._unsent:
             with suppress(anyio.EndOfStream):
                 return await self.inbox.receive()
-        return self._unhanded.popleft() if self._unhanded else None
+        return self._unsent.popleft() if self._unsent else None
 
-    async def _hand(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
+    async def _send(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
         self.accounting.handed(worker, record)
         try:
             await outbox.send(record)
         except BaseException:
             self.accounting.returned(worker, record)
-            self._unhanded.append(record)
+            self._unsent.append(record)
             raise
 
     def close(self) -> None:
-        """Nobody will get what could not be handed over: let go of the slots that it lies in."""
-        self._unhanded.clear()
+        """Drop the records that no worker received, so that their slots are released."""
+        self._unsent.clear()

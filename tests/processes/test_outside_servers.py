@@ -298,7 +298,7 @@ async def test_a_failure_ends_with_the_first_error_that_was_printed_and_not_with
 async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with running(recipe(port, tmp_path)) as (server, descriptors):
-            os.kill(server._kept.subreaper.pid, signal.SIGKILL)
+            os.kill(server._process.popen.pid, signal.SIGKILL)
             with anyio.CancelScope(shield=True):
                 await ended(descriptors)
             await anyio.sleep_forever()
@@ -310,7 +310,7 @@ async def test_a_server_whose_keeper_is_killed_dies_with_it(port: int, tmp_path:
 async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with recipe(port, tmp_path).open() as server:
-            os.kill(server._kept.subreaper.pid, signal.SIGTERM)
+            os.kill(server._process.popen.pid, signal.SIGTERM)
             await anyio.sleep_forever()
 
     with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*goodbye$"):

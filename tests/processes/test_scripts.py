@@ -94,4 +94,4 @@ def test_a_script_without_a_guard_is_told_to_have_one() -> None:
 
     assert running.returncode == 1
     assert "WorkerFailed" in errors
-    assert "expected the run to stand under `if __name__ == '__main__':`" in errors
+    assert "expected the run to be under `if __name__ == '__main__':`" in errors

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Literal
 
 from ....._pipeline.errors import PenstockError
-from ....._pipeline.processes.kept_process import KeptProcess, describe_end, start_kept
+from ....._pipeline.processes.subreaper_process import SubreaperProcess, describe_end, start_subreaper
 from ....._pipeline.processes.worker_payload import interpreter_command, write_payload
 from .messages import (
     Action,
@@ -65,7 +65,7 @@ class EnvProcess:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[StepResult | None]] = {}
         """By the id of the request; used on the loop only, as is the rest."""
-        self._kept: KeptProcess | None = None
+        self._kept: SubreaperProcess | None = None
         """None until it is started."""
         self.error: PenstockError | None = None
         """Reason that it is no longer usable; None while it is."""
@@ -114,13 +114,13 @@ class EnvProcess:
         if self.error is not None:
             raise self.error
 
-    def _spawn(self) -> tuple[socket.socket, KeptProcess]:
+    def _spawn(self) -> tuple[socket.socket, SubreaperProcess]:
         """Start the process, and return a channel to it. Blocks."""
         payload = write_payload(self._config)
         ours, theirs = socket.socketpair()
         child = interpreter_command("penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
         try:
-            return ours, start_kept(child, KILL_AFTER_S, pass_fds=(payload, theirs.fileno()))
+            return ours, start_subreaper(child, KILL_AFTER_S, pass_fds=(payload, theirs.fileno()))
         except BaseException:
             ours.close()
             raise
@@ -128,7 +128,7 @@ class EnvProcess:
             theirs.close()
             os.close(payload)
 
-    async def _read(self, reader: asyncio.StreamReader, kept: KeptProcess) -> None:
+    async def _read(self, reader: asyncio.StreamReader, kept: SubreaperProcess) -> None:
         """Deliver replies until the process and its subreaper have ended, and then its exit status."""
         async for reply in read_frames(reader, Reply):
             self._receive(reply)
@@ -150,7 +150,7 @@ class EnvProcess:
             return
         self.error = error
         if self._kept is not None:
-            os.close(self._kept.config)  # at which the subreaper ends the process
+            os.close(self._kept.stop_fd)  # at which the subreaper ends the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -189,10 +189,10 @@ class EnvProcess:
             self._send(Request(id=next(self._ids), kind="leave", player=player))
 
 
-def _end_of(kept: KeptProcess) -> str:
+def _end_of(kept: SubreaperProcess) -> str:
     """Wait for the subreaper, and return the process's end in words. Blocks."""
-    kept.subreaper.wait()
-    with os.fdopen(kept.words) as lines:
+    kept.popen.wait()
+    with os.fdopen(kept.status_fd) as lines:
         for event, value in map(str.split, lines):
             if event != "started":
                 return describe_end(event, int(value))

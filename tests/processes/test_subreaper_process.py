@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock._pipeline.processes.kept_process import describe_end, start_kept
+from penstock._pipeline.processes.subreaper_process import describe_end, start_subreaper
 
 
 def open_pipes() -> set[str]:
@@ -29,7 +29,7 @@ def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
     before = open_pipes()
 
     with pytest.raises(FileNotFoundError):
-        start_kept(["true"], 1.0)
+        start_subreaper(["true"], 1.0)
 
     assert open_pipes() <= before
 
@@ -43,12 +43,12 @@ def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
     ],
 )
 def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], told: str) -> None:
-    kept = start_kept(command, 1.0)
+    kept = start_subreaper(command, 1.0)
 
-    assert kept.subreaper.wait() == 0
-    with os.fdopen(kept.words) as lines:
+    assert kept.popen.wait() == 0
+    with os.fdopen(kept.status_fd) as lines:
         word, value = [*lines][-1].split()
-    os.close(kept.config)
+    os.close(kept.stop_fd)
 
     assert describe_end(word, int(value)) == told
 
