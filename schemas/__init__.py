@@ -1,4 +1,4 @@
-"""Records, messages and configuration: what travels, and the rules it is held to. Knows no channel and no stage."""
+"""Records, messages and configuration, with the rules that they are checked against. Knows no channel and no stage."""
 
 from .batch import PackedGroup, Packer, PaddedBatch, TrainBatch
 from .columns import Array

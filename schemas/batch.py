@@ -1,4 +1,4 @@
-"""`TrainBatch`: what an optimizer step consumes. Groups packed end to end, never padded, with the ids it will commit.
+"""`TrainBatch`: the input of an optimizer step. Groups packed end to end, never padded, with the ids to commit.
 
 Axes: B sequences, N tokens, G groups, K teacher candidates. `Packer` copies each group once, straight into the batch's
 own memory, so that the slot a group came from is free again as soon as `add` returns.
@@ -34,7 +34,7 @@ BATCH_SCHEMA = Schema("batch", BATCH_RULES, part_prefix=PART_PREFIX, part_rule="
 
 
 class PackedGroup(NamedTuple):
-    """Which sequences of a batch came from one group."""
+    """The sequences of a batch that came from one group."""
 
     env: str
     instance_id: str
@@ -43,15 +43,15 @@ class PackedGroup(NamedTuple):
 
     @property
     def id(self) -> GroupId:
-        """The prompt that the sequences answer."""
+        """Return the prompt that the sequences answer."""
         return GroupId(self.env, self.instance_id)
 
     @classmethod
     def decode(cls, parts: Sequence[BundleEntry]) -> list[PackedGroup]:
-        """From the headers of groups.
+        """Return the packed groups of the headers of groups.
 
         Raises:
-            InvalidRecord: one is none.
+            InvalidRecord: one is no header.
         """
         return [
             cls(env, instance_id, sequences, meta)
@@ -80,7 +80,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: NDArray[np.int32]
     """[N] token ids, sequence after sequence."""
     cu_seqlens: NDArray[np.int64]
-    """[B + 1] where each sequence begins; the last entry is N."""
+    """[B + 1] the first token of each sequence; the last entry is N."""
     loss_mask: NDArray[np.bool_]
     """[N] true on the tokens the policy sampled and that train."""
     rewards: NDArray[np.float32]
@@ -90,7 +90,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_reasons: NDArray[np.uint8]
     """[B] values of StopReason."""
     repetition_ids: NDArray[np.int64]
-    """[B] which completion of its prompt each sequence is."""
+    """[B] the number of the completion of its prompt."""
     loss_tokens: int
     """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
     loss_sequences: int
@@ -119,7 +119,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def pack(cls, groups: Iterable[TrajectoryGroup]) -> TrainBatch:
-        """One batch of `groups`, copied.
+        """Return one batch with copies of `groups`.
 
         Raises:
             InvalidRecord: there are no groups, or they do not have the same columns.
@@ -131,7 +131,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return packer.pack()
 
     def __len__(self) -> int:
-        """How many trajectories the batch holds."""
+        """Return the number of trajectories."""
         return len(self.cu_seqlens) - 1
 
     def __repr__(self) -> str:
@@ -139,46 +139,46 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def ids(self) -> list[TrajectoryId]:
-        """The trajectories that the batch will commit."""
+        """Return the ids of the trajectories that the batch will commit."""
         names = [group.id for group in self.groups for _ in range(group.sequences)]
         return [TrajectoryId(*name, rep) for name, rep in zip(names, self.repetition_ids.tolist(), strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns occupy."""
+        """Return the bytes of the columns."""
         return sum(column.nbytes for column in self.columns().values())
 
     @property
     def position_ids(self) -> NDArray[np.int64]:
-        """[N] position of each token within its sequence; made anew with every call."""
+        """Return [N] the position of each token within its sequence; computed with every call."""
         return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths())
 
     def lengths(self) -> NDArray[np.int64]:
-        """[B] tokens of each sequence."""
+        """Return [B] the number of tokens of each sequence."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def completion_lengths(self) -> NDArray[np.int64]:
-        """[B] tokens of each sequence that train."""
+        """Return [B] the number of tokens of each sequence that train."""
         return count_between(self.loss_mask, self.cu_seqlens)
 
     def sequence_of_token(self) -> NDArray[np.int64]:
-        """[N] which sequence each token belongs to."""
+        """Return [N] the sequence of each token."""
         return np.repeat(np.arange(len(self)), self.lengths())
 
     def group_of_sequence(self) -> NDArray[np.int64]:
-        """[B] which group each sequence belongs to."""
+        """Return [B] the group of each sequence."""
         return np.repeat(np.arange(len(self.groups)), [group.sequences for group in self.groups])
 
     def lags(self, current_version: int) -> NDArray[np.int64]:
-        """[B] optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
+        """Return [B] the optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
         return current_version - oldest_versions(self.policy_versions, self.cu_seqlens)
 
     def _over_tokens(self, name: str) -> bool:
-        """Whether a column has an entry a token. Where B = N, `policy_versions` counts as one a sequence."""
+        """Return whether a column has an entry a token. Where B = N, `policy_versions` counts as one a sequence."""
         return name in TOKEN_COLUMNS or (name == "policy_versions" and len(self.policy_versions) != len(self))
 
     def _taken(self, rows: Any, tokens: Any) -> dict[str, Array]:
-        """Some of the batch: of columns over sequences what `rows` selects, over tokens what `tokens` does."""
+        """Return the parts that `rows` selects of columns over sequences, and `tokens` of columns over tokens."""
         taken = {
             name: column[tokens if self._over_tokens(name) else rows]
             for name, column in self.columns().items()
@@ -188,7 +188,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return taken
 
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
-        """The batch with only the groups for which `keep` [G] is true, and the totals without the others.
+        """Return a batch of only the groups for which `keep` [G] is true, with totals without the others.
 
         Raises:
             InvalidRecord: nothing would be left.
@@ -199,7 +199,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(kept, total_sequences=self.total_sequences - len(self) + len(kept))
 
     def in_order(self) -> TrainBatch:
-        """The batch with its groups in the order of their ids, whichever came first."""
+        """Return the batch with its groups in the order of their ids."""
         ids = [group.id for group in self.groups]
         order = sorted(range(len(ids)), key=ids.__getitem__)
         if order == list(range(len(ids))):
@@ -212,11 +212,11 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self._with_totals(_finish(groups, taken, _bounds(self.lengths()[rows])))
 
     def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
-        """A rank's share: the sequences for which `rows` [B] is true, maybe none, with the totals of all of it."""
+        """Return a rank's share: the sequences for which `rows` [B] is true, maybe none, and all totals."""
         return self._with_totals(self._only(rows))
 
     def _with_totals(self, part: TrainBatch) -> TrainBatch:
-        """`part` of this batch with the totals of all of it."""
+        """Return `part` of this batch with the totals of the whole batch."""
         return msgspec.structs.replace(
             part,
             loss_tokens=self.loss_tokens,
@@ -232,7 +232,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return _finish(groups, taken, _bounds(self.lengths()[rows]))
 
     def split(self, max_tokens: int) -> list[TrainBatch]:
-        """Micro-batches of at most `max_tokens` tokens (a longer sequence stands alone), cut between sequences.
+        """Return micro-batches of at most `max_tokens` tokens (a longer sequence is alone), split between sequences.
 
         Every part keeps the global totals, so that losses of the parts add up to the loss of the whole.
         """
@@ -254,7 +254,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self._with_totals(_finish(groups, taken, self.cu_seqlens[first : last + 1] - a))
 
     def padded(self, *, pad_token: int = 0, length: int | None = None) -> PaddedBatch:
-        """The token columns as [B, L] rectangles, right-padded: tokens with `pad_token`, the rest with 0 or false.
+        """Return the token columns as right-padded [B, L] rectangles: tokens with `pad_token`, others with 0 or false.
 
         `length` fixes L; by default it is the longest sequence.
 
@@ -276,22 +276,22 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 padded[name][mask] = column
         return PaddedBatch(padded, mask)
 
-    # -- travelling --------------------------------------------------------------------------------------------------
+    # -- encoding ----------------------------------------------------------------------------------------------------
 
     def columns(self) -> dict[str, Array]:
-        """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
+        """Return the arrays that are present, by name; reward parts as `reward_parts.<name>`."""
         return self.schema.columns(self)
 
     def header(self) -> bytes:
-        """What is not a column, as msgpack."""
+        """Return everything that is not a column, as msgpack."""
         return _encode_header((self.groups, self.loss_tokens, self.loss_sequences, self.total_sequences))
 
     @classmethod
     def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
-        """The inverse of `header` and `columns`; the columns are trusted: `BATCH_SCHEMA` has seen to them.
+        """Return the batch of `header` and `columns`. The columns are trusted, because `BATCH_SCHEMA` has checked them.
 
         Raises:
-            InvalidRecord: the header is none, or tells of another number of sequences.
+            InvalidRecord: the header is none, or has another number of sequences.
         """
         try:
             groups, loss_tokens, loss_sequences, total_sequences = _decode_header(header)
@@ -319,9 +319,9 @@ _decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int
 
 
 class Packer:
-    """Copies groups one behind the other into preallocated columns, and cuts batches from them.
+    """Copies groups one after the other into preallocated columns, and makes batches of them.
 
-    Which optional columns a batch has is fixed by the first group that enters it. Not thread-safe.
+    The first group of a batch fixes its optional columns. Not thread-safe.
     """
 
     __slots__ = (
@@ -340,42 +340,42 @@ class Packer:
         self.max_tokens = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""
         self._plan = _Plan.of(ColumnLayout([]), 0, 0)
-        """Where the columns of the batch lie; while it is empty, those of the batch before it."""
+        """The places of the columns of the batch; while it is empty, those of the batch before it."""
         self._memory = BufferPool()
         self._block: Buffer | None = None
-        """Where the columns over tokens lie; None while the batch is empty."""
+        """The memory of the columns over tokens; None while the batch is empty."""
         self._chunks: list[list[bytes]] = []
-        """Of each column over sequences: what every group has of it. They are small, and joined in `pack`."""
+        """For each column over sequences, the part of every group. They are small, and joined in `pack`."""
         self._starts: list[int] = []
         """Tokens before each group."""
         self._by_token: list[bool] = []
-        """Which groups have a policy version a token."""
+        """Whether each group has a policy version a token."""
         self._groups: list[PackedGroup] = []
         self._tokens = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens packed so far."""
+        """Return the tokens packed so far."""
         return self._tokens
 
     @property
     def groups(self) -> int:
-        """Groups packed so far."""
+        """Return the groups packed so far."""
         return len(self._groups)
 
     @property
     def sequences(self) -> int:
-        """Trajectories packed so far."""
+        """Return the trajectories packed so far."""
         return sum(group.sequences for group in self._groups)
 
     def fits(self, group: TrajectoryGroup) -> bool:
-        """Whether `group` has room in the batch that is being filled."""
+        """Return whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
     def room(self, form: ColumnLayout, candidates: int, ends: Sequence[int], first: int = 0) -> int:
-        """How many of some groups of this form have room, from number `first` on: group i ends at token `ends[i + 1]`.
+        """Return how many groups of this form have room, from number `first` on; group i ends at token `ends[i + 1]`.
 
-        None where their columns are not those of the groups before them.
+        There is no room for groups whose columns are not those of the groups before them.
         """
         if self._block is not None and not self._plan.suits(form, candidates):
             return 0
@@ -402,7 +402,7 @@ class Packer:
         groups: list[PackedGroup],
         ends: Sequence[int],
     ) -> None:
-        """Copy `groups` in for which there is `room`, out of buffers in which they lie one behind the other.
+        """Copy `groups`, for which there is `room`, out of buffers in which they lie one after the other.
 
         Group i lies at the tokens from `ends[i]` to before `ends[i + 1]`, less `ends[0]`.
         """
@@ -412,6 +412,13 @@ class Packer:
         last = shift + ends[-1]
         self._starts += [shift + end for end in ends[:-1]]
         for target, chunks, column in zip(self._plan.targets, self._chunks, columns, strict=True):
+            # There are three cases:
+            #
+            # 1. The column is over sequences: it is small, and its length in the batch is not known before `pack`, so
+            #    its bytes are kept.
+            # 2. It is over tokens: it is copied to its place in the batch, once.
+            # 3. As 2, but it begins at an odd address, and the assignment raises ValueError: this is too rare to check
+            #    for, so it is found by trying, and the column is copied twice.
             if target is None:
                 chunks.append(column.tobytes())
             else:
@@ -419,14 +426,14 @@ class Packer:
                 place = slice(begin + first * width, begin + last * width)
                 try:
                     views[index][place] = column
-                except ValueError:  # it begins at an odd address, which is too rare to look for
+                except ValueError:
                     views[index][place] = column.copy()
         self._groups += groups
         self._by_token += [form.versions_by_token] * len(groups)
         self._tokens = last
 
     def pack(self) -> TrainBatch:
-        """The batch that was filled; the packer is empty again.
+        """Return the batch that was filled, and empty the packer.
 
         Raises:
             InvalidRecord: nothing was added.
@@ -480,13 +487,13 @@ class Packer:
 
 
 class _Plan(NamedTuple):
-    """Where the columns over tokens of a batch lie in its block."""
+    """The places of the columns over tokens of a batch in its memory."""
 
     form: ColumnLayout
     candidates: int
     nbytes: int
     targets: list[tuple[int, int, int] | None]
-    """Of each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
+    """For each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
 
     @classmethod
     def of(cls, form: ColumnLayout, candidates: int, max_tokens: int) -> _Plan:
@@ -498,11 +505,11 @@ class _Plan(NamedTuple):
         return cls(form, candidates, layout.nbytes, targets)
 
     def suits(self, form: ColumnLayout, candidates: int) -> bool:
-        """Whether it is a plan for columns of that form."""
+        """Return whether it is a plan for columns of that form."""
         return (form is self.form or form.names == self.form.names) and candidates == self.candidates
 
     def columns(self, memory: NDArray[np.uint8], tokens: int, chunks: list[list[bytes]]) -> dict[str, Array]:
-        """All columns: those over tokens, so many `tokens` long, as views on `memory`, the others joined."""
+        """Return all columns: those over tokens, `tokens` long, as views on `memory`, the others joined."""
         columns: dict[str, Array] = {}
         for name, dtype, target, kept in zip(self.form.names, self.form.dtypes, self.targets, chunks, strict=True):
             if target is None:
@@ -519,7 +526,7 @@ _ZERO = np.zeros(1, np.int64)
 
 
 def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[S] the oldest policy version of each sequence, from a column over sequences or over tokens.
+    """Return [S] the oldest policy version of each sequence, from a column over sequences or over tokens.
 
     A sequence without tokens counts as version 0 where versions are kept by token.
     """
@@ -534,7 +541,7 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
 
 
 def _join_offsets(joined: NDArray[np.int64], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
-    """[B + 1] where each sequence of a batch begins, from the offsets of its groups, which each begin with 0."""
+    """Return [B + 1] the first token of each sequence of a batch, from its groups' offsets, which begin with 0."""
     bounds = np.zeros(len(joined) - len(counts) + 1, np.int64)
     if len(set(counts)) == 1:
         by_group = joined.reshape(len(counts), -1)[:, 1:]
@@ -554,10 +561,10 @@ def _by_token_or_sequence(
     counts: Sequence[int],
     bounds: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """One version a token, from groups of which some have one a token and some one a sequence.
+    """Return one version a token, from groups of which some have one a token and some one a sequence.
 
     Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
-    over sequences, so the oldest version of each sequence is all that is kept.
+    over sequences, so only the oldest version of each sequence is kept.
     """
     tokens = [b - a for a, b in pairwise([*starts, int(bounds[-1])])]
     sizes = [n if spread else count for spread, n, count in zip(by_token, tokens, counts, strict=True)]
@@ -574,17 +581,17 @@ def _by_token_or_sequence(
 
 
 def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B + 1] where sequences of `lengths` [B] begin."""
+    """Return [B + 1] the first token of sequences of `lengths` [B]."""
     return np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
 def _parts_of(columns: dict[str, Array]) -> dict[str, Array]:
-    """The reward parts among `columns`, by their own names; they are taken out."""
+    """Remove the reward parts from `columns`, and return them by their own names."""
     return {name.removeprefix(PART_PREFIX): columns.pop(name) for name in [*columns] if name.startswith(PART_PREFIX)}
 
 
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqlens: NDArray[np.int64]) -> TrainBatch:
-    """A batch from its columns, read-only ones, and its bounds, with the totals that follow from them."""
+    """Return a batch of its columns, read-only ones, and its bounds, with the totals that follow from them."""
     columns["cu_seqlens"] = cu_seqlens
     freeze((cu_seqlens,))
     parts = {} if columns.keys() <= BATCH_RULES.keys() else _parts_of(columns)

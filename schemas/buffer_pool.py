@@ -1,7 +1,7 @@
-"""Memory that is used again when the last array on it has died.
+"""Memory that is reused when the last array on it has died.
 
-Fresh memory is faulted in page by page, which costs several times what copying a batch into it does (measured: half of
-a consumer's time). A trainer holds a batch or two at a time, so a few blocks go round.
+Fresh memory is faulted in page by page, which costs several times as much as copying a batch into it (measured: half of
+a consumer's time). A trainer holds a batch or two at a time, so a few buffers suffice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .layout import aligned, typed
 __all__ = ["Buffer", "BufferPool"]
 
 SPARE_BUFFERS = 3
-"""Blocks that are kept for the next batches: one is filled, one waits, one is trained on meanwhile."""
+"""Buffers that are kept for the next batches: one is filled, one waits, one is trained on."""
 
 
 class BufferPool:
-    """Gives out blocks of memory, and takes them back by themselves."""
+    """A pool of memory; a buffer returns to it when the last array on it dies."""
 
     __slots__ = ("_spare",)
 
@@ -29,7 +29,7 @@ class BufferPool:
         self._spare: deque[_Memory] = deque(maxlen=SPARE_BUFFERS)
 
     def block(self, nbytes: int) -> Buffer:
-        """At least `nbytes` bytes of anything. They are nobody else's until the last array on them dies."""
+        """Return at least `nbytes` uninitialised bytes. They are not reused before the last array on them dies."""
         try:
             memory = self._spare.pop()
         except IndexError:
@@ -40,16 +40,16 @@ class BufferPool:
 
 
 class Buffer(NamedTuple):
-    """Some memory on loan."""
+    """Memory leased from a pool."""
 
     array: NDArray[np.uint8]
-    """To make arrays of, read-only ones: every view on it extends the loan."""
+    """For arrays, read-only ones: every view on it extends the lease."""
     typed: list[Any]
-    """To write through while `array` is held: the same bytes, item by item, for each of DTYPES."""
+    """For writing while `array` is held: the same bytes, item by item, for each of DTYPES."""
 
 
 class _Memory:
-    """Memory, and the views on it that would cost some microseconds a batch if they were made anew."""
+    """Memory, and the views on it that would cost some microseconds a batch if they were made again."""
 
     __slots__ = ("array", "interface", "nbytes", "typed")
 
@@ -57,12 +57,12 @@ class _Memory:
         self.nbytes = aligned(max(1, nbytes))
         self.array: NDArray[np.uint8] = np.empty(self.nbytes, np.uint8)
         self.interface: dict[str, Any] = self.array.__array_interface__ | {"data": (self.array.ctypes.data, True)}
-        """Of read-only arrays: only `typed` writes."""
+        """The interface of read-only arrays: only `typed` writes."""
         self.typed = typed(self.array.data)
 
 
 class _BufferLease:
-    """The base of every view on a block: numpy asks for `__array_interface__`, and keeps the object."""
+    """The base of every view on a buffer: numpy reads `__array_interface__`, and keeps the object."""
 
     __slots__ = ("__array_interface__", "_memory", "_spare")
 
@@ -72,4 +72,4 @@ class _BufferLease:
         self.__array_interface__ = memory.interface
 
     def __del__(self) -> None:
-        self._spare.append(self._memory)  # in whatever thread the last view died
+        self._spare.append(self._memory)  # in the thread in which the last view died

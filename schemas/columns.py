@@ -1,7 +1,7 @@
-"""The columns a record may have, and the one place where their dtype, shape and contents are checked.
+"""The columns that a record may have, and the only place where their dtype, shape and contents are checked.
 
-Knows nothing about records as a whole: it is given arrays and a table of rules. A rule names the axes of a column by
-letter; the first column that uses a letter fixes its length, and every later one is held to it.
+Knows nothing about records as a whole: it gets arrays and a table of rules. A rule names the axes of a column by
+letter; the first column that uses a letter fixes its length, and every later one must have it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 class ColumnRule(NamedTuple):
-    """What a column must be."""
+    """The rule of a column."""
 
     dtype: np.dtype[Any]
     axes: tuple[str, ...]
@@ -30,13 +30,13 @@ class ColumnRule(NamedTuple):
 
 
 def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
-    """`values` as a C-contiguous array of exactly `dtype`.
+    """Return `values` as a C-contiguous array of exactly `dtype`.
 
-    Lists are converted once, here. An array is taken as it is when its dtype fits, and converted only where nothing
-    can be lost (int64 token ids that fit int32, float64 rewards): a float where integers belong is refused.
+    Lists are converted once, here. An array is used unchanged when its dtype fits, and converted only where nothing can
+    be lost (int64 token ids that fit int32, float64 rewards): a float where integers belong is rejected.
 
     Raises:
-        InvalidRecord: the values cannot be had as `dtype` without changing what they mean.
+        InvalidRecord: the values cannot be converted to `dtype` without changing their meaning.
     """
     want = np.dtype(dtype)
     try:
@@ -49,15 +49,14 @@ def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
         return np.zeros(given.shape, want)
     if not _converts(given, want):
         raise InvalidRecord(f"{name}: expected dtype {want}, got {given.dtype}")
-    with np.errstate(over="ignore"):  # a float too large for `want` becomes inf, which the rule of the column refuses
+    with np.errstate(over="ignore"):  # a float too large for `want` becomes inf, which the rule of the column rejects
         return np.ascontiguousarray(given.astype(want))
 
 
 def contiguous(column: Array, dtype: np.dtype[Any]) -> Array:
-    """`column`, of `dtype` under whatever name, item by item and on whole items; copied where it is not.
+    """Return `column`, of `dtype` under any name, item by item and aligned; copied where it is not.
 
-    A view into bytes that came from elsewhere may begin at an odd address: to a memoryview its items are of another
-    type.
+    A view into bytes from elsewhere may begin at an odd address: to a memoryview its items have another type.
     """
     column = np.ascontiguousarray(column, dtype)
     return column if column.flags.aligned else column.copy()
@@ -73,7 +72,7 @@ def _converts(given: Array, want: np.dtype[Any]) -> bool:
 
 
 def check_axes(columns: Mapping[str, Array | None], rules: Mapping[str, ColumnRule], lengths: dict[str, int]) -> None:
-    """Hold every column to its rule: dtype, shape, finiteness. `lengths` gives axes already known and learns the rest.
+    """Check every column against its rule: dtype, shape, finiteness. `lengths` has the known axes, and gets the others.
 
     Raises:
         InvalidRecord: naming the first column that breaks its rule.
@@ -107,7 +106,7 @@ def _check_shape(name: str, column: Array, rule: ColumnRule, lengths: dict[str, 
 
 
 def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[S] how many entries of `mask` [N] are true in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
+    """Return [S] how many entries of `mask` [N] are true in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
     lengths = offsets[1:] - offsets[:-1]
     counts = np.zeros(len(lengths), np.int64)
     longest = int(lengths.max(initial=0))
@@ -119,7 +118,7 @@ def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArra
 
 
 def freeze(columns: Iterable[Array | None]) -> None:
-    """Make arrays read-only, so that a record that is shared cannot be changed behind its reader's back."""
+    """Make arrays read-only, so that a shared record cannot be changed while another task reads it."""
     for column in columns:
         if column is not None:
             column.setflags(write=False)

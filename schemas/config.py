@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Config)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, for which `1e-3` is a number too.
+    """PyYAML's safe loader, extended to read `1e-3` as a number.
 
     In pure Python: deep nesting raises `RecursionError`, where the C loader, which `msgspec.yaml` prefers, crashes.
     """
@@ -67,10 +67,10 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
     Args:
         schema: the `Config` to return.
         values: plain values, as YAML or JSON would give them.
-        root: what error messages begin with.
+        root: the beginning of error messages.
 
     Raises:
-        InvalidConfig: the values do not fit `schema`; the message gives the path, what was expected and what came.
+        InvalidConfig: the values do not fit `schema`; the message has the path, the expected value and the actual one.
     """
     try:
         return msgspec.convert(values, schema)
@@ -79,7 +79,7 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
 
 
 def check_url(url: str, field: str) -> None:
-    """Raise if `url` is not the address of a server.
+    """Raise an error if `url` is not the address of a server.
 
     Raises:
         InvalidConfig: naming the `field` that holds `url`.
@@ -90,7 +90,7 @@ def check_url(url: str, field: str) -> None:
 
 
 def check_finite(**values: float | None) -> None:
-    """Raise if a number is not finite (YAML has `.nan` and `.inf`). For `__post_init__`.
+    """Raise an error if a number is not finite (YAML has `.nan` and `.inf`). For `__post_init__`.
 
     Raises:
         ValueError: naming the field.

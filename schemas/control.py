@@ -1,8 +1,8 @@
 """Every message that two ends exchange, as one tagged union with a protocol version. Strictly decoded, never unpickled.
 
-Three conversations. At the *door* of a receiver, a stream socket, a sender introduces itself and stays for life; over
-ZeroMQ, the two ends exchange descriptors, credit and endings; at the door of a weights publisher, subscribers learn of
-new versions and are paused.
+There are three protocols. On a *control connection*, a stream socket, a sender completes the handshake with a receiver
+and stays connected; over ZeroMQ, the two ends exchange descriptors, credit and outcomes; on the control connection of a
+weights publisher, subscribers learn of new versions and are paused.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 4
-"""Raised with every change that an older peer would misread; peers of different versions refuse each other by name."""
+"""Incremented with every change that an older peer would misread; peers of different versions reject each other by
+name."""
 
 
 MOST_DESCRIPTORS = 4096
-"""Bundles in one message: some tens go together. More are refused before there is memory, or time, for each."""
+"""Bundles in one message: some tens go together. More are rejected before memory, or time, is spent on each."""
 
 Repetition: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_REPETITION_ID)]
 
@@ -69,7 +70,7 @@ MOST_NAME_CHARACTERS = 128
 
 
 def check_name(name: str) -> str:
-    """Return the name of a peer, which messages and logs quote as it is.
+    """Return the name of a peer, which errors and logs quote as it is.
 
     Raises:
         ValueError: it is too long, or holds characters that a terminal or a log would not print, such as newlines.
@@ -80,46 +81,46 @@ def check_name(name: str) -> str:
     return name
 
 
-def printable(said: str) -> str:
-    """Return what a peer said with all that a terminal or a log would not print as escapes; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in said)
+def printable(text: str) -> str:
+    """Return `text` of a peer with escapes for all that a terminal or a log would not print; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Named(_Message, frozen=True):
-    """A message of a peer that says its name."""
+    """A message with the name of its peer."""
 
     def __post_init__(self) -> None:
         check_name(self.name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# -- at the door ---------------------------------------------------------------------------------------------------
+# -- handshake -----------------------------------------------------------------------------------------------------
 
 
 class Connect(_Named, frozen=True):
-    """A sender asks to be let in."""
+    """A sender asks to join."""
 
     version: int
     transport: str
     """shm or tcp."""
     kind: str
-    """What it will send: "group" or "batch"."""
+    """The kind of record that it will send: "group" or "batch"."""
     identity: bytes
-    """The name of its ZeroMQ socket: 16 random bytes."""
+    """The identity of its ZeroMQ socket: 16 random bytes."""
     name: str
-    """What its script calls it, the same after every restart; empty where it was given none."""
+    """The name that its script gave it, the same after every restart; empty where it has none."""
     pid: int
     tokenizer: TokenizerIdentity | None = None
-    """What made the token ids that it will send; none where it does not say."""
+    """The tokenizer of the token ids that it will send; None where it is not known."""
 
 
 class Accept(_Named, frozen=True):
-    """The receiver lets it in, and says what it may use."""
+    """The receiver accepts the sender, and grants it credit."""
 
     version: int
     endpoint: str
-    """Where the ZeroMQ socket listens."""
+    """The endpoint of the ZeroMQ socket."""
     name: str
-    """Who the receiver is, for messages."""
+    """The name of the receiver, for messages."""
     capacity: int
     """Records that this sender may have in flight."""
     capacity_bytes: int
@@ -129,19 +130,19 @@ class Accept(_Named, frozen=True):
     checksum: bool = False
     """Whether bundles must come with a checksum."""
     counts_members: bool = False
-    """Whether it counts senders by name, and waits until each has said that it is done."""
+    """Whether the receiver counts senders by name, and waits until each is done."""
 
 
 class Reject(_Message, frozen=True):
-    """The receiver does not let it in."""
+    """The receiver rejects the sender."""
 
     error: str
-    """The error that the sender raises, by name."""
+    """The name of the error that the sender raises."""
     reason: str
 
 
 class SegmentOffer(_Message, frozen=True):
-    """A sender hands over its segment; the file descriptor travels with this message."""
+    """A sender passes its segment; the file descriptor travels with this message."""
 
     slots: int
     slot_bytes: int
@@ -150,32 +151,32 @@ class SegmentOffer(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The receiver knows the sender's socket; descriptors may come."""
+    """The handshake is complete; descriptors may follow."""
 
 
 # -- over ZeroMQ, sender to receiver -------------------------------------------------------------------------------
 
 
 class Publish(_Message, frozen=True):
-    """Bundles that lie ready."""
+    """Bundles that are published."""
 
     descriptors: Annotated[tuple[Descriptor, ...], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
 
 
 class CreditRequest(_Message, frozen=True):
-    """What credit the receiver holds back shall come now: the next record has no bytes, or somebody looks."""
+    """A request for the withheld credit: the next record needs bytes, or statistics are read."""
 
 
 class Telemetry(_Message, frozen=True):
-    """What the sending process has observed: an encoded `telemetry.Observations`."""
+    """Observations of the sending process: an encoded `telemetry.Observations`."""
 
     payload: bytes
 
 
 Leaving: TypeAlias = Literal["done", "staying", "failed"]
-"""How a sender leaves. done: nothing more comes from it · staying: likewise, and it stays connected until it has heard
-that all is saved, and then says `done` · failed: the body of its `async with` raised or was cancelled, so more may be
-to come."""
+"""How a sender closes. done: nothing more comes from it · staying: likewise, and it stays connected until it knows that
+all is saved, and then sends `done` · failed: the body of its `async with` raised or was cancelled, so more may follow
+on another connection."""
 
 
 class Close(_Message, frozen=True):
@@ -189,29 +190,29 @@ class Close(_Message, frozen=True):
 
 
 class CreditGrant(_Message, frozen=True):
-    """Credit: of which spans how many records more are done with, as (first slot, generation, records)."""
+    """Credit: spans of which more records are released, as (first slot, generation, records)."""
 
     spans: tuple[tuple[int, int, int], ...]
 
 
 class Outcomes(_Message, frozen=True):
-    """How trajectories ended: (group, repetitions, state, optimizer step). "trained" is the commit.
+    """The outcomes of trajectories: (group, repetitions, state, optimizer step). "trained" is the commit.
 
-    "saved" is told of those that no other receiver needs: a checkpoint holds them, or they were dropped.
+    "saved" is sent for those that no other receiver needs: a checkpoint holds them, or they were dropped.
     """
 
     entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]
 
 
 class CloseAck(_Message, frozen=True):
-    """The receiver has everything up to the sender's goodbye."""
+    """The receiver has everything up to the sender's Close."""
 
 
 class Closed(_Message, frozen=True):
-    """The receiver takes no more."""
+    """The receiver has closed the channel."""
 
 
-# -- at the door of a weights publisher ----------------------------------------------------------------------------
+# -- control connection of a weights publisher ----------------------------------------------------------------------
 
 
 class Subscribe(_Named, frozen=True):
@@ -219,7 +220,7 @@ class Subscribe(_Named, frozen=True):
 
     version: int
     name: str
-    """Who it is, for messages."""
+    """The name of the subscriber, for messages."""
     pid: int
 
 
@@ -230,33 +231,33 @@ class DeviceHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The device's UUID: its number may differ from process to process."""
     nbytes: int
     handle: bytes
-    """What the driver gave out for it (CUipcMemHandle)."""
+    """The driver's handle for it (CUipcMemHandle)."""
 
 
 class Weights(_Named, frozen=True):
-    """The publisher hands over its segment; the file descriptor travels with this message."""
+    """The publisher passes its segment; the file descriptor travels with this message."""
 
     version: int
     name: str
-    """Who the publisher is, for messages."""
+    """The name of the publisher, for messages."""
     generation: int
-    """Drawn when the segment was made: a segment that says another was made by another publisher."""
+    """Drawn when the segment was made: a segment with another value was made by another publisher."""
     nbytes: int
     """Bytes of the whole segment."""
     pause: int
     """Number of the pause that is on; 0 where sampling may go on."""
     device: DeviceHandle | None = None
-    """Where the buffers lie, if not in the segment."""
+    """The memory of the buffers, if they do not lie in the segment."""
 
 
 class NewVersion(_Message, frozen=True):
-    """Newer weights lie ready."""
+    """Newer weights are published."""
 
     policy_version: int
 
 
 class Pause(_Message, frozen=True):
-    """Sampling is to stop; the subscriber answers when it has."""
+    """Sampling must stop; the subscriber answers when it has."""
 
     number: int
 
@@ -268,7 +269,7 @@ class PauseAck(_Message, frozen=True):
 
 
 class ViewsInUse(_Message, frozen=True):
-    """The subscriber's model is views of publication `sequence`, and samples from it; 0 where it does not."""
+    """The subscriber's model consists of views of publication `sequence`, and samples from it; 0 where it does not."""
 
     sequence: int
 
@@ -278,7 +279,7 @@ class Resume(_Message, frozen=True):
 
 
 class EndOfWeights(_Message, frozen=True):
-    """The publisher is done: the weights that lie ready are the last."""
+    """The publisher is done: the published weights are the last."""
 
 
 Message = (
@@ -311,7 +312,7 @@ encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes | memoryview], Message] = msgspec.msgpack.Decoder(Message).decode
 
 SenderMessage: TypeAlias = Publish | CreditRequest | Telemetry | Close
-"""What a sender says over ZeroMQ."""
+"""The messages that a sender sends over ZeroMQ."""
 
 _decode_of_sender: Callable[[bytes | memoryview], SenderMessage] = msgspec.msgpack.Decoder(SenderMessage).decode
 
@@ -319,7 +320,7 @@ M = TypeVar("M")
 
 
 def decode(encoded: bytes | memoryview) -> Message:
-    """The message that `encoded` holds.
+    """Return the message that `encoded` holds.
 
     Raises:
         ProtocolMismatch: it holds none that this version knows.
@@ -328,12 +329,12 @@ def decode(encoded: bytes | memoryview) -> Message:
 
 
 def decode_of_sender(encoded: bytes | memoryview) -> SenderMessage:
-    """The same of a sender: what only others say may be long, and is not looked at.
+    """Decode a message of a sender; those that only other peers send may be long, and are not decoded.
 
     Raises:
-        ProtocolMismatch: it is nothing that a sender says.
+        ProtocolMismatch: it is no message that a sender sends.
     """
-    return _decoded(_decode_of_sender, encoded, "what a sender says")
+    return _decoded(_decode_of_sender, encoded, "a message of a sender")
 
 
 def _decoded(decode: Callable[[bytes | memoryview], M], encoded: bytes | memoryview, expected: str) -> M:

@@ -1,4 +1,4 @@
-"""The descriptor: the small message that says where records lie. What lies there is told by the span itself."""
+"""The descriptor: a small message with the location of records. The span itself describes their columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor(NamedTuple):
-    """Where a published bundle lies: one record, or several that were sent together."""
+    """The location of a published bundle: one record, or several that were sent together."""
 
     sequence: int
     """Number of its last record; those of one sender count from 1."""
@@ -24,5 +24,5 @@ class Descriptor(NamedTuple):
     """Bytes of the records, contents and padding included."""
 
     def bytes_of(self, records: int) -> int:
-        """Bytes of some of its records, as if all were alike."""
+        """Return the bytes of some of its records, as if all were alike."""
         return self.nbytes // self.records * records

@@ -7,24 +7,24 @@ import msgspec
 __all__ = ["UNREADABLE", "InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch", "TokenizersDiffer"]
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that it cannot decode, or that are not of the type that was asked for."""
+"""The errors that msgspec raises for bytes that it cannot decode, or that do not have the requested type."""
 
 
 class PenstockError(Exception):
-    """The root of every error that penstock raises on its own account."""
+    """The base class of every error that penstock raises itself."""
 
 
 class InvalidRecord(PenstockError, ValueError):
-    """A record breaks a rule of its schema: the message names the column, what was expected and what came."""
+    """A record breaks a rule of its schema: the message names the column, the expected value and the actual one."""
 
 
 class InvalidConfig(PenstockError, ValueError):
-    """A configuration does not fit its schema: the message gives the path of the value, what was expected and came."""
+    """A configuration does not fit its schema: the message has its path, the expected value and the actual one."""
 
 
 class ProtocolMismatch(PenstockError):
-    """The other end speaks another protocol version, or carries another kind of record."""
+    """The other end has another protocol version, or carries another kind of record."""
 
 
 class TokenizersDiffer(PenstockError):
-    """Parts of a run have different tokenizers; the message says in what, with the identity of each."""
+    """Parts of a run have different tokenizers; the message lists the differences, with the identity of each."""

@@ -50,7 +50,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
 
 TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
-"""Columns that always have an entry a token; `policy_versions` may."""
+"""Columns that always have an entry a token; `policy_versions` may have."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -70,7 +70,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     token_rewards: NDArray[np.float32] | None = None
     """[T] where the environment scores tokens."""
     values: NDArray[np.float32] | None = None
-    """[T] what a critic expected before each token."""
+    """[T] the return that a critic expected before each token."""
     advantages: NDArray[np.float32] | None = None
     """[T]."""
     ref_logprobs: NDArray[np.float32] | None = None
@@ -82,7 +82,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first one that the policy sampled."""
+        """Return the number of tokens before the first one that the policy sampled."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.tokens)
 
 
@@ -106,7 +106,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: NDArray[np.int32]
     """[N] prompt and completion token ids, sequence after sequence."""
     offsets: NDArray[np.int64]
-    """[S + 1] where each sequence begins; the last entry is N."""
+    """[S + 1] the first token of each sequence; the last entry is N."""
     loss_mask: NDArray[np.bool_]
     """[N] true on the tokens the policy sampled and that train."""
     rewards: NDArray[np.float32]
@@ -116,7 +116,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_reasons: NDArray[np.uint8]
     """[S] values of StopReason."""
     repetition_ids: NDArray[np.int64]
-    """[S] which completion of the prompt each sequence is; unique within the group."""
+    """[S] the number of the completion of the prompt; unique within the group."""
     reward_noise: NDArray[np.float32] | None = None
     """[S] how far rounding may have moved each reward; without it, as far as the rounding of the reward itself."""
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -134,7 +134,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     teacher_logprobs: NDArray[np.float32] | None = None
     """[N, K]."""
     reward_parts: dict[str, NDArray[np.float32]] = {}
-    """[S] each: what every component of the reward bridge added, and the raw score."""
+    """[S] each: the contribution of every component of the reward bridge, and the raw score."""
     meta: JsonObject = {}
     """JSON-able: messages, overrides, generation parameters, images by reference."""
 
@@ -156,10 +156,10 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         meta: Mapping[str, Any] | None = None,
         **optional: ArrayLike | Sequence[ArrayLike] | None,
     ) -> Self:
-        """A checked group, from one list of `sequences` or from flat `tokens` with `offsets`.
+        """Return a checked group, from one list of `sequences` or from flat `tokens` with `offsets`.
 
-        Columns over tokens may be given flat ([N]) or as one row a sequence. Lists are converted once, here; hand over
-        arrays where speed matters: they are taken as they are, and made read-only. `policy_versions` defaults to 0,
+        Columns over tokens may be given flat ([N]) or as one row a sequence. Lists are converted once, here; pass
+        arrays where speed matters: they are used unchanged, and made read-only. `policy_versions` defaults to 0,
         `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
 
         Raises:
@@ -198,7 +198,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Check every rule of the schema.
 
         Raises:
-            InvalidRecord: naming the column, what was expected and what came.
+            InvalidRecord: naming the column, the expected value and the actual one.
         """
         self._check_header()
         self.schema.check(self.columns(), contents=True)
@@ -215,7 +215,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         try:
             _decode_header(self.header())
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidRecord(f"meta: expected what JSON can hold, with str keys ({error})") from None
+            raise InvalidRecord(f"meta: expected values that JSON can hold, with str keys ({error})") from None
 
     def _check_offsets(self) -> None:
         offsets, count = self.offsets, len(self.tokens)
@@ -262,7 +262,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # -- size and identity -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """How many trajectories the group holds."""
+        """Return the number of trajectories."""
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
@@ -274,35 +274,35 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def id(self) -> GroupId:
-        """The prompt that the group answers."""
+        """Return the prompt that the group answers."""
         return GroupId(self.env, self.instance_id)
 
     @property
     def ids(self) -> list[TrajectoryId]:
-        """Who each sequence is."""
+        """Return the id of each sequence."""
         return [TrajectoryId(self.env, self.instance_id, r) for r in self.repetition_ids.tolist()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns occupy."""
+        """Return the bytes of the columns."""
         return sum(column.nbytes for column in self.columns().values())
 
     def lengths(self) -> NDArray[np.int64]:
-        """[S] tokens of each sequence, prompt included."""
+        """Return [S] the number of tokens of each sequence, prompt included."""
         return self.offsets[1:] - self.offsets[:-1]
 
     def completion_lengths(self) -> NDArray[np.int64]:
-        """[S] tokens of each sequence that the policy sampled and that train."""
+        """Return [S] the number of tokens of each sequence that the policy sampled and that train."""
         return count_between(self.loss_mask, self.offsets)
 
     def sequence_of_token(self) -> NDArray[np.int64]:
-        """[N] which sequence each token belongs to."""
+        """Return [N] the sequence of each token."""
         return np.repeat(np.arange(len(self)), self.lengths())
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int) -> Trajectory:
-        """Row `index`, as views into this group."""
+        """Return row `index`, as views into this group."""
         s = range(len(self))[index]
         span = slice(int(self.offsets[s]), int(self.offsets[s + 1]))
         rows: dict[str, Any] = {
@@ -317,20 +317,20 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """The rows, in order."""
+        """Yield the rows, in order."""
         return (self[s] for s in range(len(self)))
 
     def _over_tokens(self, name: str) -> bool:
-        """Whether a column has an entry a token. Where S = N, `policy_versions` counts as one a sequence."""
+        """Return whether a column has an entry a token. Where S = N, `policy_versions` counts as one a sequence."""
         return name in TOKEN_COLUMNS or (name == "policy_versions" and len(self.policy_versions) != len(self))
 
     # -- derived groups ----------------------------------------------------------------------------------------------
 
     def with_rewards(self, rewards: ArrayLike, *, parts: Mapping[str, ArrayLike] | None = None) -> Self:
-        """The same group with other `rewards` [S], and `parts` ([S] each) added to `reward_parts`.
+        """Return the same group with other `rewards` [S], and `parts` ([S] each) added to `reward_parts`.
 
-        Parts are what was added to the rewards, or, with a `score` among them, all that the new ones are the sum of:
-        `reward_noise` follows from them. What does not add up to the rewards is noted and counts for nothing.
+        Parts are the amounts added to the rewards, or, with a `score` among them, all summands of the new ones:
+        `reward_noise` follows from them. Parts that do not add up to the rewards are recorded and do not count.
 
         Raises:
             InvalidRecord: a column is not finite or has not one value a sequence.
@@ -350,7 +350,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def with_advantages(self, advantages: ArrayLike) -> Self:
-        """The same group with `advantages`, one a token ([N]) or one a sequence ([S], spread over the loss mask).
+        """Return the same group with `advantages`, one a token ([N]) or a sequence ([S], spread over the loss mask).
 
         Raises:
             InvalidRecord: the advantages are not finite or fit neither axis.
@@ -363,7 +363,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, advantages=column)
 
     def select(self, keep: NDArray[np.bool_]) -> Self:
-        """A copy with only the sequences for which `keep` [S] is true; `meta` stays as it is.
+        """Return a copy with only the sequences for which `keep` [S] is true; `meta` stays as it is.
 
         Raises:
             InvalidRecord: nothing would be left.
@@ -381,7 +381,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.assemble(self.header(), taken)
 
     def owned(self) -> Self:
-        """A copy in private memory.
+        """Return a copy in private memory.
 
         A stage that keeps a group while it waits for more keeps this, not the original: the original may lie in a
         producer's slots, and holding those starves the producer.
@@ -390,19 +390,19 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         freeze(copies.values())
         return self.assemble(self.header(), copies)
 
-    # -- travelling --------------------------------------------------------------------------------------------------
+    # -- encoding ----------------------------------------------------------------------------------------------------
 
     def columns(self) -> dict[str, Array]:
-        """The arrays that are present, by name; reward parts as `reward_parts.<name>`."""
+        """Return the arrays that are present, by name; reward parts as `reward_parts.<name>`."""
         return self.schema.columns(self)
 
     def header(self) -> bytes:
-        """What is not a column, as msgpack."""
+        """Return everything that is not a column, as msgpack."""
         return _encode_header((self.env, self.instance_id, self.meta))
 
     @classmethod
     def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Any]) -> Self:
-        """The inverse of `header` and `columns`, which are trusted: `GROUP_SCHEMA` has seen to them where they came in.
+        """Return the group of `header` and `columns`. The columns are trusted: `GROUP_SCHEMA` has checked them.
 
         Raises:
             InvalidRecord: the header is none.
@@ -416,7 +416,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
-    """Environment, instance and metadata.
+    """Return environment, instance and metadata.
 
     Raises:
         InvalidRecord: it is no header.
@@ -432,11 +432,11 @@ _decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
 
 
 _ARRAY = b"\xdd"
-"""How an array begins in msgpack, before the number of its items in 4 bytes."""
+"""The first byte of an array in msgpack, before the number of its items in 4 bytes."""
 
 
 def decode_headers(headers: Sequence[bytes]) -> list[tuple[str, str, JsonObject]]:
-    """Those of several groups at once.
+    """Return environment, instance and metadata of several groups, decoded at once.
 
     Raises:
         InvalidRecord: one is no header.
@@ -451,7 +451,7 @@ _decode_headers = msgspec.msgpack.Decoder(list[tuple[str, str, JsonObject]]).dec
 
 
 def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
-    """One array of what was given flat or as one row a sequence."""
+    """Return one array of values that were given flat or as one row a sequence."""
     if isinstance(values, np.ndarray):
         return values
     rows = list(values) if isinstance(values, Sequence) else [values]

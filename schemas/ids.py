@@ -1,4 +1,4 @@
-"""Who a trajectory is, and why it stopped: the two small values that every record carries."""
+"""The identity of a trajectory, and the reason why it stopped: the two small values that every record carries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 __all__ = ["MAX_REPETITION_ID", "GroupId", "StopReason", "TrajectoryId"]
 
 MAX_REPETITION_ID = 65_535
-"""The largest repetition id. The ledger keeps a bit for each, so a seed or a hash would cost it gigabytes."""
+"""The largest repetition id. The ledger keeps a bit for each, so that a seed or a hash would take gigabytes there."""
 
 
 class GroupId(NamedTuple):
-    """The prompt that a group answers: hashable, comparable, never glued into a string."""
+    """The prompt that a group answers: a hashable, comparable value, not a string glued of parts."""
 
     env: str
     """Name of the environment."""
@@ -30,16 +30,16 @@ class TrajectoryId(NamedTuple):
     env: str
     instance_id: str
     repetition_id: int
-    """Which completion of the prompt, counted from 0."""
+    """The number of the completion of the prompt, from 0."""
 
     @property
     def group(self) -> GroupId:
-        """The prompt that this trajectory answers."""
+        """Return the prompt that this trajectory answers."""
         return GroupId(self.env, self.instance_id)
 
 
 class StopReason(IntEnum):
-    """Why sampling ended; the value is what the `stop_reasons` column holds."""
+    """The reason why sampling ended; the value is stored in the `stop_reasons` column."""
 
     STOP = 0
     """The policy ended its answer, or the environment its episode."""

@@ -1,12 +1,12 @@
-"""Where the columns of records lie: all that a receiver must be told before it can read a span, and nothing more.
+"""The layout of the columns of records: all that a receiver must know before it can read a span, and nothing more.
 
-A *schema* is what a kind of record may have (a table of rules). A *form* is which of these columns one record has, with
-their dtypes and axes; a run knows a handful of forms, so each is checked once. A *layout* is a form with the lengths of
-its axes: where each column begins and ends. The columns lie one after another, each on a cache line of its own, and
-behind them the `BundleHeader`, which name form and lengths (docs/decisions/0002).
+A *schema* is a table of rules for the columns that a kind of record may have. A *form* is the columns that one record
+has, with their dtypes and axes; a run uses few forms, so each is checked once. A *layout* is a form with the lengths of
+its axes: the begin and end of each column. The columns lie one after another, each on a cache line of its own, followed
+by the `BundleHeader`, which names form and lengths (docs/decisions/0002).
 
-Several records of one form may lie together, as a *bundle*: then a column holds what the first record has of it, then
-what the second has, and so on (docs/decisions/0005).
+Several records of one form may lie together, as a *bundle*: then a column holds the part of the first record, then that
+of the second, and so on (docs/decisions/0005).
 
 Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candidates a token.
 """
@@ -48,22 +48,22 @@ ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(map(np.dtype, (np.int64, np.int32, np.float32, np.uint8, np.bool_)))
-"""The dtypes that travel. Nothing else is ever made of what a peer says."""
+"""The dtypes that travel. No array of another dtype is made of the bytes of a peer."""
 
-KNOWN_FORMS = 64
-"""Forms that are remembered; beyond that a peer is making them up, and each is checked anew."""
+CACHED_FORMS = 64
+"""Forms that are cached; a peer that sends more invents them, and each is checked again."""
 
-KNOWN_COLUMNS = 256
-"""Columns of a form that is remembered: a peer may make up as many parts as it likes."""
+CACHED_COLUMNS = 256
+"""Columns of a form that is cached: a peer may invent any number of parts."""
 
-KNOWN_PLACES = 16_384
-"""Columns in the layouts of one form that are remembered: groups of one size meet again, others cost 3 µs."""
+CACHED_PLACES = 16_384
+"""Columns in the cached layouts of one form: groups of one size recur, others cost 3 µs."""
 
 MOST_CANDIDATES = 2**20
 """Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
 
 AXES = ("N", "S", "F", "NK")
-"""In the order in which `AxisSizes.items` counts them."""
+"""The axes, in the order of `AxisSizes.items`."""
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
@@ -72,12 +72,12 @@ _INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment."""
+    """Return `nbytes` rounded up to the alignment."""
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def typed(memory: memoryview) -> list[Any]:
-    """`memory` item by item, for each of DTYPES: a column is copied fastest by assigning it to a slice of its type."""
+    """Return `memory` item by item, for each of DTYPES: a column is copied fastest into a slice of its own type."""
     return [_cast(memory, dtype.char) for dtype in DTYPES]
 
 
@@ -90,7 +90,7 @@ Items: TypeAlias = tuple[int, int, int, int]
 
 
 class AxisSizes(NamedTuple):
-    """How long the axes of a record are, or of several that lie together."""
+    """The lengths of the axes of a record, or of several that lie together."""
 
     tokens: int
     sequences: int
@@ -99,7 +99,7 @@ class AxisSizes(NamedTuple):
     records: int = 1
 
     def items(self) -> Items:
-        """Entries of a column over each of `AXES`."""
+        """Return the entries of a column over each of `AXES`."""
         tokens, sequences, candidates, records = self
         return tokens, sequences, sequences + records, tokens * candidates
 
@@ -108,7 +108,7 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BundleEntry(NamedTuple):
-    """One record of a bundle: how long its axes are, and all of it that is not a column."""
+    """One record of a bundle: the lengths of its axes, and everything that is not a column."""
 
     tokens: Length
     sequences: Length
@@ -116,7 +116,7 @@ class BundleEntry(NamedTuple):
 
 
 class BundleHeader(NamedTuple):
-    """What lies behind the columns of a bundle: what they are, and whose."""
+    """The description that follows the columns of a bundle."""
 
     kind: str
     form: bytes
@@ -128,12 +128,12 @@ class BundleHeader(NamedTuple):
 
     @classmethod
     def alone(cls, kind: str, form: ColumnLayout, lengths: AxisSizes, header: bytes) -> BundleHeader:
-        """Of a record that shares its columns with no other."""
+        """Return the header of a bundle of one record."""
         return cls(kind, form.encoded, lengths.candidates, (BundleEntry(lengths.tokens, lengths.sequences, header),))
 
     @classmethod
     def decode(cls, encoded: bytes | memoryview) -> BundleHeader:
-        """The contents again.
+        """Return the header that the bytes hold.
 
         Raises:
             InvalidRecord: the bytes are no contents.
@@ -144,7 +144,7 @@ class BundleHeader(NamedTuple):
             raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
 
     def lengths(self) -> AxisSizes:
-        """How long the axes of all records are together."""
+        """Return the lengths of the axes of all records together."""
         parts = self.parts
         return AxisSizes(
             sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.candidates, len(parts)
@@ -162,18 +162,18 @@ _decode_form = msgspec.msgpack.Decoder(tuple[FormColumn, ...]).decode
 
 
 Place: TypeAlias = tuple[int, int, int]
-"""Where a column lies: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
+"""The place of a column: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
 
 
 class Layout(NamedTuple):
-    """Where columns lie, counted from the first."""
+    """The places of columns, counted from the first."""
 
     nbytes: int
     places: tuple[Place, ...]
 
 
 class ColumnLayout:
-    """Which columns a record has, in order, with their dtypes and axes."""
+    """The columns that a record has, in order, with their dtypes and axes."""
 
     __slots__ = (
         "_dtypes",
@@ -192,31 +192,31 @@ class ColumnLayout:
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names = tuple(name for name, _, _ in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
-        """What travels."""
+        """The encoded form, as it travels."""
         self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
         """Columns with more than one axis."""
         self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """Whether weights changed mid-rollout."""
         self.axes = tuple(AXES.index(axes) for _, _, axes in columns)
-        """Of each column, as an index into `AXES`."""
+        """The axes of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
         self._repetitions = self.names.index("repetition_ids") if "repetition_ids" in self.names else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self.dtypes = tuple(DTYPES[index] for index in self._dtypes)
-        """Of each column: these very objects."""
+        """The dtype of each column: the same objects as in DTYPES."""
         self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
         """Bytes of an item of all columns over each of `AXES`."""
         self._layouts: dict[AxisSizes, Layout] = {}
 
     def layout(self, lengths: AxisSizes) -> Layout:
-        """Where columns of these lengths lie.
+        """Return the layout of columns of these lengths.
 
         Raises:
             InvalidRecord: a length is negative.
         """
         layout = self._layouts.get(lengths)
         if layout is None:
-            if len(self._layouts) * len(self.names) >= KNOWN_PLACES:
+            if len(self._layouts) * len(self.names) >= CACHED_PLACES:
                 self._layouts.clear()
             layout = self._layouts[lengths] = self._lay_out(lengths)
         return layout
@@ -233,22 +233,22 @@ class ColumnLayout:
         return Layout(offset, tuple(places))
 
     def nbytes(self, lengths: AxisSizes) -> int:
-        """Bytes of columns of these lengths, without what aligns them."""
+        """Return the bytes of columns of these lengths, without alignment."""
         tokens, sequences, offsets, candidates = lengths.items()
         by_token, by_sequence, by_offset, by_candidate = self._weights
         return tokens * by_token + sequences * by_sequence + offsets * by_offset + candidates * by_candidate
 
     @property
     def slack(self) -> int:
-        """Bytes that aligning the columns takes at most."""
+        """Return the bytes that aligning the columns takes at most."""
         return (ALIGNMENT - 1) * len(self.names)
 
     def between(self, columns: Sequence[memoryview], first: Items, last: Items) -> list[memoryview]:
-        """What some records of a bundle have of its `columns`: from `first` to before `last` on each axis."""
+        """Return the parts of `columns` of some records of a bundle: from `first` to before `last` on each axis."""
         return [column[first[axes] : last[axes]] for column, axes in zip(columns, self.axes, strict=True)]
 
     def within(self, places: Iterable[Place], first: Items, last: Items) -> tuple[Place, ...]:
-        """Where what `between` gives lies, of columns that lie at `places`."""
+        """Return the places of the parts that `between` returns, of columns at `places`."""
         return tuple(
             [
                 (index, begin + first[axes], begin + last[axes])
@@ -257,12 +257,12 @@ class ColumnLayout:
         )
 
     def view(self, places: Iterable[Place], payload: Array, candidates: int) -> dict[str, Array]:
-        """The columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
+        """Return the columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
         typed = [payload.view(dtype) for dtype in DTYPES]
         return self._shape([typed[index][first:last] for index, first, last in places], candidates)
 
     def check_numbers(self, columns: Sequence[Any], parts: Sequence[BundleEntry]) -> None:
-        """Hold what counts and leads elsewhere, of `parts` one behind the other, to what it is used for.
+        """Check the numbers of `parts`, one after the other, that are used as counts or as indices.
 
         Raises:
             InvalidRecord: a record has no sequences; its offsets do not run from 0 to its tokens, or decrease; or a
@@ -294,9 +294,9 @@ class ColumnLayout:
         return columns
 
     def contiguous(self, lengths: AxisSizes, columns: Iterable[Any]) -> bool:
-        """Whether columns have one axis and are what this form and `lengths` say; `Schema.contiguous` makes them so.
+        """Return whether columns have one axis and fit this form and `lengths`; `Schema.contiguous` makes them so.
 
-        A dtype that only equals one of `DTYPES` will not do: int64 under the name of `longlong` is another type in C.
+        A dtype that only equals one of `DTYPES` does not: int64 under the name of `longlong` is another type in C.
         """
         return not self.shaped and all(
             type(column) is np.ndarray and column.dtype is dtype and column.shape == shape and column.flags.aligned
@@ -304,13 +304,13 @@ class ColumnLayout:
         )
 
     def shapes(self, lengths: AxisSizes) -> tuple[tuple[int], ...]:
-        """Of each column, where all have one axis."""
+        """Return the shape of each column, where all have one axis."""
         tokens, sequences, candidates, records = lengths
         by_axis = (tokens,), (sequences,), (sequences + records,), (tokens * candidates,)
         return tuple(map(by_axis.__getitem__, self.axes))
 
     def frames(self, lengths: AxisSizes, frames: Sequence[memoryview]) -> dict[str, Array]:
-        """The columns from a buffer each; without copying where they begin on a whole item.
+        """Return the columns from a buffer each, without copying where they are aligned.
 
         Raises:
             InvalidRecord: there are too few or too many buffers, or one has another size than its column.
@@ -331,21 +331,21 @@ class ColumnLayout:
 
 
 class Columned(Protocol):
-    """A record, as its schema sees it: it has an attribute for each of the rules, these among them."""
+    """A record, as its schema uses it: it has an attribute for each of the rules, these among them."""
 
     @property
     def tokens(self) -> Array:
-        """[N]."""
+        """Return [N] the tokens."""
         ...
 
     @property
     def rewards(self) -> Array:
-        """[S]."""
+        """Return [S] the rewards."""
         ...
 
     @property
     def reward_parts(self) -> Mapping[str, Array]:
-        """Columns that nobody knew beforehand, by name."""
+        """Return the columns whose names are not fixed, by name."""
         ...
 
 
@@ -355,12 +355,12 @@ _ARRAYS = {np.ndarray}
 
 
 class _LayoutCache:
-    """What a record was like that could be copied as it is. Most are alike but for their lengths."""
+    """The properties of a record that could be copied unchanged. Most records differ from it only in their lengths."""
 
-    __slots__ = ("_added", "_columns", "_counts", "_form", "_look", "_names", "_parts", "_seen", "_shapes")
+    __slots__ = ("_added", "_columns", "_counts", "_expected", "_form", "_getter", "_names", "_parts", "_shapes")
 
     def __init__(self, form: ColumnLayout, parts: Sequence[str], absent: Sequence[str]) -> None:
-        """Of this form, of which the last columns are reward `parts`; what is `absent` is None."""
+        """Describe a record of this form, whose last columns are reward `parts`; the fields `absent` are None."""
         own = len(form.names) - len(parts)
         names = form.names[:own]
         by_axes = [
@@ -370,19 +370,19 @@ class _LayoutCache:
         self._columns: _Getter = attrgetter(*names)
         self._shapes: _Getter = attrgetter(*chain(*by_axes))
         self._counts = tuple(map(len, by_axes))
-        """Of columns over tokens, over sequences, and of offsets, in this order."""
-        self._look: _Getter = attrgetter(*[f"{name}.dtype" for name in names], *absent)
-        self._seen = (*form.dtypes[:own], *[None] * len(absent))
-        """What `_look` must find: these very objects."""
+        """The numbers of columns over tokens, over sequences, and of offsets."""
+        self._getter: _Getter = attrgetter(*[f"{name}.dtype" for name in names], *absent)
+        self._expected = (*form.dtypes[:own], *[None] * len(absent))
+        """The values that `_getter` must return: the same objects."""
         self._parts = tuple(parts)
         self._names = frozenset(parts)
         self._added = form.dtypes[own:]
         """Dtypes of the reward parts."""
 
-    def alike(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]] | None:
-        """What `Schema.laid_out` gives, where `record` is; else None."""
+    def match(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]] | None:
+        """Return the result of `Schema.laid_out` where `record` is alike; else None."""
         try:
-            if not all(map(is_, self._look(record), self._seen)):
+            if not all(map(is_, self._getter(record), self._expected)):
                 return None
         except AttributeError:  # a column is missing, or is no array
             return None
@@ -414,7 +414,7 @@ class _LayoutCache:
 
 
 class Schema:
-    """What a kind of record may have, and the forms of it that are known."""
+    """The columns that a kind of record may have, and a cache of its forms."""
 
     def __init__(self, kind: str, rules: Mapping[str, ColumnRule], *, part_prefix: str, part_rule: str) -> None:
         self.kind = kind
@@ -427,11 +427,11 @@ class Schema:
         self._values = attrgetter(*rules)
         """The values of all fields of a record that are columns, None included, in one step."""
         self._typed: dict[tuple[type, ...], tuple[_Getter, tuple[np.dtype[Any], ...]]] = {}
-        """By the types of those fields and of the reward parts: a getter of the dtypes of the fields that are arrays,
+        """For the types of those fields and of the reward parts: a getter of the dtypes of the fields that are arrays,
         and those dtypes."""
         self._sent: dict[tuple[object, ...], ColumnLayout] = {}
         self._usual: _LayoutCache | None = None
-        """What the last record was like that was not like the one before it: most are alike."""
+        """The properties of the last record that differed from the one before it: most records are alike."""
         self._received: dict[bytes, ColumnLayout] = {}
 
     def __repr__(self) -> str:
@@ -440,9 +440,9 @@ class Schema:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def columns(self, record: Columned) -> dict[str, Array]:
-        """The arrays that are present in a record, by name; reward parts with their prefix, sorted.
+        """Return the arrays that are present in a record, by name; reward parts with their prefix, sorted.
 
-        Else the same parts, added in another order, would be another form, which fits into no batch with this one.
+        Otherwise the same parts, added in another order, would be another form, which cannot join a batch of this one.
         """
         present = {
             name: column for name, column in zip(self.rules, self._values(record), strict=True) if column is not None
@@ -452,12 +452,12 @@ class Schema:
         return present
 
     def laid_out(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
-        """The form and the lengths of a record, and its columns as they can be copied: as they are, or `contiguous`.
+        """Return form and lengths of a record, and its columns ready to be copied: unchanged, or made `contiguous`.
 
         Raises:
             InvalidRecord: naming the first column that breaks its rule.
         """
-        return (self._usual and self._usual.alike(record)) or self._laid_out_anew(record)
+        return (self._usual and self._usual.match(record)) or self._laid_out_anew(record)
 
     def _laid_out_anew(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
         columns = self.columns(record)
@@ -469,7 +469,7 @@ class Schema:
         return form, lengths, tuple(columns.values())
 
     def measure(self, columns: Mapping[str, Array]) -> tuple[ColumnLayout, AxisSizes]:
-        """The form and the lengths of a record that is to be sent, without looking at every column.
+        """Return form and lengths of a record that is to be sent, without checking every column.
 
         Raises:
             InvalidRecord: a required column is missing, or one is unknown, or there are no sequences.
@@ -480,7 +480,7 @@ class Schema:
             key = (*columns, *[len(columns[name]) == sequences for name in self._either])
             form = self._sent.get(key)
             if form is None:
-                form = self._remember(self._sent, key, self._form_of(columns, sequences))
+                form = self._cache(self._sent, key, self._form_of(columns, sequences))
             candidates = columns[form.shaped[0]].shape[1] if form.shaped else 0
             self._check_candidates(form, candidates)
             return form, AxisSizes(len(columns["tokens"]), sequences, candidates)
@@ -489,7 +489,7 @@ class Schema:
             raise
 
     def contiguous(self, columns: Mapping[str, Array]) -> list[Array]:
-        """The columns as contiguous arrays of one axis and of the very dtypes that travel; copied where need be.
+        """Return the columns as contiguous arrays of one axis and of the dtypes that travel; copied where need be.
 
         Raises:
             InvalidRecord: naming the first one that breaks its rule.
@@ -498,7 +498,7 @@ class Schema:
         return [contiguous(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
 
     def check(self, columns: Mapping[str, Array], *, contents: bool = False) -> None:
-        """Hold every column to its rule: dtype and shape, and where `contents`, that floats are finite.
+        """Check every column against its rule: dtype and shape, and with `contents`, that floats are finite.
 
         Raises:
             InvalidRecord: naming the first one that breaks its rule, or there are no sequences.
@@ -524,7 +524,7 @@ class Schema:
         return ColumnLayout(named)
 
     def check_types(self, record: Columned) -> None:
-        """Check that the columns of a record are arrays of the right dtypes. Cheap: it looks at no shape and no value.
+        """Check that the columns of a record are arrays of the right dtypes. Cheap: checks no shape and no value.
 
         Raises:
             InvalidRecord: naming the first column that is not.
@@ -535,12 +535,12 @@ class Schema:
             self.check(self.columns(record))
 
     def _type(self, kinds: tuple[type, ...]) -> tuple[_Getter, tuple[np.dtype[Any], ...]] | None:
-        """Return what `_typed` has for these; None where one is neither an array nor, as a field, None."""
+        """Return a new value of `_typed`; None where a type is neither an array nor, for a field, None."""
         names = [name for name, kind in zip(self.rules, kinds, strict=False) if kind is np.ndarray]
         others = {*kinds[: len(self.rules)]} - {NoneType} | {*kinds[len(self.rules) :]}
         if others != _ARRAYS or not names:
             return None
-        if len(self._typed) >= KNOWN_FORMS:
+        if len(self._typed) >= CACHED_FORMS:
             self._typed.clear()
         typed = attrgetter(*[f"{name}.dtype" for name in names]), tuple(self.rules[name].dtype for name in names)
         self._typed[kinds] = typed
@@ -549,7 +549,7 @@ class Schema:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def received(self, contents: BundleHeader) -> ColumnLayout:
-        """The form that a peer names.
+        """Return the form that a peer names.
 
         Raises:
             InvalidRecord: it is a form of another kind of record, or breaks a rule, or there are too many candidates.
@@ -558,11 +558,11 @@ class Schema:
             raise InvalidRecord(f"expected a {self.kind}, got a {contents.kind}")
         form = self._received.get(contents.form)
         if form is None:
-            form = self._remember(self._received, contents.form, self._believed(contents.form))
+            form = self._cache(self._received, contents.form, self._checked_form(contents.form))
         self._check_candidates(form, contents.candidates)
         return form
 
-    def _believed(self, encoded: bytes) -> ColumnLayout:
+    def _checked_form(self, encoded: bytes) -> ColumnLayout:
         try:
             columns = _decode_form(encoded)
         except UNREADABLE as error:
@@ -581,7 +581,7 @@ class Schema:
     # -- either ------------------------------------------------------------------------------------------------------
 
     def rule(self, name: str) -> ColumnRule:
-        """What column `name` must be.
+        """Return the rule of column `name`.
 
         Raises:
             InvalidRecord: there is no such column.
@@ -603,10 +603,10 @@ class Schema:
                 raise InvalidRecord(f"{name}: expected a column of {self.rules[name].dtype}, got none")
 
     @staticmethod
-    def _remember(forms: dict[Any, ColumnLayout], key: object, form: ColumnLayout) -> ColumnLayout:
-        if len(forms) >= KNOWN_FORMS:
+    def _cache(forms: dict[Any, ColumnLayout], key: object, form: ColumnLayout) -> ColumnLayout:
+        if len(forms) >= CACHED_FORMS:
             forms.clear()
-        if len(form.names) <= KNOWN_COLUMNS:
+        if len(form.names) <= CACHED_COLUMNS:
             forms[key] = form
         return form
 

@@ -1,7 +1,7 @@
-"""Numbers that callers pass: counts are whole, seconds are finite. Scalars of numpy are converted to int and float.
+"""The numbers that callers pass: counts are whole, seconds are finite. Scalars of numpy are converted to int and float.
 
-A number that is not converted here would be compared, multiplied and sent to other processes as it came: a float
-where a count is expected fails there, far from the line that passed it, and an integer of numpy is no `int`.
+A number that is not converted here would be compared, multiplied and sent to other processes unchanged: a float where
+a count is expected fails there, far from the line that passed it, and an integer of numpy is no `int`.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ def finite_number(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def normalize_counts(owner: Any, *names: str, least: int = 1) -> None:
-    """Make an `int` of each of these fields of a dataclass or Struct; None stays where the annotation has it.
+    """Convert each of these fields of a dataclass or Struct to `int`; None stays where the annotation has it.
 
     Raises:
         InvalidConfig: see `whole_number`; the message names class and field.
     """
-    for name in _told(owner, names):
+    for name in _present(owner, names):
         number = whole_number(f"{type(owner).__name__}.{name}", getattr(owner, name), least=least)
         _set(owner, name, number)
 
 
 def normalize_numbers(owner: Any, *names: str, zero: bool = False) -> None:
-    """Make a finite number of each of these fields of a dataclass or Struct; None stays where the annotation has it.
+    """Convert each of these fields of a dataclass or Struct to a finite number; None stays where the annotation has it.
 
     Raises:
         InvalidConfig: see `finite_number`; the message names class and field.
     """
-    for name in _told(owner, names):
+    for name in _present(owner, names):
         number = finite_number(f"{type(owner).__name__}.{name}", getattr(owner, name), zero=zero)
         _set(owner, name, number)
 
 
-def _told(owner: Any, names: tuple[str, ...]) -> list[str]:
-    """Return those of the fields that are not None, or must not be."""
+def _present(owner: Any, names: tuple[str, ...]) -> list[str]:
+    """Return the fields that are not None, or must not be."""
     known: Iterable[Any] = structs.fields(owner) if isinstance(owner, Struct) else fields(owner)
     optional = {field.name for field in known if "None" in str(field.type)}
     return [name for name in names if getattr(owner, name) is not None or name not in optional]

@@ -1,9 +1,9 @@
-"""Which tokenizer it is: an identity that can be compared without having the tokenizer.
+"""The identity of a tokenizer, which can be compared without having the tokenizer.
 
-Ids mean nothing without the tokenizer they were made with, and a run in which two parts disagree about it trains on
-noise without ever failing. So what counts is compared: the vocabulary, the special tokens, the end token, the chat
-template. Names and revisions are told and not compared: one tokenizer may lie in two folders, and two of one name may
-differ. Knows the methods that transformers and tokenizers give theirs, and imports neither.
+Ids mean nothing without the tokenizer they were made with, and a run in which two parts have different ones trains on
+noise without ever failing. So the decisive parts are compared: the vocabulary, the special tokens, the end token, the
+chat template. Names and revisions are reported and not compared: one tokenizer may lie in two folders, and two of one
+name may differ. Knows the methods that transformers and tokenizers give theirs, and imports neither.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["TokenizerIdentity", "check_tokenizers", "disagreements", "tokenizer_
 
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What distinguishes one tokenizer from another. None is what is not known, and is not compared."""
+    """The properties that distinguish one tokenizer from another. None is unknown, and is not compared."""
 
     name: str
     """The folder or name that it was loaded from; else its class. Not compared."""
     revision: str | None = None
-    """Of what it was loaded from. Not compared."""
+    """The revision of its source. Not compared."""
     vocabulary: int
-    """How many tokens it has, those that were added included."""
+    """The number of tokens, added ones included."""
     vocabulary_hash: str
     """SHA-256 of all tokens and their ids."""
     special_tokens: tuple[tuple[str, int], ...] | None = None
@@ -36,10 +36,10 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     eos_id: int | None = None
     """The token that ends a completion."""
     chat_template_hash: str | None = None
-    """SHA-256 of what makes a prompt of messages."""
+    """SHA-256 of the template that makes a prompt of messages."""
 
     def __str__(self) -> str:
-        """In words, hashes cut short."""
+        """Return the identity as text, with shortened hashes."""
         special = (
             "?" if self.special_tokens is None else f"{len(self.special_tokens)} #{_hash(self.special_tokens)[:8]}"
         )
@@ -52,7 +52,7 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
-    """The identity of a tokenizer: transformers', tokenizers', or any other with a `get_vocab() -> {token: id}`.
+    """Return the identity of a tokenizer: transformers', tokenizers', or one with a `get_vocab() -> {token: id}`.
 
     >>> class Bits:
     ...     eos_id = 2
@@ -62,10 +62,10 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
     >>> str(tokenizer_identity(Bits()))
     'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?'
 
-    An identity is its own.
+    The identity of an identity is itself.
 
     Raises:
-        TypeError: it has no vocabulary to look at.
+        TypeError: it has no vocabulary.
     """
     if isinstance(tokenizer, TokenizerIdentity):
         return tokenizer
@@ -85,7 +85,7 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[tuple[str, int], ...] | None:
-    """Of transformers' `added_tokens_decoder` or tokenizers' `get_added_tokens_decoder()`, whichever there is."""
+    """Return those of transformers' `added_tokens_decoder` or tokenizers' `get_added_tokens_decoder()`."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):
         added = tokenizer.get_added_tokens_decoder()
@@ -99,10 +99,10 @@ def _hash(value: Any) -> str:
 
 
 def disagreements(identities: Iterable[tuple[str, TokenizerIdentity]]) -> Iterator[str]:
-    """For each two parts of a run, by name, that have different tokenizers: what differs, and both identities."""
+    """Yield, for each two parts of a run with different tokenizers, the differences and both identities."""
     for (one, first), (other, second) in combinations(identities, 2):
         differing = [
-            words for field, words in COMPARED.items() if _differ(getattr(first, field), getattr(second, field))
+            label for field, label in COMPARED.items() if _differ(getattr(first, field), getattr(second, field))
         ]
         if differing:
             yield f"{one} and {other} have tokenizers of different {', '.join(differing)}\n  {first}\n  {second}"
@@ -121,10 +121,10 @@ def _differ(one: object, other: object) -> bool:
 
 
 def check_tokenizers(parts: Mapping[str, Any]) -> None:
-    """Hold the tokenizers of all parts of a run to each other; `parts` are tokenizers or identities, by name.
+    """Compare the tokenizers of all parts of a run; `parts` are tokenizers or identities, by name.
 
     Raises:
-        TokenizersDiffer: listing what differs, with both identities.
+        TokenizersDiffer: listing the differences, with both identities.
     """
     if found := list(disagreements((part, tokenizer_identity(tokenizer)) for part, tokenizer in parts.items())):
         raise TokenizersDiffer("\n".join(found))

@@ -82,7 +82,7 @@ def test_of_a_sender_only_what_a_sender_says_is_heard(message: c.Message) -> Non
     if isinstance(message, get_args(c.SenderMessage)):
         assert c.decode_of_sender(encoded) == message
     else:
-        with pytest.raises(ProtocolMismatch, match="expected what a sender says of protocol version"):
+        with pytest.raises(ProtocolMismatch, match="expected a message of a sender of protocol version"):
             c.decode_of_sender(encoded)
 
 

@@ -127,9 +127,9 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
         ({"reward_parts": {"format": [1.0, float("nan")]}}, "reward_parts.format: expected finite values, got nan"),
         ({"env": None}, "env: expected str, got NoneType"),
         ({"instance_id": 17}, r"instance_id: expected str, got int \(17\)"),
-        ({"meta": {"image": object()}}, "meta: expected what JSON can hold"),
-        ({"meta": {1: 2}}, "meta: expected what JSON can hold, with str keys"),
-        ({"meta": {"n": 2**70}}, "meta: expected what JSON can hold"),
+        ({"meta": {"image": object()}}, "meta: expected values that JSON can hold"),
+        ({"meta": {1: 2}}, "meta: expected values that JSON can hold, with str keys"),
+        ({"meta": {"n": 2**70}}, "meta: expected values that JSON can hold"),
     ],
 )
 def test_a_broken_column_is_refused_by_name_with_what_was_expected_and_what_came(

@@ -10,9 +10,9 @@ import pytest
 from penstock import TrainBatch, TrajectoryGroup
 from penstock._schemas.group import GROUP_SCHEMA
 from penstock._schemas.layout import (
-    KNOWN_COLUMNS,
-    KNOWN_FORMS,
-    KNOWN_PLACES,
+    CACHED_COLUMNS,
+    CACHED_FORMS,
+    CACHED_PLACES,
     MOST_CANDIDATES,
     AxisSizes,
     BundleEntry,
@@ -127,23 +127,23 @@ def test_a_record_of_another_kind_is_refused() -> None:
 
 
 def test_a_peer_that_makes_up_forms_is_not_remembered_for_ever() -> None:
-    for n in range(3 * KNOWN_FORMS):
+    for n in range(3 * CACHED_FORMS):
         GROUP_SCHEMA.received(contents([*FORM, (f"reward_parts.{n}", "<f4", "S")]))
 
-    assert len(GROUP_SCHEMA._received) <= KNOWN_FORMS
+    assert len(GROUP_SCHEMA._received) <= CACHED_FORMS
 
 
 def test_a_peer_that_makes_up_parts_and_lengths_is_not_remembered_for_ever() -> None:
     def named(parts: int) -> ColumnLayout:
         return GROUP_SCHEMA.received(contents([*FORM, *[(f"reward_parts.{n}", "<f4", "S") for n in range(parts)]]))
 
-    most = KNOWN_COLUMNS - len(FORM)
+    most = CACHED_COLUMNS - len(FORM)
     form = named(most)
     assert named(most) is form
     assert named(most + 1) is not named(most + 1)
-    for tokens in range(KNOWN_PLACES // KNOWN_COLUMNS + 1):
+    for tokens in range(CACHED_PLACES // CACHED_COLUMNS + 1):
         form.layout(AxisSizes(tokens, 0, 0))
-    assert len(form._layouts) * KNOWN_COLUMNS <= KNOWN_PLACES
+    assert len(form._layouts) * CACHED_COLUMNS <= CACHED_PLACES
 
 
 def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_are_no_tokens() -> None:
