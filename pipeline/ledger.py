@@ -117,9 +117,9 @@ class Ledger:
         """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
         self._on_failure: list[Callable[[], None]] = []
         """Called after trajectories were counted as failed."""
-        self.step = 0
+        self.step: int = 0
         """The last optimizer step that was committed, or of which this process was notified."""
-        self.checkpoint = ""
+        self.checkpoint: str = ""
         """Path of the last checkpoint that was announced; empty where it had none."""
 
     def __repr__(self) -> str:

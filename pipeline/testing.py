@@ -211,7 +211,7 @@ class VirtualClock:
     """
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s: float = 0.0
         """Seconds that have passed, virtually."""
 
     def run(self, main: Callable[[], Awaitable[R]]) -> R:

@@ -67,7 +67,7 @@ class WaitClock:
     __slots__ = ("_name", "_since", "_total_s", "_waiting", "waiting_for")
 
     def __init__(self) -> None:
-        self.waiting_for = ""
+        self.waiting_for: str = ""
         """The cause of the present wait; empty while there is none."""
         self._name = ""
         self._since = 0.0

@@ -337,7 +337,7 @@ class Packer:
     )
 
     def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = whole_number("max_tokens", max_tokens, least=0)
+        self.max_tokens: int = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""
         self._plan = _Plan.of(ColumnLayout([]), 0, 0)
         """The places of the columns of the batch; while it is empty, those of the batch before it."""

@@ -190,19 +190,19 @@ class ColumnLayout:
     )
 
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
-        self.names = tuple(name for name, _, _ in columns)
+        self.names: tuple[str, ...] = tuple(name for name, _, _ in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
         """The encoded form, as it travels."""
-        self.shaped = tuple(name for name, _, axes in columns if len(axes) > 1)
+        self.shaped: tuple[str, ...] = tuple(name for name, _, axes in columns if len(axes) > 1)
         """Columns with more than one axis."""
-        self.versions_by_token = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
+        self.versions_by_token: bool = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """Whether weights changed mid-rollout."""
-        self.axes = tuple(AXES.index(axes) for _, _, axes in columns)
+        self.axes: tuple[int, ...] = tuple(AXES.index(axes) for _, _, axes in columns)
         """The axes of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
         self._repetitions = self.names.index("repetition_ids") if "repetition_ids" in self.names else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
-        self.dtypes = tuple(DTYPES[index] for index in self._dtypes)
+        self.dtypes: tuple[np.dtype[Any], ...] = tuple(DTYPES[index] for index in self._dtypes)
         """The dtype of each column: the same objects as in DTYPES."""
         self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
         """Bytes of an item of all columns over each of `AXES`."""

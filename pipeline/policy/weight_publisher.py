@@ -133,7 +133,7 @@ class WeightPublisher:
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._device = device
         self._release_timeout_s = finite_number("release_timeout_s", release_timeout_s, zero=True)
-        self.name = check_name(name or f"publisher in process {os.getpid()}")
+        self.name: str = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
         self._writer: WeightWriter | None = None
         self._listeners: set[_Listener] = set()

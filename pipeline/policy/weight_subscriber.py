@@ -65,7 +65,7 @@ class WeightSubscriber:
     def __init__(self, url: str, *, name: str | None = None) -> None:
         """Prepare to subscribe at `url`; `name` says who this is, for messages."""
         self.url = url
-        self.name = check_name(name or f"subscriber in process {os.getpid()}")
+        self.name: str = check_name(name or f"subscriber in process {os.getpid()}")
         self._stack = AsyncExitStack()
         self._reader: WeightReader | None = None
         self._publisher = url

@@ -103,11 +103,11 @@ class RunningServer:
         """The file to which the output of both streams is appended."""
         self._log_start = log_start
         """Bytes that were in the log before, of earlier servers."""
-        self.pid = 0
+        self.pid: int = 0
         """Id of the process that runs the command; 0 before that."""
-        self.ended = anyio.Event()
+        self.ended: anyio.Event = anyio.Event()
         """Set when that process has ended, or could not be started."""
-        self.how = ""
+        self.how: str = ""
         """A description of its end; empty while it runs."""
         self._status_ended = anyio.Event()
         """Set when the subreaper has closed its status."""

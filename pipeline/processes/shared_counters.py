@@ -38,9 +38,9 @@ class SharedCounters:
 
     def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
         self._words = memoryview(page)[:COUNTERS_BYTES].cast("q")
-        self.name = name
+        self.name: str = name
         """The worker's name, for reasons and messages."""
-        self.taken_over = 0
+        self.taken_over: int = 0
         """Trajectories that the reader's ledger has taken over; counted by the reader."""
         self.reasons: dict[str, dict[str, int]] = {}
         """The reasons of ends within the worker, by state, as far as it has reported them; set by the reader."""

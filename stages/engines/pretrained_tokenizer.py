@@ -31,14 +31,14 @@ class PretrainedTokenizer:
             InvalidConfig: there is no tokenizer in it, or a broken one, or one that does not say which token ends a
                 completion.
         """
-        self.name_or_path = str(folder)
+        self.name_or_path: str = str(folder)
         """The folder."""
         path = Path(folder).absolute()
-        self.revision = path.name if path.parent.name == "snapshots" else None
+        self.revision: str | None = path.name if path.parent.name == "snapshots" else None
         """The commit, where the folder lies in the cache of Hugging Face's hub."""
         self._tokenizer = _loaded(path / "tokenizer.json")
         config = _config(path / "tokenizer_config.json")
-        self.eos_id = self._end(config.get("eos_token"), path)
+        self.eos_id: int = self._end(config.get("eos_token"), path)
         """The token that ends a completion."""
         template = path / "chat_template.jinja"
         self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")

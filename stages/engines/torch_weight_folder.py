@@ -106,8 +106,8 @@ class WeightFolder:
             WeightsMismatch: `fused` does not fit the tensors.
             ValueError: `cast` names a dtype that does not travel.
         """
-        self.folder = Path(folder).absolute()
-        self.name = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
+        self.folder: Path = Path(folder).absolute()
+        self.name: str = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._owner = Owner(self.name, secrets.randbits(63), msgspec.Raw(self._plan.layout.header[LENGTH.size :]))
         self._lock = -1

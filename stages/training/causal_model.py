@@ -38,7 +38,7 @@ class KVCache:
         shape = (layers, batch, heads, capacity, width)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+        self.length: int = 0
         """Tokens a row holds; a call of the model over T tokens adds T."""
 
     def __repr__(self) -> str:

@@ -45,8 +45,8 @@ class Ranks:
     """This process among those of the default process group."""
 
     def __init__(self) -> None:
-        self.index = dist.get_rank()
-        self.count = dist.get_world_size()
+        self.index: int = dist.get_rank()
+        self.count: int = dist.get_world_size()
         self._orders: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         """For what the leader says: it is waited for while the leader waits for a batch."""
         world: Any = dist.group.WORLD

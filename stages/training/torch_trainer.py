@@ -113,10 +113,10 @@ class TorchTrainer:
         state: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)
+        self.tokenizer: TokenizerIdentity | None = None if tokenizer is None else tokenizer_identity(tokenizer)
         """Identity of the model's tokenizer, where it was told."""
         self._model = model
-        self.ranks = Ranks() if is_shared(model) else None
+        self.ranks: Ranks | None = Ranks() if is_shared(model) else None
         """Those that train the model with this one."""
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)

@@ -96,6 +96,6 @@ class AtroposAPIError(PenstockError):
             f"({number}) {check.format_map(fields)}" for number, check in enumerate(CHECKS[situation], 1)
         )
         self.situation: Situation = situation
-        self.summary = f"{method} {without_token(url)}{path}: {found}"
+        self.summary: str = f"{method} {without_token(url)}{path}: {found}"
         """The message without the things to check."""
         super().__init__(f"{self.summary}. To check: {checks}")

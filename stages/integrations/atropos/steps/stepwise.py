@@ -63,7 +63,9 @@ class AtroposEnvironment:
             finite_number("turn_timeout_s", turn_timeout_s),
             finite_number("setup_timeout_s", setup_timeout_s),
         )
-        self.__name__ = where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
+        self.__name__: str = (
+            where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
+        )
         self._lock = threading.Lock()
         """Guards the fields below: step-wise environments are made and closed in any thread."""
         self._process: EnvProcess | None = None
