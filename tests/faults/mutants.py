@@ -50,14 +50,14 @@ def _a_bit_flips_on_the_way() -> None:
 
 
 def _a_death_is_taken_for_a_goodbye() -> None:
-    def made(gone: Callable[..., None]) -> Callable[..., None]:
+    def made(on_disconnect: Callable[..., None]) -> Callable[..., None]:
         def quietly(receiver: Any, peer: Any) -> None:
             peer.open = False
-            gone(receiver, peer)
+            on_disconnect(receiver, peer)
 
         return quietly
 
-    _replace(RemoteReceiver, RemoteReceiver.gone, made)
+    _replace(RemoteReceiver, RemoteReceiver.on_disconnect, made)
 
 
 def _nobody_asks_what_a_dead_worker_held() -> None:

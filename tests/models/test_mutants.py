@@ -473,7 +473,7 @@ class CancelledSendsArrive(MemorySender[Record]):
 class ClosesQuietly(MemorySender[Record]):
     """Nobody is told that the last sender has closed."""
 
-    def _leave(self) -> None:
+    def _on_close(self) -> None:
         self._queue.senders -= 1
 
 
