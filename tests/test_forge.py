@@ -1,4 +1,4 @@
-"""What the forge runs exists: make targets, scripts, extras; every action is pinned to a commit."""
+"""Targets, scripts and extras that the forge runs exist; actions are pinned to a commit; its forms are complete."""
 
 from __future__ import annotations
 
@@ -74,3 +74,31 @@ def test_every_action_is_pinned_to_a_commit() -> None:
 
     assert used
     assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
+
+
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_has_a_name_a_description_and_a_required_field(path: Path) -> None:
+    form = load(path)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+
+    assert form["name"]
+    assert form["description"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def test_bugs_features_and_documentation_have_a_form_and_pull_requests_a_template() -> None:
+    assert {path.stem for path in FORMS} == {"bug", "feature", "documentation"}
+    assert ".ci/run" in (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
+
+
+def test_dependencies_and_actions_are_updated_from_folders_that_exist() -> None:
+    updates = load(ROOT / ".github/dependabot.yml")["updates"]
+    folders = [folder for update in updates for folder in update.get("directories", [update.get("directory")])]
+
+    assert {update["package-ecosystem"] for update in updates} == {"pip", "github-actions"}
+    assert [folder for folder in folders if not (ROOT / folder.strip("/")).is_dir()] == []
