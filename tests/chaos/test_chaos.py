@@ -32,7 +32,14 @@ WELL = Found(stop_reason="end of stream", balanced=True, in_flight=0, lost={})
 DIED = {"Check 1/1 (pid 7) was killed by SIGKILL": 2}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+PLAYED = ("shm", "workers")
+"""The scenarios of `make test`; the others cut lines between hosts instead."""
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(scenario, marks=[pytest.mark.long] if scenario not in PLAYED else []) for scenario in SCENARIOS],
+)
 def test_whatever_is_killed_stopped_or_cut_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
     command = [*COMMAND, "--only", scenario, "--seed", "3", "--round-s", "3"]
 

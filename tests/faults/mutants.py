@@ -49,11 +49,11 @@ def _a_bit_flips_on_the_way() -> None:
     _replace(SegmentWriter, SegmentWriter.write, made)
 
 
-def _a_death_is_taken_for_a_goodbye() -> None:
-    def made(on_disconnect: Callable[..., None]) -> Callable[..., None]:
-        def quietly(receiver: Any, peer: Any) -> None:
+def _a_death_is_taken_for_a_close() -> None:
+    def made(on_disconnect: Callable[..., Any]) -> Callable[..., Any]:
+        def quietly(receiver: Any, peer: Any) -> Any:
             peer.open = False
-            on_disconnect(receiver, peer)
+            return on_disconnect(receiver, peer)
 
         return quietly
 
@@ -90,7 +90,7 @@ MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
     _nothing_is_recovered: (Cell("producer", "SIGKILL", "published"), "assert count =="),
     _all_is_recovered_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
     _a_bit_flips_on_the_way: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
-    _a_death_is_taken_for_a_goodbye: (Cell("producer", "_exit", "idle"), "in story.told"),
+    _a_death_is_taken_for_a_close: (Cell("producer", "_exit", "idle"), "in story.told"),
     _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),
     _sockets_of_the_dead_stay: (Cell("middle", "zombie", "reading"), "expected no socket to be left"),
     _descriptors_stay_open: (Cell("middle", "stall", "idle"), "assert left == "),

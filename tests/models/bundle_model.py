@@ -3,7 +3,7 @@
 One producer with a segment of three slots places records, which share a span where they can; a bundle is written and
 published when it is complete, at the latest with the flush; each record is read and let go by itself, in any order, and
 the slots are free when the last of a bundle is. The producer may be killed between any two steps: what it had published
-is salvaged. What a `Bundler` does around the table is what `SlotWriter`, `SlotReader` and `RemoteReceiver` do. Several
+is recovered. What a `Bundler` does around the table is what `SlotWriter`, `SlotReader` and `RemoteReceiver` do. Several
 producers, restarts and the books are the subject of `channel_model`, whose rules these are.
 """
 

@@ -29,7 +29,13 @@ The number is a rule too: a step that can no longer be taken breaks no other. Wh
 can happen on purpose, look at why it is another, and note it."""
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+PLAYED = "two producers, of which one is killed and started anew"
+"""The scope that `make test` searches: the smallest, in which everything can happen."""
+
+
+@pytest.mark.parametrize(
+    "scope", [pytest.param(scope, marks=[pytest.mark.long] if scope != PLAYED else []) for scope in SCOPES]
+)
 def test_every_rule_holds_in_every_state(scope: str) -> None:
     make, states = SCOPES[scope]
 

@@ -11,18 +11,21 @@ from tests.models.memory_machine import MemoryMachine
 from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
+MACHINES: dict[str, tuple[Machine, int]] = {
+    "slot_table": (SlotMachine, 20),
+    "waiters": (WaitingMachine, 20),
+    "memory_channel": (MemoryMachine, 20),
+    "assembly": (AssemblyMachine, 10),
+    "ledger_and_accounts": (LedgerMachine, 15),
+    "books_of_sources": (SourceMachine, 15),
+    "books_of_middle_stages": (RelayMachine, 15),
+}
+"""Each with its runs in `make test`."""
 
-@pytest.mark.parametrize(
-    ("machine", "runs"),
-    [
-        pytest.param(SlotMachine, 80, id="slot_table"),
-        pytest.param(WaitingMachine, 80, id="waiters"),
-        pytest.param(MemoryMachine, 80, id="memory_channel"),
-        pytest.param(AssemblyMachine, 40, id="assembly"),
-        pytest.param(LedgerMachine, 60, id="ledger_and_accounts"),
-        pytest.param(SourceMachine, 60, id="books_of_sources"),
-        pytest.param(RelayMachine, 60, id="books_of_middle_stages"),
-    ],
-)
-def test_a_core_does_what_its_naive_picture_does(machine: Machine, runs: int) -> None:
-    run(machine, runs=runs, steps=50)
+
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_core_does_what_its_naive_picture_does(name: str, times: int) -> None:
+    machine, runs = MACHINES[name]
+
+    run(machine, runs=times * runs, steps=50)

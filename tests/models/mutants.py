@@ -1,0 +1,698 @@
+"""Cores with one small fault each, and the rule that each of them breaks."""
+
+# ruff: noqa: ARG002 (not to heed an argument may well be the fault)
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from tests.models import (
+    accounting_machine,
+    channel_model,
+    group_buffer_machine,
+    group_buffer_model,
+    ledger_machine,
+    memory_machine,
+    slot_machine,
+    waiting_machine,
+)
+from tests.models.accounting_machine import RelayMachine, SourceMachine
+from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
+from tests.models.explore import Step
+from tests.models.group_buffer_faults import (
+    BeginsAnew,
+    ClosesBeforeItLeaves,
+    EveryPieceIsGivenTime,
+    EvictionsAreNotTold,
+    ExpiresASecondLate,
+    ExpiresOneAtATime,
+    KeepsTheRest,
+    KeepsTheSlot,
+    LeavesTooEarly,
+    LeavesTwice,
+    MergesCopies,
+    NobodyMakesWay,
+    RemembersForEver,
+    RoomIsNotGivenBack,
+    SwallowsInPassing,
+    SwallowsTheLate,
+    TakesCopiesForLate,
+    TheLastComeLeaveFirst,
+    TheLateStretchTheirGroup,
+    TheNewestMakesWay,
+    WaitsForMore,
+)
+from tests.models.group_buffer_machine import AssemblyMachine
+from tests.models.ledger_faults import (
+    AdmitsAgain,
+    AllowancesAreNotFreed,
+    ClosesTwice,
+    CommitsAgain,
+    CommitsHalf,
+    CommitsTheLastPiece,
+    CopiesAreTheWorkers,
+    EndsCountTwice,
+    EndsWhatHasEnded,
+    FailedSendsCount,
+    ForgetsWhatWasTrained,
+    LosesNothing,
+    NobodyHearsOfCopies,
+    SendsCopies,
+    SettlesWithoutCounting,
+    TakesCopies,
+    TakesOverWithoutSaying,
+    TheDeadAreForgotten,
+    WorkersAreNotHeard,
+)
+from tests.models.ledger_machine import LedgerMachine
+from tests.models.machine import Machine, run
+from tests.models.memory_machine import MemoryMachine, Record
+from tests.models.slot_machine import SlotMachine
+from tests.models.waiting_machine import WaitingMachine
+
+from penstock._pipeline.channels.memory import _Queue
+from penstock._pipeline.channels.slots import SlotTable, Span
+from penstock._pipeline.group_buffer import GroupBuffer
+from penstock._pipeline.processes.worker_accounting import WorkerAccounting
+from penstock._pipeline.waiting import Waiters
+from penstock.channels import MemoryReceiver, MemorySender
+from penstock.errors import IllegalTransition
+
+__all__ = ["MUTANTS", "Mutant"]
+
+# -- faults of the slot table ------------------------------------------------------------------------------------------
+
+
+class AnyGenerationIsReleased(SlotTable):
+    """The generation of a release is not compared."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.newest: dict[int, int] = {}
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
+        if span is not None:
+            self.newest[span.start] = span.generation
+        return span
+
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        return super().release(start, self.newest.get(start, generation), records)
+
+
+class GenerationsStandStill(SlotTable):
+    """Every span is of the first generation."""
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
+        if span is not None:
+            span.generation = 1
+        return span
+
+
+class FreeRunsStayApart(SlotTable):
+    """Neighbours that are free do not become one run."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.runs = [set(range(slots))]
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        apart = count <= self.slots and all(len(free) < count for free in self.runs)
+        span = None if apart else super().allocate(count, most)
+        if span is not None:
+            self.runs = [free - set(range(span.start, span.start + span.count)) for free in self.runs]
+        return span
+
+    def trim(self, span: Span, count: int) -> int:
+        fewer = super().trim(span, count)
+        self.runs.append(set(range(span.start + count, span.start + count + fewer)))
+        return fewer
+
+    def abandon(self, span: Span) -> None:
+        super().abandon(span)
+        self.runs.append(set(range(span.start, span.start + span.count)))
+
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = super().release(start, generation, records)
+        self.runs.append(set(range(span.start, span.start + span.count)))
+        return span
+
+
+class SpansOverlap(SlotTable):
+    """A span is said to be one slot longer than what was taken for it."""
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
+        if span is not None and span.start + span.count < self.slots:
+            span.count += 1
+        return span
+
+
+class WhatIsWrittenIsReleased(SlotTable):
+    """A release does not ask whether the span was published."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.writing: dict[tuple[int, int], Span] = {}
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        span = super().allocate(count, most)
+        if span is not None:
+            self.writing[span.start, span.generation] = span
+        return span
+
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = self.writing.get((start, generation))
+        if span is not None and span.state == "writing":
+            self.abandon(span)
+            return span
+        return super().release(start, generation, records)
+
+
+class PublishedIsAbandoned(SlotTable):
+    """What is published may be abandoned."""
+
+    def abandon(self, span: Span) -> None:
+        try:
+            super().abandon(span)
+        except IllegalTransition:
+            self.release(span.start, span.generation)
+
+
+class AnyReleaseFrees(SlotTable):
+    """A span is free with the first of its records that is released."""
+
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        super().publish(span, sequence)
+
+
+class TrimsKeepTheirSlots(SlotTable):
+    """What a span gives back is said to be free, and still belongs to it."""
+
+    def trim(self, span: Span, count: int) -> int:
+        kept = span.count
+        fewer = super().trim(span, count)
+        span.count = kept
+        return fewer
+
+
+class SlotsLeak(SlotTable):
+    """A released span is not free."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.spans: dict[tuple[int, int], Span] = {}
+
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        super().publish(span, sequence, records)
+        self.spans[span.start, span.generation] = span
+
+    def release(self, start: int, generation: int, records: int = 1) -> Span:
+        span = self.spans.get((start, generation))
+        if span is None or span.records != records:
+            return super().release(start, generation, records)
+        return self.spans.pop((start, generation))
+
+
+class TooLargeWaits(SlotTable):
+    """A span that can never be is waited for."""
+
+    def allocate(self, count: int, most: int = 0) -> Span | None:
+        return super().allocate(count, most) if count <= self.slots else None
+
+
+# -- faults of what stands around it -----------------------------------------------------------------------------------
+
+
+class PublishesBeforeItWrites(Line):
+    """The header says published while the bytes are still being copied."""
+
+    def write(self) -> Step:
+        told = super().write()
+        assert self.writing is not None
+        span = self.writing
+        self.headers[span.start] = Header(True, self.sent + 1, span.count, span.generation)
+        return told
+
+    def _copy(self, span: Span) -> None:
+        """Not yet."""
+
+    def publish(self) -> None:
+        assert self.writing is not None
+        super()._copy(self.writing)
+        super().publish()
+
+
+class SalvagesEverything(Line):
+    """What had arrived is recovered again."""
+
+    def recover(self, sequence: int) -> list[Descriptor]:
+        return super().recover(0)
+
+
+class SalvagesNothing(Line):
+    """What a dead process had published and its socket had not carried is forgotten."""
+
+    def recover(self, sequence: int) -> list[Descriptor]:
+        return super().recover(sequence)[:0]
+
+
+class ReleasesTooEarly(Line):
+    """Credit goes back when a record is delivered, while it is still being read."""
+
+    def take(self) -> Step:
+        told = super().take()
+        lease = next(lease for lease in self.leases if lease.sequence == told[1])
+        if self.alive:
+            self.back.append((lease.slot, lease.generation))
+        return told
+
+    def release(self, index: int) -> Step | None:
+        underway, self.back = self.back, []
+        told = super().release(index)
+        self.back = underway
+        return told
+
+    def _check_credit(self) -> None:
+        """Would find it a step earlier."""
+
+
+class ForgetsARelease(Line):
+    """A lease that dies gives no credit back."""
+
+    def release(self, index: int) -> Step | None:
+        told = super().release(index)
+        self.back = []
+        return told
+
+
+class ForgetsARecordAtTheFlush(Line):
+    """A descriptor is dropped where the sender does not see it."""
+
+    def flush(self) -> None:
+        super().flush()
+        self.wire = self.wire[:1]
+
+
+class NeverLearns(Line):
+    """The producer is not told that its receiver died."""
+
+    def steps(self) -> Iterator[Step]:
+        return (step for step in super().steps() if step != ("learn",))
+
+
+class NeverSettles(Line):
+    """What a dead producer held is never counted as lost."""
+
+    def steps(self) -> Iterator[Step]:
+        return (step for step in super().steps() if step != ("settle",))
+
+
+class ReleasesGoByPlace(Channel):
+    """What the receiver says to a dead producer reaches the one that took its place."""
+
+    def _after(self, state: State, worker: Worker, step: Step) -> State:
+        after = super()._after(state, worker, step)
+        place, restart = worker
+        if step[0] == "release" and restart + 1 < len(after.lines[place]):
+            lease = self._lines[state.lines[place][restart]].leases[step[1]]
+            said = ("hear_of_anothers", lease.slot, lease.generation)
+            after = super()._after(after, (place, restart + 1), said)
+        return after
+
+
+class HearsOfAnothers(Line):
+    """A line that takes what it is told for its own."""
+
+    def hear_of_anothers(self, slot: int, generation: int) -> None:
+        if self.alive:
+            self.back.append((slot, generation))
+
+    def _check_credit(self) -> None:
+        """Would find it before it is heard."""
+
+
+# -- faults of waiting -------------------------------------------------------------------------------------------------
+
+
+class WakeUpsDieWithTheCancelled(Waiters):
+    """A wake-up that reaches a cancelled task is lost."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        future = asyncio.get_running_loop().create_future()
+        (self._queue.appendleft if first else self._queue.append)(future)
+        try:
+            await future
+        finally:
+            self._queue.remove(future)
+
+
+class TheLastComesFirst(Waiters):
+    """Whoever came last is woken first."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        await super().wait(first=not first)
+
+
+class NobodyKeepsAPlace(Waiters):
+    """A task that was woken in vain goes to the end of the line."""
+
+    async def wait(self, *, first: bool = False) -> None:
+        await super().wait()
+
+
+class WakesOneTooMany(Waiters):
+    """One wake-up wakes two."""
+
+    def wake_one(self) -> None:
+        super().wake_one()
+        super().wake_one()
+
+
+# -- faults of the books -----------------------------------------------------------------------------------------------
+
+
+class DoesNotWaitForWhatWasPublished(WorkerAccounting):
+    """What a worker held is settled as soon as it was reaped."""
+
+    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+        self._workers[worker].drained = True
+        super().ended(worker, reason, connected=connected)
+
+
+class DoesNotWaitForTheReaper(WorkerAccounting):
+    """What a worker held is settled as soon as all was received."""
+
+    def closed(self, peer: Any) -> None:
+        self._workers[peer.name].reason = "unknown"
+        super().closed(peer)
+
+    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+        if worker in self._workers:
+            super().ended(worker, reason, connected=connected)
+
+
+class BelievesAnyEnding(WorkerAccounting):
+    """A worker may end what another was handed."""
+
+    def observed(self, peer: Any, payload: bytes) -> None:
+        for name in list(self._workers):
+            super().observed(accounting_machine.peer(name), payload)
+
+
+class ForgetsReasons(WorkerAccounting):
+    """What a worker tells is not noted."""
+
+    def observed(self, peer: Any, payload: bytes) -> None:
+        """Nothing."""
+
+
+class CountsTwice(WorkerAccounting):
+    """A record that is received passes twice."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        self._counter.count(record)
+        return super().received(peer, record)
+
+
+class PassesCopiesOn(WorkerAccounting):
+    """What the ledger refuses goes on."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        super().received(peer, record)
+        return record
+
+
+class DropsTheRestOfACopy(WorkerAccounting):
+    """Of what is a copy in part nothing goes on."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        passed = super().received(peer, record)
+        return passed if passed is record else None
+
+
+# -- faults of the memory channel --------------------------------------------------------------------------------------
+
+
+class BytesDoNotCount(_Queue[Record]):
+    """There is room for as many bytes as come."""
+
+    def has_room(self, nbytes: int) -> bool:
+        return super().has_room(0)
+
+
+class TheNewestIsReceived(MemoryReceiver[Record]):
+    """The record that came last goes first."""
+
+    def receive_nowait(self) -> Record:
+        self._queue.records.reverse()
+        try:
+            return super().receive_nowait()
+        finally:
+            self._queue.records.reverse()
+
+
+class CancelledSendsArrive(MemorySender[Record]):
+    """A send that is cancelled while it waits has handed its record over nevertheless."""
+
+    async def _send_after_waiting(self, record: Record) -> None:
+        try:
+            await super()._send_after_waiting(record)
+        except asyncio.CancelledError:
+            self._queue.records.append((record, 0))
+            self._queue.sent += 1
+            raise
+
+
+class ClosesQuietly(MemorySender[Record]):
+    """Nobody is told that the last sender has closed."""
+
+    def _on_close(self) -> None:
+        self._queue.senders -= 1
+
+
+def channel_of(
+    queue: type[_Queue[Record]] = _Queue,
+    outbox: type[MemorySender[Record]] = MemorySender,
+    inbox: type[MemoryReceiver[Record]] = MemoryReceiver,
+    waiters: type[Waiters] = Waiters,
+) -> tuple[MemorySender[Record], MemoryReceiver[Record]]:
+    made = queue(memory_machine.CAPACITY, memory_machine.CAPACITY_BYTES)
+    made.waiting_senders, made.waiting_receivers = waiters(), waiters()
+    return outbox(made), inbox(made)
+
+
+# -- who catches them --------------------------------------------------------------------------------------------------
+
+
+class Catcher(NamedTuple):
+    """Where a fault is looked for."""
+
+    name: str
+    look: Callable[[], object]
+
+
+def search(**faults: Any) -> Catcher:
+    """The search of a small channel: one producer, that may be killed and is started anew."""
+    make: Callable[..., Channel] = faults.pop("channel", Channel)
+    return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
+
+
+def gather(assembly: type[GroupBuffer]) -> Catcher:
+    """The search of the assembly of two groups, of which one may wait and is remembered."""
+    limits = {"prompts": 2, "most": 2, "ticks": 2, "max_groups": 1, "max_closed": 2}
+    return Catcher("search", lambda: group_buffer_model.states(**limits, assembly=assembly))
+
+
+def machine(kind: Machine, **faults: Any) -> Catcher:
+    """A machine around a core with a fault."""
+    faulty = type(f"Faulty{kind.__name__}", (kind,), faults)
+    return Catcher(kind.__name__, partial(run, faulty, runs=200, steps=40, shrinks=False))
+
+
+class Mutant(NamedTuple):
+    """A core with a fault."""
+
+    fault: type
+    by: Catcher
+    rule: str
+    """The rule that it breaks."""
+    or_rule: str = ""
+    """Another that it may break first, as the steps come."""
+
+    def __str__(self) -> str:
+        return f"{self.fault.__name__} is caught by {self.by.name}: {self.rule}"
+
+
+MUTANTS = [
+    # The search, tests/models/test_channel_model.py:
+    Mutant(AnyGenerationIsReleased, search(table=AnyGenerationIsReleased), channel_model.LATE),
+    Mutant(GenerationsStandStill, search(table=GenerationsStandStill), channel_model.LATE),
+    Mutant(FreeRunsStayApart, search(table=FreeRunsStayApart), channel_model.FREED),
+    Mutant(SpansOverlap, search(table=SpansOverlap), channel_model.ONE_OWNER),
+    Mutant(SlotsLeak, search(table=SlotsLeak), channel_model.ONE_OWNER),
+    Mutant(PublishesBeforeItWrites, search(line=PublishesBeforeItWrites), channel_model.BYTES),
+    Mutant(SalvagesEverything, search(line=SalvagesEverything), channel_model.ONCE),
+    Mutant(SalvagesNothing, search(line=SalvagesNothing), channel_model.DELIVERED),
+    Mutant(ReleasesTooEarly, search(line=ReleasesTooEarly), channel_model.BYTES),
+    Mutant(ForgetsARelease, search(line=ForgetsARelease), channel_model.CREDIT),
+    Mutant(ForgetsARecordAtTheFlush, search(line=ForgetsARecordAtTheFlush), channel_model.CREDIT),
+    Mutant(NeverLearns, search(line=NeverLearns), channel_model.DELIVERED),
+    Mutant(NeverSettles, search(line=NeverSettles), channel_model.ENDED),
+    Mutant(ReleasesGoByPlace, search(channel=ReleasesGoByPlace, line=HearsOfAnothers), channel_model.BELIEVED),
+    Mutant(EndsCountTwice, search(ledger=EndsCountTwice), channel_model.BALANCE),
+    Mutant(TakesOverWithoutSaying, search(ledger=TakesOverWithoutSaying), channel_model.BALANCE),
+    Mutant(WorkersAreNotHeard, search(ledger=WorkersAreNotHeard), channel_model.TRUTH),
+    Mutant(TheDeadAreForgotten, search(ledger=TheDeadAreForgotten), channel_model.TRUTH),
+    Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
+    Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
+    Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
+    # The search, tests/models/test_group_buffer_model.py:
+    Mutant(MergesCopies, gather(MergesCopies), group_buffer_model.CONSERVED),
+    Mutant(BeginsAnew, gather(BeginsAnew), group_buffer_model.ONCE),
+    Mutant(WaitsForMore, gather(WaitsForMore), group_buffer_model.WHOLE),
+    Mutant(ExpiresASecondLate, gather(ExpiresASecondLate), group_buffer_model.DUE),
+    Mutant(NobodyMakesWay, gather(NobodyMakesWay), group_buffer_model.BOUNDED),
+    Mutant(EvictionsAreNotTold, gather(EvictionsAreNotTold), group_buffer_model.CONSERVED),
+    Mutant(ClosesBeforeItLeaves, gather(ClosesBeforeItLeaves), group_buffer_model.CLOSED),
+    Mutant(KeepsTheRest, gather(KeepsTheRest), group_buffer_model.REST),
+    # The machines, tests/models/test_machines.py:
+    Mutant(AnyGenerationIsReleased, machine(SlotMachine, table=AnyGenerationIsReleased), slot_machine.STALE),
+    Mutant(GenerationsStandStill, machine(SlotMachine, table=GenerationsStandStill), slot_machine.GENERATIONS),
+    Mutant(FreeRunsStayApart, machine(SlotMachine, table=FreeRunsStayApart), slot_machine.FIRST_FIT),
+    Mutant(SpansOverlap, machine(SlotMachine, table=SpansOverlap), slot_machine.FIRST_FIT),
+    Mutant(WhatIsWrittenIsReleased, machine(SlotMachine, table=WhatIsWrittenIsReleased), slot_machine.REFUSED),
+    Mutant(PublishedIsAbandoned, machine(SlotMachine, table=PublishedIsAbandoned), slot_machine.REFUSED),
+    Mutant(SlotsLeak, machine(SlotMachine, table=SlotsLeak), slot_machine.OWNERS),
+    Mutant(AnyReleaseFrees, machine(SlotMachine, table=AnyReleaseFrees), slot_machine.OWNERS),
+    Mutant(TrimsKeepTheirSlots, machine(SlotMachine, table=TrimsKeepTheirSlots), slot_machine.OWNERS),
+    Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
+    Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
+    Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),
+    Mutant(AdmitsAgain, machine(LedgerMachine, ledger=AdmitsAgain), ledger_machine.NEW),
+    Mutant(TakesCopies, machine(LedgerMachine, ledger=TakesCopies), ledger_machine.COPIES),
+    Mutant(SendsCopies, machine(LedgerMachine, ledger=SendsCopies), ledger_machine.COPIES),
+    Mutant(FailedSendsCount, machine(LedgerMachine, ledger=FailedSendsCount), ledger_machine.COPIES),
+    Mutant(CopiesAreTheWorkers, machine(LedgerMachine, ledger=CopiesAreTheWorkers), ledger_machine.BALANCED),
+    Mutant(NobodyHearsOfCopies, machine(LedgerMachine, ledger=NobodyHearsOfCopies), ledger_machine.PACED),
+    Mutant(WorkersAreNotHeard, machine(LedgerMachine, ledger=WorkersAreNotHeard), ledger_machine.TRUE),
+    Mutant(
+        TheDeadAreForgotten,
+        machine(LedgerMachine, ledger=TheDeadAreForgotten),
+        ledger_machine.TRUE,
+        ledger_machine.BALANCED,
+    ),
+    Mutant(ClosesTwice, machine(LedgerMachine, ledger=ClosesTwice), ledger_machine.TRUE),
+    Mutant(AllowancesAreNotFreed, machine(LedgerMachine, ledger=AllowancesAreNotFreed), ledger_machine.PACED),
+    Mutant(SettlesWithoutCounting, machine(LedgerMachine, ledger=SettlesWithoutCounting), ledger_machine.BALANCED),
+    Mutant(EndsWhatHasEnded, machine(LedgerMachine, ledger=EndsWhatHasEnded), ledger_machine.ONE_END),
+    Mutant(CommitsHalf, machine(LedgerMachine, ledger=CommitsHalf), ledger_machine.OPEN),
+    Mutant(
+        CommitsTheLastPiece,
+        machine(LedgerMachine, ledger=CommitsTheLastPiece),
+        ledger_machine.TRUE,
+        or_rule=ledger_machine.OPEN,
+    ),
+    Mutant(CommitsAgain, machine(LedgerMachine, ledger=CommitsAgain), ledger_machine.ONE_COMMIT),
+    Mutant(ForgetsWhatWasTrained, machine(LedgerMachine, ledger=ForgetsWhatWasTrained), ledger_machine.OPEN),
+    Mutant(LosesNothing, machine(LedgerMachine, ledger=LosesNothing), ledger_machine.TRUE),
+    Mutant(MergesCopies, machine(AssemblyMachine, assembly=MergesCopies), group_buffer_machine.ONCE),
+    Mutant(TakesCopiesForLate, machine(AssemblyMachine, assembly=TakesCopiesForLate), group_buffer_machine.COPIES),
+    Mutant(BeginsAnew, machine(AssemblyMachine, assembly=BeginsAnew), group_buffer_machine.LATE),
+    Mutant(
+        RemembersForEver,
+        machine(AssemblyMachine, assembly=RemembersForEver),
+        group_buffer_machine.BOUNDED,
+        or_rule=group_buffer_machine.LATE,
+    ),
+    Mutant(
+        TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), group_buffer_machine.LATE
+    ),
+    Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), group_buffer_machine.WHOLE),
+    Mutant(
+        WaitsForMore,
+        machine(AssemblyMachine, assembly=WaitsForMore),
+        group_buffer_machine.BEYOND,
+        or_rule=group_buffer_machine.WHOLE,
+    ),
+    Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), group_buffer_machine.DUE),
+    Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), group_buffer_machine.DUE),
+    Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), group_buffer_machine.BOUNDED),
+    Mutant(NobodyMakesWay, machine(AssemblyMachine, assembly=NobodyMakesWay), group_buffer_machine.ROOM),
+    Mutant(TheNewestMakesWay, machine(AssemblyMachine, assembly=TheNewestMakesWay), group_buffer_machine.ROOM),
+    Mutant(EvictionsAreNotTold, machine(AssemblyMachine, assembly=EvictionsAreNotTold), group_buffer_machine.ONCE),
+    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), group_buffer_machine.ONCE),
+    Mutant(SwallowsTheLate, machine(AssemblyMachine, assembly=SwallowsTheLate), group_buffer_machine.ONCE),
+    Mutant(SwallowsInPassing, machine(AssemblyMachine, assembly=SwallowsInPassing), group_buffer_machine.ONCE),
+    Mutant(
+        TheLastComeLeaveFirst, machine(AssemblyMachine, assembly=TheLastComeLeaveFirst), group_buffer_machine.IN_ORDER
+    ),
+    Mutant(KeepsTheSlot, machine(AssemblyMachine, assembly=KeepsTheSlot), group_buffer_machine.COPIED),
+    Mutant(KeepsTheRest, machine(AssemblyMachine, assembly=KeepsTheRest), group_buffer_machine.LEFT_OVER),
+    Mutant(
+        WakeUpsDieWithTheCancelled,
+        machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
+        waiting_machine.PASSED_ON,
+    ),
+    Mutant(
+        TheLastComesFirst,
+        machine(WaitingMachine, waiters=TheLastComesFirst),
+        waiting_machine.IN_ORDER,
+        or_rule=waiting_machine.PASSED_ON,
+    ),
+    Mutant(
+        NobodyKeepsAPlace,
+        machine(WaitingMachine, waiters=NobodyKeepsAPlace),
+        waiting_machine.IN_ORDER,
+        or_rule=waiting_machine.PASSED_ON,
+    ),
+    Mutant(
+        WakesOneTooMany,
+        machine(WaitingMachine, waiters=WakesOneTooMany),
+        waiting_machine.WAITING,
+        or_rule=waiting_machine.IN_ORDER,
+    ),
+    Mutant(
+        WakeUpsDieWithTheCancelled,
+        machine(MemoryMachine, channel=lambda _: channel_of(waiters=WakeUpsDieWithTheCancelled)),
+        memory_machine.AWAKE,
+    ),
+    Mutant(
+        BytesDoNotCount, machine(MemoryMachine, channel=lambda _: channel_of(BytesDoNotCount)), memory_machine.BOUNDED
+    ),
+    Mutant(
+        TheNewestIsReceived,
+        machine(MemoryMachine, channel=lambda _: channel_of(inbox=TheNewestIsReceived)),
+        memory_machine.ONCE,
+    ),
+    Mutant(
+        CancelledSendsArrive,
+        machine(MemoryMachine, channel=lambda _: channel_of(outbox=CancelledSendsArrive)),
+        memory_machine.UNDONE,
+    ),
+    Mutant(
+        ClosesQuietly, machine(MemoryMachine, channel=lambda _: channel_of(outbox=ClosesQuietly)), memory_machine.ENDS
+    ),
+    Mutant(
+        DoesNotWaitForWhatWasPublished,
+        machine(SourceMachine, accounting_type=DoesNotWaitForWhatWasPublished),
+        accounting_machine.SETTLED,
+        accounting_machine.TOLD,
+    ),
+    Mutant(ForgetsReasons, machine(SourceMachine, accounting_type=ForgetsReasons), accounting_machine.TOLD),
+    Mutant(CountsTwice, machine(SourceMachine, accounting_type=CountsTwice), accounting_machine.COUNTED),
+    Mutant(PassesCopiesOn, machine(SourceMachine, accounting_type=PassesCopiesOn), accounting_machine.COPIES),
+    Mutant(DropsTheRestOfACopy, machine(SourceMachine, accounting_type=DropsTheRestOfACopy), accounting_machine.COPIES),
+    Mutant(EndsCountTwice, machine(SourceMachine, ledger_type=EndsCountTwice), accounting_machine.BALANCED),
+    Mutant(
+        DoesNotWaitForTheReaper,
+        machine(RelayMachine, accounting_type=DoesNotWaitForTheReaper),
+        accounting_machine.SETTLED,
+        or_rule=accounting_machine.TOLD,
+    ),
+    Mutant(BelievesAnyEnding, machine(RelayMachine, accounting_type=BelievesAnyEnding), accounting_machine.SETTLED),
+]
