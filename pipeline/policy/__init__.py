@@ -1,1 +1,1 @@
-"""The policy's weights: one published copy in shared memory, and whoever reads it as its own parameters."""
+"""The policy's weights: one published copy in shared memory, and the models whose parameters are views of it."""

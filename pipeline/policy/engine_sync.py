@@ -47,7 +47,7 @@ class Syncable(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """CreditGrant memory, until `wake_up`."""
+        """Release memory, until `wake_up`."""
         ...
 
     async def wake_up(self) -> None:

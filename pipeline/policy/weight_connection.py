@@ -1,6 +1,6 @@
-"""Where a publisher of weights and its subscribers meet: a Unix socket of mode 0600 in a private directory.
+"""The control socket of a publisher of weights: a Unix socket of mode 0600 in a private directory.
 
-The URL names the directory: `weights:///tmp/penstock-4f5g6h`. What is said at the listening is theirs to know.
+The URL names the directory: `weights:///tmp/penstock-4f5g6h`. Knows nothing about the messages of the two sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTROL_SOCKET = "control"
 
 @contextmanager
 def listening_socket() -> Iterator[tuple[str, socket.socket]]:
-    """A URL and the listening socket behind it; both go when the body ends. Blocks."""
+    """Open a listening socket within the body; yield its URL and the socket. Blocks."""
     with socket_directory() as directory:
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -38,12 +38,12 @@ def listening_socket() -> Iterator[tuple[str, socket.socket]]:
 
 
 def directory_of(url: str) -> Path:
-    """Where the publisher at `url` has its listening."""
+    """Return the directory of the publisher's socket, of its `url`."""
     return Path(url.removeprefix(SCHEME))
 
 
 async def connect_publisher(url: str) -> ControlConnection:
-    """Return the listening at `url`, from outside.
+    """Connect to the publisher at `url`.
 
     Raises:
         ValueError: `url` is not one of a publisher of weights.

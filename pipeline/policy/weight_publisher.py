@@ -1,8 +1,8 @@
-"""The trainer's end of the way that weights take: versions are published to whoever subscribed.
+"""`WeightPublisher`: publish versions of weights to subscribers; the trainer's side.
 
-The publisher owns a segment of shared memory (`weights`) and a door (`weight_door`). A subscriber that knocks is handed
-the segment and stays connected: it hears of new versions, is asked to pause, and knows at once when the publisher dies,
-as the publisher knows of it. Nothing on the socket is unpickled.
+The publisher owns a segment of shared memory (`weights`) and a control socket (`weight_connection`). A subscriber that
+connects receives the segment's descriptor and stays connected: it is notified of new versions and of pauses, and each
+side detects at once when the other one dies. Nothing on the socket is unpickled.
 
     async with WeightPublisher(model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -57,48 +57,47 @@ __all__ = ["WeightPublisher"]
 log = get_logger("penstock.weights")
 
 DESCRIPTORS = 8
-"""File descriptors that opening takes: the segment, the socket and its folder, and what is open for a moment."""
+"""File descriptors that opening takes: the segment, the socket and its folder, and temporary ones."""
 
-INTRODUCTION_S = 10.0
-"""Whoever knocks has this long to say who they are."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds that a peer that connects has to send `Subscribe`."""
 
 CLOSE_TIMEOUT_S = 1.0
-"""How long a publisher that closes waits for its subscribers to be told."""
+"""Seconds that a publisher that closes waits until its subscribers are notified."""
 
 PAUSE_TIMEOUT_S = 60.0
-"""How long subscribers have to stop sampling: longer than a long completion takes."""
+"""Seconds that subscribers have to stop sampling: longer than a long completion takes."""
 
 RELEASE_TIMEOUT_S = 60.0
-"""How long a buffer that is sampled from is not written to: as long as a pause is waited for, for the same reason."""
+"""Seconds that `publish` waits for samplers of a buffer: as long as for a pause, for the same reason."""
 
 
 E = TypeVar("E", bound=Syncable)
 
 
 @dataclass(slots=True, eq=False)
-class _Listener:
-    """A subscriber, as the publisher sees it: what it was told last, and what it confirmed."""
+class _Subscription:
+    """A connected subscriber: the last state that it was notified of, and the pause that it confirmed."""
 
     name: str
     connection: ControlConnection
-    told_version: int
-    told_pause: int
-    """Number of the pause it was told of; 0 once it was told to resume."""
+    notified_version: int
+    notified_pause: int
+    """Number of the pause that it was notified of; 0 once it was notified to resume."""
     confirmed: int
-    """Number of the last pause in which it stopped."""
+    """Number of the last pause that it confirmed: it has stopped sampling."""
     holding: int = 0
     """The publication whose buffer it samples from; 0 for none."""
-    told_final: bool = False
-    bell: Waiters = field(default_factory=Waiters)
-    """Wakes the task that tells it news."""
+    notified_final: bool = False
+    changed: Waiters = field(default_factory=Waiters)
+    """Wakes the task that notifies it."""
 
 
 class WeightPublisher:
     """Publishes versions of one set of tensors to any number of subscribers on this host.
 
-    A subscriber that copies never holds up `publish`. One whose model is views is given `release_timeout_s` to end the
-    batch that it samples, and to be pointed to what is newer; one that is dead is not waited for, and what one samples
-    that is stuck is void.
+    A subscriber that copies never delays `publish`. One whose model is views has `release_timeout_s` to end its present
+    batch and to load the newer version; a dead one is not waited for, and samples of one that takes longer are invalid.
     """
 
     def __init__(
@@ -111,24 +110,24 @@ class WeightPublisher:
         release_timeout_s: float = RELEASE_TIMEOUT_S,
         name: str | None = None,
     ) -> None:
-        """Prepare for tensors like these; they are not published yet.
+        """Prepare to publish tensors like those of `model`; none are published yet.
 
         Args:
-            model: the module whose `state_dict` will be published. What no state_dict holds, its non-persistent buffers
-                as they are now, is not published: samplers whose own differ are refused. Or names, dtypes and shapes of
-                all that will be published, a `state_dict`: then nobody compares those buffers. Tied tensors are
-                published under each of their names, and lie there once.
+            model: the module whose `state_dict` will be published. Its non-persistent buffers are not published, but
+                samplers whose own differ from their present values are refused. Or a `state_dict`, with the names,
+                dtypes and shapes that will be published: then those buffers are not compared. Tied tensors are
+                published under each of their names, and stored once.
             fused: tensors that the samplers' models have in one piece.
-            cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. Nothing else is ever cast.
-            device: where the versions lie: "cpu", or "cuda:0" for samplers on that device.
-            release_timeout_s: how long `publish` waits for a sampler to leave the buffer that is to be written next.
-            name: who this is, for messages.
+            cast: dtypes that are published as another one: `{"float32": "bfloat16"}`. No other dtype is ever cast.
+            device: the device of the versions: "cpu", or "cuda:0" for samplers on that device.
+            release_timeout_s: seconds that `publish` waits for a sampler to leave the buffer that is written next.
+            name: of this publisher, for messages.
 
         Raises:
             InvalidConfig: seconds that are not finite.
-            TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
+            TypeError: a value is no tensor, or has a dtype that cannot be published; or a buffer is on the meta device.
             WeightsMismatch: `fused` does not fit the tensors.
-            ValueError: `cast` names a dtype that does not travel.
+            ValueError: `cast` names a dtype that cannot be published.
         """
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._device = device
@@ -136,25 +135,25 @@ class WeightPublisher:
         self.name: str = check_name(name or f"publisher in process {os.getpid()}")
         self._url = ""
         self._writer: WeightWriter | None = None
-        self._listeners: set[_Listener] = set()
+        self._subscriptions: set[_Subscription] = set()
         self._publishing = anyio.Lock()
         self._pause = 0
-        """Number of the pause that is on; 0 where none is."""
+        """Number of the present pause; 0 where there is none."""
         self._pauses = 0
         """Pauses so far; each has a number of its own, so that a late confirmation is not taken for a new one."""
         self._holders = 0
         """Bodies of `paused` that run or wait."""
         self._final = False
         self._changed = Waiters()
-        """Wakes whoever waits for a listener to confirm, or to leave."""
+        """Wakes tasks that wait for a subscriber to confirm, or to leave."""
         self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
         state = "paused" if self._pause else "open" if self._writer else "closed"
-        return f"<WeightPublisher {self._url} {state}: version {self.version}, {len(self._listeners)} subscribers>"
+        return f"<WeightPublisher {self._url} {state}: version {self.version}, {len(self._subscriptions)} subscribers>"
 
     async def __aenter__(self) -> Self:
-        """Allocate the segment and open the door.
+        """Allocate the segment and open the control socket.
 
         Raises:
             OutOfSharedMemory: the machine has no room for the weights, twice.
@@ -169,44 +168,44 @@ class WeightPublisher:
             self._url, connection = await enter_in_thread(stack, listening_socket())
             listener = await stack.enter_async_context(await SocketListener.from_socket(connection))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(serve_control, listener, self._attend, self._refused)
-            stack.push_async_callback(self._part, tasks)
+            tasks.start_soon(serve_control, listener, self._serve, self._refused)
+            stack.push_async_callback(self._notify_end, tasks)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Tell every subscriber that there will be nothing newer, and close. They keep what they have."""
+        """Notify every subscriber that no newer version follows, and close. They keep their weights."""
         await self._stack.aclose()
 
     @property
     def url(self) -> str:
-        """Where subscribers find it, while it is open."""
+        """The URL for subscribers, while it is open."""
         return self._url
 
     @property
     def version(self) -> int:
-        """Return the newest version that was published; −1 before the first."""
+        """The newest version that was published; −1 before the first."""
         return self._writer.latest if self._writer else NO_VERSION
 
     @property
     def subscribers(self) -> list[str]:
-        """Names of those who are connected."""
-        return sorted(listener.name for listener in self._listeners)
+        """Names of the connected subscribers."""
+        return sorted(subscription.name for subscription in self._subscriptions)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Make `tensors` the newest weights. Copies in a worker thread; cancelled, it has published all or nothing.
+        """Make `tensors` the newest weights. Copies in a worker thread; if cancelled, it has published all or none.
 
-        Waits, up to `release_timeout_s`, for models that are views of the version before the last to be pointed to the
+        Waits, up to `release_timeout_s`, until models that are views of the version before the last have loaded the
         last.
 
         Args:
-            tensors: the same names, dtypes and shapes as at construction; not changed by anyone until this returns.
-            version: the optimizer step that made them; above every version before.
+            tensors: the same names, dtypes and shapes as at construction; they must not change until this returns.
+            version: the optimizer step that computed them; above every earlier version.
 
         Raises:
-            WeightsMismatch: the tensors are others than at construction; lists them all.
+            WeightsMismatch: the tensors differ from those at construction; lists all differences.
             ValueError: `version` is not newer than the last.
             anyio.ClosedResourceError: the publisher is not open.
         """
@@ -214,43 +213,43 @@ class WeightPublisher:
             writer = self._opened()
             check = partial(self._plan.check, newest=writer.latest)
             await anyio.to_thread.run_sync(check, tensors, version)
-            await self._left(writer.sequence - 1)
+            await self._released(writer.sequence - 1)
             try:
                 await anyio.to_thread.run_sync(writer.write, tensors, version)
             finally:
-                self._ring()
+                self._wake_all()
 
-    async def _left(self, sequence: int) -> None:
-        """Return when nobody samples from publication `sequence`, or was given the time to end it."""
+    async def _released(self, sequence: int) -> None:
+        """Wait, up to `release_timeout_s`, until no subscriber samples from publication `sequence` or an older one."""
         with anyio.move_on_after(self._release_timeout_s):
             while self._holders_of(sequence):
                 await self._changed.wait()
-        for listener in self._holders_of(sequence):
+        for subscription in self._holders_of(sequence):
             log.warning(
                 "weights_overwritten_in_use",
                 url=self._url,
-                subscriber=listener.name,
+                subscriber=subscription.name,
                 release_timeout_s=self._release_timeout_s,
             )
-            listener.holding = 0
+            subscription.holding = 0
 
-    def _holders_of(self, sequence: int) -> list[_Listener]:
-        return [listener for listener in self._listeners if 0 < listener.holding <= sequence]
+    def _holders_of(self, sequence: int) -> list[_Subscription]:
+        return [subscription for subscription in self._subscriptions if 0 < subscription.holding <= sequence]
 
     @asynccontextmanager
     async def paused(self, pause_timeout_s: float = PAUSE_TIMEOUT_S) -> AsyncIterator[None]:
-        """Within the body no subscriber samples: each has stopped and said so. Sampling goes on when the body ends.
+        """Pause sampling within the body: every subscriber has stopped and confirmed that. Sampling resumes afterwards.
 
-        A subscriber that dies is not waited for; one that joins meanwhile joins paused.
+        A subscriber that dies is not waited for; one that subscribes meanwhile begins paused.
 
         Raises:
-            TimeoutError: a subscriber did not stop within `pause_timeout_s`; the message names it. Sampling goes on.
+            TimeoutError: a subscriber did not stop within `pause_timeout_s`; the message names it. Sampling resumes.
         """
         self._holders += 1
         if self._holders == 1:
             self._pauses += 1
             self._pause = self._pauses
-            self._ring()
+            self._wake_all()
         try:
             await self._all_stopped(finite_number("pause_timeout_s", pause_timeout_s, zero=True))
             yield
@@ -258,12 +257,12 @@ class WeightPublisher:
             self._holders -= 1
             if not self._holders:
                 self._pause = 0
-                self._ring()
+                self._wake_all()
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
-        """Within the body `engine` is awake and has the newest version; after it, however it ends, it sleeps.
+        """Wake `engine` and load the newest version for the body; let it sleep afterwards, in any case.
 
-        See `engine_sync.synced` for what entering and leaving may raise.
+        See `engine_sync.synced` for exceptions.
         """
         return synced(self, engine)
 
@@ -277,22 +276,22 @@ class WeightPublisher:
             )
 
     def _sampling(self) -> list[str]:
-        """Who has not confirmed the pause that is on."""
-        return sorted(listener.name for listener in self._listeners if listener.confirmed != self._pause)
+        """Return the names of subscribers that have not confirmed the present pause."""
+        return sorted(each.name for each in self._subscriptions if each.confirmed != self._pause)
 
     def _opened(self) -> WeightWriter:
         if self._writer is None:
             raise anyio.ClosedResourceError
         return self._writer
 
-    # -- the door ------------------------------------------------------------------------------------------------------
+    # -- connections ---------------------------------------------------------------------------------------------------
 
-    async def _attend(self, connection: ControlConnection) -> None:
-        """Serve one subscriber for as long as it lives."""
+    async def _serve(self, connection: ControlConnection) -> None:
+        """Serve one subscriber until it disconnects."""
         try:
-            listener = await self._introduced(connection)
-            if listener is not None:
-                await self._stay_with(listener)
+            subscription = await self._handshake(connection)
+            if subscription is not None:
+                await self._serve_subscription(subscription)
         except ProtocolMismatch as error:
             self._refused(str(error))
         except (anyio.EndOfStream, anyio.BrokenResourceError):
@@ -301,24 +300,24 @@ class WeightPublisher:
     def _refused(self, reason: str) -> None:
         log.warning("subscriber_rejected", url=self._url, reason=reason)
 
-    async def _introduced(self, connection: ControlConnection) -> _Listener | None:
-        """Let a subscriber in and hand it the segment; None if it may not come in."""
-        with anyio.move_on_after(INTRODUCTION_S):
-            said = await connection.receive()
-            if not isinstance(said, Subscribe):
-                raise ProtocolMismatch(f"expected Subscribe, got {type(said).__name__}")
-            name = f"{said.name} (pid {said.pid})"
-            refusal = _refusal(said, same_user=connection.same_user)
+    async def _handshake(self, connection: ControlConnection) -> _Subscription | None:
+        """Accept a subscriber and send it the segment; return None if it sends no request in time."""
+        with anyio.move_on_after(HANDSHAKE_TIMEOUT_S):
+            request = await connection.receive()
+            if not isinstance(request, Subscribe):
+                raise ProtocolMismatch(f"expected Subscribe, got {type(request).__name__}")
+            name = f"{request.name} (pid {request.pid})"
+            refusal = _refusal(request, same_user=connection.same_user)
             if refusal is not None:
                 await connection.send(refusal)
                 raise ProtocolMismatch(f"{name}: {refusal.reason}")
-            return await self._let_in(name, connection)
+            return await self._accept(name, connection)
         return None
 
-    async def _let_in(self, name: str, connection: ControlConnection) -> _Listener:
+    async def _accept(self, name: str, connection: ControlConnection) -> _Subscription:
         writer = self._opened()
-        listener = _Listener(name, connection, NO_VERSION, told_pause=self._pause, confirmed=self._pause)
-        self._listeners.add(listener)
+        subscription = _Subscription(name, connection, NO_VERSION, notified_pause=self._pause, confirmed=self._pause)
+        self._subscriptions.add(subscription)
         weights = Weights(
             PROTOCOL_VERSION,
             self.name,
@@ -330,79 +329,79 @@ class WeightPublisher:
         try:
             await connection.send(weights, writer.fd)
         except BaseException:
-            self._forget(listener)
+            self._remove(subscription)
             raise
-        return listener
+        return subscription
 
-    async def _stay_with(self, listener: _Listener) -> None:
+    async def _serve_subscription(self, subscription: _Subscription) -> None:
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._tell, listener)
-                await self._hear(listener)
+                tasks.start_soon(self._notify, subscription)
+                await self._receive(subscription)
                 tasks.cancel_scope.cancel()
         finally:
-            self._forget(listener)
+            self._remove(subscription)
 
-    async def _hear(self, listener: _Listener) -> None:
-        """Note what a subscriber confirms and holds, until it leaves."""
+    async def _receive(self, subscription: _Subscription) -> None:
+        """Record the confirmations of a subscriber and the buffer that it holds, until it disconnects."""
         try:
             while True:
-                said = await listener.connection.receive()
-                if isinstance(said, PauseAck):
-                    listener.confirmed = said.number
-                elif isinstance(said, ViewsInUse):
-                    listener.holding = said.sequence
+                message = await subscription.connection.receive()
+                if isinstance(message, PauseAck):
+                    subscription.confirmed = message.number
+                elif isinstance(message, ViewsInUse):
+                    subscription.holding = message.sequence
                 self._changed.wake_all()
         except anyio.EndOfStream:
             pass
         except ProtocolMismatch as error:
-            log.warning("subscriber_rejected", subscriber=listener.name, reason=str(error))
+            log.warning("subscriber_rejected", subscriber=subscription.name, reason=str(error))
 
-    async def _tell(self, listener: _Listener) -> None:
-        """Tell a subscriber how things stand, whenever they stand otherwise than it was told."""
+    async def _notify(self, subscription: _Subscription) -> None:
+        """Send a subscriber every change of the state: the version, the pause, the end."""
         try:
             while True:
-                news = self._news(listener)
-                if news is None:
-                    await listener.bell.wait()
+                message = self._next_message(subscription)
+                if message is None:
+                    await subscription.changed.wait()
                     continue
-                await listener.connection.send(news)
-                if isinstance(news, EndOfWeights):
-                    listener.told_final = True
+                await subscription.connection.send(message)
+                if isinstance(message, EndOfWeights):
+                    subscription.notified_final = True
                     self._changed.wake_all()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # it is gone: `_hear` notices
+            pass  # it has disconnected: `_receive` ends too
 
-    def _news(self, listener: _Listener) -> Message | None:
-        """What to tell a subscriber next, noted as told; None if it knows how things stand."""
-        if listener.told_version != self.version:
-            listener.told_version = self.version
+    def _next_message(self, subscription: _Subscription) -> Message | None:
+        """Return the next message for a subscriber, and record it as sent; None if it has the present state."""
+        if subscription.notified_version != self.version:
+            subscription.notified_version = self.version
             return NewVersion(self.version)
-        if listener.told_pause != self._pause:
-            listener.told_pause = self._pause
+        if subscription.notified_pause != self._pause:
+            subscription.notified_pause = self._pause
             return Pause(self._pause) if self._pause else Resume()
-        if self._final and not listener.told_final:
+        if self._final and not subscription.notified_final:
             return EndOfWeights()
         return None
 
-    def _ring(self) -> None:
-        for listener in self._listeners:
-            listener.bell.wake_all()
+    def _wake_all(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.changed.wake_all()
 
-    def _forget(self, listener: _Listener) -> None:
-        self._listeners.discard(listener)
+    def _remove(self, subscription: _Subscription) -> None:
+        self._subscriptions.discard(subscription)
         self._changed.wake_all()
 
-    async def _part(self, tasks: TaskGroup) -> None:
-        """Tell everyone that this was all, then stop; memory that goes with the publisher is left by all before."""
+    async def _notify_end(self, tasks: TaskGroup) -> None:
+        """Notify all subscribers of the end, then stop; wait first for those that use memory of a device."""
         self._final = True
-        self._ring()
+        self._wake_all()
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S):
-            while any(not listener.told_final for listener in self._listeners):
+            while any(not subscription.notified_final for subscription in self._subscriptions):
                 await self._changed.wait()
         if self._writer is not None and self._writer.handle is not None:
             with anyio.CancelScope(shield=True):
-                await self._left(self._writer.sequence)
+                await self._released(self._writer.sequence)
         tasks.cancel_scope.cancel()
 
     def _close(self) -> None:
@@ -411,11 +410,11 @@ class WeightPublisher:
             self._writer = None
 
 
-def _refusal(said: Subscribe, *, same_user: bool) -> Reject | None:
-    """Why a subscriber may not come in; None if it may."""
+def _refusal(request: Subscribe, *, same_user: bool) -> Reject | None:
+    """Return the message that rejects a subscriber; None if it is accepted."""
     if not same_user:
         return Reject("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
-    if said.version != PROTOCOL_VERSION:
-        versions = f"expected protocol version {PROTOCOL_VERSION}, got {said.version}"
+    if request.version != PROTOCOL_VERSION:
+        versions = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}"
         return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
     return None

@@ -1,8 +1,8 @@
-"""The samplers' end of the way that weights take: a model is brought to the newest version that was published.
+"""`WeightSubscriber`: load the newest published weights into a model; the samplers' side.
 
-A subscriber knocks at the publisher's door, is handed its segment of shared memory, which it reads without asking
-anyone, and stays connected to hear of versions, of pauses, and of the publisher's death. The publisher is told which
-buffer a model is views of while it samples, and nothing else.
+A subscriber connects to the publisher's control socket, receives its segment of shared memory, which it reads without
+further messages, and stays connected to be notified of versions, of pauses, and of the publisher's death. It notifies
+the publisher of the buffer that its model is views of while it samples, and of the pauses that it confirms.
 
     async with WeightSubscriber(url) as subscriber:  # publisher.url
         subscriber.attach(model)
@@ -56,39 +56,39 @@ if TYPE_CHECKING:
 __all__ = ["WeightSubscriber"]
 
 DESCRIPTORS = 6
-"""File descriptors that subscribing takes: the socket, the segment, and what is open for a moment."""
+"""File descriptors that subscribing takes: the socket, the segment, and temporary ones."""
 
 
 class WeightSubscriber:
-    """The weights of a publisher in another process (or in this one), and a model that is brought to the newest."""
+    """The weights of a publisher in another process (or in this one), and a model into which they are loaded."""
 
     def __init__(self, url: str, *, name: str | None = None) -> None:
-        """Prepare to subscribe at `url`; `name` says who this is, for messages."""
+        """Prepare to subscribe at `url`; `name` is that of this subscriber, for messages."""
         self.url = url
         self.name: str = check_name(name or f"subscriber in process {os.getpid()}")
         self._stack = AsyncExitStack()
         self._reader: WeightReader | None = None
         self._publisher = url
         self._target: CopiedModel | MappedModel | None = None
-        """What is brought to the newest version."""
+        """The attached model or tensors."""
         self._source: PrivateCopy | WeightReader | None = None
-        """What reads versions for it."""
+        """Reads versions for the target."""
         self._version = NO_VERSION
         self._held = 0
-        """The publication that the model is views of; 0 where it is views of none."""
-        self._told_held = 0
-        """What the publisher was told of it."""
+        """The publication that the model is views of; 0 for none."""
+        self._reported_held = 0
+        """The publication that the publisher was last notified of as held."""
         self._failure: PeerLost | None = None
         self._final = False
         self._pause = 0
-        """Number of the pause that is on; 0 where sampling may go on."""
+        """Number of the present pause; 0 for none."""
         self._confirmed = 0
         self._active = 0
         """Bodies of `sampling` that run."""
-        self._news = Waiters()
-        """Wakes those who wait for a version or for the end of a pause."""
-        self._answer = Waiters()
-        """Wakes the task that tells the publisher what it has to know."""
+        self._changed = Waiters()
+        """Wakes tasks that wait for a version or for the end of a pause."""
+        self._to_send = Waiters()
+        """Wakes the task that sends messages to the publisher."""
         self._loop: asyncio.AbstractEventLoop
 
     def __repr__(self) -> str:
@@ -96,11 +96,11 @@ class WeightSubscriber:
         return f"<WeightSubscriber {self.url} {state}: version {self._version} of {self.latest}>"
 
     async def __aenter__(self) -> Self:
-        """Knock, and map the publisher's segment.
+        """Connect, and map the publisher's segment.
 
         Raises:
-            NobodyListens: there is no publisher at `url`, or it is silent.
-            ProtocolMismatch: it refused, with its reason.
+            NobodyListens: there is no publisher at `url`, or it is unresponsive.
+            ProtocolMismatch: it rejected the subscriber, with its reason.
             PeerLost: it died or closed meanwhile.
             OutOfFileDescriptors: this process has too few left.
         """
@@ -111,17 +111,17 @@ class WeightSubscriber:
                 with anyio.fail_after(DEFAULT_HEARTBEAT_TIMEOUT_S):
                     connection = await stack.enter_async_context(await connect_publisher(self.url))
                     await connection.send(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
-                    self._reader = await self._introduce(connection)
+                    self._reader = await self._handshake(connection)
             except TimeoutError:
                 raise NobodyListens(
-                    f"expected the publisher at {self.url} to answer, got silence for "
-                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop held up?"
+                    f"expected the publisher at {self.url} to answer, got no answer for "
+                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop blocked?"
                 ) from None
             except (anyio.EndOfStream, anyio.BrokenResourceError):
-                raise PeerLost(f"the publisher at {self.url} closed its door before it handed over weights") from None
+                raise PeerLost(f"the publisher at {self.url} closed the connection before it sent weights") from None
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._listen, connection)
-            tasks.start_soon(self._tell, connection)
+            tasks.start_soon(self._receive, connection)
+            tasks.start_soon(self._send, connection)
             stack.callback(tasks.cancel_scope.cancel)
             self._stack = stack.pop_all()
         return self
@@ -129,26 +129,26 @@ class WeightSubscriber:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave. The model keeps its weights."""
+        """Disconnect. The model keeps its weights."""
         await self._stack.aclose()
 
-    async def _introduce(self, connection: ControlConnection) -> WeightReader:
-        said = await connection.receive()
-        if isinstance(said, Reject):
-            raise ProtocolMismatch(f"the publisher at {self.url} refused: {said.reason}")
+    async def _handshake(self, connection: ControlConnection) -> WeightReader:
+        message = await connection.receive()
+        if isinstance(message, Reject):
+            raise ProtocolMismatch(f"the publisher at {self.url} refused: {message.reason}")
         fd = connection.take_fd()
-        if not isinstance(said, Weights) or fd is None:
-            raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(said).__name__}")
+        if not isinstance(message, Weights) or fd is None:
+            raise ProtocolMismatch(f"expected Weights with a file descriptor, got {type(message).__name__}")
         with ExitStack() as stack:
             stack.callback(os.close, fd)
-            self._publisher, self._pause, self._confirmed = said.name, said.pause, said.pause
-            return await anyio.to_thread.run_sync(WeightReader, fd, said.nbytes, said.generation, said.device)
+            self._publisher, self._pause, self._confirmed = message.name, message.pause, message.pause
+            return await anyio.to_thread.run_sync(WeightReader, fd, message.nbytes, message.generation, message.device)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> int:
-        """Return the newest version that was published; −1 before the first. A look into memory, no system call."""
+        """The newest version that was published; −1 before the first. Read from memory, without a system call."""
         return self._reader.latest if self._reader else NO_VERSION
 
     @property
@@ -158,25 +158,25 @@ class WeightSubscriber:
 
     @property
     def device(self) -> str:
-        """Where the published versions lie: a model there, or on the meta device, can be views of them."""
+        """The device of the published versions: a model on it, or on the meta device, can be views of them."""
         return self._opened().memory.device
 
     def attach(
         self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[FusedTensor] = (), copied: bool = False
     ) -> None:
-        """Say what `refresh` brings to the newest version.
+        """Attach the model into which `refresh` loads the newest version.
 
         Args:
-            model: a module, whose parameters and persistent buffers become views of what is published: no second copy,
-                nothing may write to them, no gradient. It may have been built on the meta device. Its non-persistent
+            model: a module, whose parameters and persistent buffers become views of the published memory: without a
+                second copy, read-only, without gradients. It may have been built on the meta device. Its non-persistent
                 buffers stay its own. Or tensors by name (a `state_dict`, numpy arrays), which are filled in place.
             fused: published tensors that the model has in several pieces.
-            copied: fill the tensors of a module in place too, on whatever device they are.
+            copied: fill the tensors of a module in place too, on any device.
 
         Raises:
-            WeightsMismatch: what is published differs in a name, dtype or shape, lies on another device, or ties what
-                the model does not; a non-persistent buffer is not what it is in the module that is published; or a
-                model of the meta device cannot be completed. Lists every difference; nothing was changed.
+            WeightsMismatch: a published tensor differs in name, dtype or shape, lies on another device, or is tied
+                where the model's is not; a non-persistent buffer differs from that of the published module; or a
+                model on the meta device cannot be completed. Lists every difference; the model was not changed.
             TypeError: a value is no tensor.
         """
         reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
@@ -186,18 +186,18 @@ class WeightSubscriber:
         self._version, self._held = NO_VERSION, 0
 
     def detach(self) -> None:
-        """Let go of what was attached, and of the memory that bringing it to a version took."""
+        """Release the attached model, and the private memory for its copies."""
         self._target, self._source = None, None
 
     def refresh(self) -> int:
-        """Bring what is attached to the newest version, if it is older or not `intact`; return the version it holds.
+        """Load the newest version into the attached model, if it is older or not `intact`; return its version.
 
-        May block: call it in a worker thread, where nobody samples from the model meanwhile. The tensors never hold a
-        mixture. A publisher that overtakes a copy again and again leaves them as they were.
+        May block: call it in a worker thread, while no other thread samples from the model. The tensors never hold a
+        mixture. If the publisher overwrites every copy before it is complete, they stay as they were.
 
         Raises:
             PeerLost: the publisher died, and the tensors hold its last version.
-            RuntimeError: nothing is attached.
+            RuntimeError: no model is attached.
         """
         reader = self._opened()
         if self._target is None or self._source is None:
@@ -211,17 +211,17 @@ class WeightSubscriber:
                 self._target.load(tensors)
                 self._version = publication.version
                 self._held = publication.sequence if self._source is reader else 0
-                self._loop.call_soon_threadsafe(self._answer.wake_all)
+                self._loop.call_soon_threadsafe(self._to_send.wake_all)
         elif self._failure is not None:
             raise self._failure
         return self._version
 
     @property
     def intact(self) -> bool:
-        """Return whether what the model computed since `refresh` was computed with one version. A look into memory.
+        """Return whether all results of the model since `refresh` were computed with one version. Reads memory.
 
-        False where the model is views, and the publisher lost patience and wrote over what it is views of, or has gone
-        and its memory with it: throw away what was sampled, and refresh.
+        False where the model is views, and the publisher has overwritten the version after `release_timeout_s`, or has
+        closed and freed its memory: discard the samples, and refresh.
         """
         reader = self._opened()
         return not self._held or (reader.intact(self._held) and (self._failure is None or reader.memory.stays))
@@ -239,7 +239,7 @@ class WeightSubscriber:
             self._check()
             if self._final:
                 raise PeerClosed(f"{self._publisher} closed at version {self.latest}: nothing above {bound} will come")
-            await self._news.wait()
+            await self._changed.wait()
         return self.latest
 
     def _opened(self) -> WeightReader:
@@ -255,72 +255,72 @@ class WeightSubscriber:
 
     @property
     def paused(self) -> bool:
-        """Return whether the publisher wants no sampling now."""
+        """Return whether the publisher has paused sampling."""
         return bool(self._pause)
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Sample within the body only: entering waits while the publisher pauses, and the pause waits for the body.
+        """Allow sampling within the body: entering waits while the publisher pauses, and the pause waits for the body.
 
-        Keep the body as short as the pause may have to wait: one batch of completions, or one token.
+        The body must be as short as a pause may wait for it: one batch of completions, or one token.
 
         Raises:
             PeerLost: the publisher died.
         """
         while self._pause:
             self._check()
-            await self._news.wait()
+            await self._changed.wait()
         self._check()
         self._active += 1
         try:
             yield
         finally:
             self._active -= 1
-            self._answer.wake_all()
+            self._to_send.wake_all()
 
-    # -- the door ------------------------------------------------------------------------------------------------------
+    # -- connection ----------------------------------------------------------------------------------------------------
 
-    async def _listen(self, connection: ControlConnection) -> None:
-        """Note what the publisher says, until it closes or dies."""
+    async def _receive(self, connection: ControlConnection) -> None:
+        """Handle the publisher's messages, until it closes or dies."""
         try:
             while not self._final:
-                self._note(await connection.receive())
+                self._handle(await connection.receive())
             if not self._opened().memory.stays:
                 self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
         except anyio.EndOfStream:
-            self._failure = PeerLost(f"{self._publisher} at {self.url} died: its door is closed")
+            self._failure = PeerLost(f"{self._publisher} at {self.url} died: it closed the connection")
         except ProtocolMismatch as error:
             self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
-        self._news.wake_all()
+        self._changed.wake_all()
         if self._failure is not None:
             await anyio.to_thread.run_sync(sweep_after, directory_of(self.url))
 
-    def _note(self, said: Message) -> None:
-        if isinstance(said, Pause):
-            self._pause = said.number
-        elif isinstance(said, Resume | EndOfWeights):
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Pause):
+            self._pause = message.number
+        elif isinstance(message, Resume | EndOfWeights):
             self._pause = 0
-            self._final = isinstance(said, EndOfWeights)
-        self._answer.wake_all()
-        self._news.wake_all()
+            self._final = isinstance(message, EndOfWeights)
+        self._to_send.wake_all()
+        self._changed.wake_all()
 
-    async def _tell(self, connection: ControlConnection) -> None:
-        """Tell the publisher which buffer it must not write to, and for each pause, when sampling has stopped."""
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it is gone: `_listen` notices
+    async def _send(self, connection: ControlConnection) -> None:
+        """Notify the publisher of the buffer that it must not write to, and confirm each pause."""
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # disconnected: `_receive` ends too
             while True:
-                if (held := self._holding()) != self._told_held:
-                    self._told_held = held
+                if (held := self._holding()) != self._reported_held:
+                    self._reported_held = held
                     await connection.send(ViewsInUse(held))
                 elif self._active or self._pause in {0, self._confirmed}:
-                    await self._answer.wait()
+                    await self._to_send.wait()
                 else:
                     self._confirmed = self._pause
                     await connection.send(PauseAck(self._confirmed))
 
     def _holding(self) -> int:
-        """Return the publication that must stay as it is.
+        """Return the publication that the publisher must not overwrite; 0 for none.
 
-        Whoever does not sample lets go of it when there is a newer one, or when the publisher closes.
+        A subscriber that does not sample releases it when there is a newer one, or when the publisher closes.
         """
         newest = self._opened().newest()
         is_newest = newest is not None and newest.sequence == self._held

@@ -60,9 +60,9 @@ def table_differences(
     if published is None:
         return []
     tables = [(name, made.get((module, own), module.get_buffer(own))) for name, module, own in tables_of(model)]
-    untold = {name for name, table in tables if table is None}
+    unknown = {name for name, table in tables if table is None}
     expected = {name: _spec_of(name, table) for name, table in tables if table is not None}
-    return list(_lines(expected, {spec.name: spec for spec in published if spec.name not in untold}))
+    return list(_lines(expected, {spec.name: spec for spec in published if spec.name not in unknown}))
 
 
 def _lines(expected: Mapping[str, TableSpec], found: Mapping[str, TableSpec]) -> Iterable[str]:

@@ -1,8 +1,8 @@
 """Weights in shared memory: two buffers, between which a reader never sees a mixture.
 
-The publisher writes one buffer while the other is read. A reader that copies looks afterwards whether the publisher
-began to write over what it copied, and copies again if so; a sampler whose model is views of the buffer looks before
-each token. There is no lock, so a killed process leaves nothing locked.
+The publisher writes one buffer while the other is read. A reader that copies checks afterwards whether the publisher
+began to overwrite the copied version, and copies again if so; a sampler whose model is views of the buffer checks
+before each token. There is no lock, so a killed process leaves no lock behind.
 
 The segment: one page of signed 64-bit words, the header of the layout (`tensor_layout`), two buffers with the tensors'
 bytes; each of these begins on a page. The buffers may lie on a device instead, behind a page of their own.
@@ -32,7 +32,7 @@ __all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
 NO_VERSION = -1
 """The version of weights that were never published."""
 
-LOOKS = 32
+READ_ATTEMPTS = 32
 """Attempts to read the newest version: the second one is needed only if the reader was stalled for a whole version."""
 
 SEQUENCE, LATEST, BEGUN, VERSION, GENERATION = 0, 1, 2, 4, 6
@@ -117,7 +117,7 @@ class WeightWriter:
 
     @property
     def latest(self) -> int:
-        """Return the newest version that was published; −1 before the first."""
+        """The newest version that was published; −1 before the first."""
         return self._words[LATEST]
 
     @property
@@ -187,9 +187,9 @@ class WeightReader:
     def newest(self) -> Publication | None:
         """Return the newest version, read from memory.
 
-        None before the first, and if two publications came between every two words that were read.
+        None before the first, and if two publications occurred between every two words that were read.
         """
-        for _ in range(LOOKS):
+        for _ in range(READ_ATTEMPTS):
             if not (sequence := self._words[SEQUENCE]):
                 break
             _fence()

@@ -1,4 +1,4 @@
-"""The plan by which every publisher writes: where each of the tensors that it is given goes in the published layout."""
+"""The plan by which every publisher writes: the position of each given tensor in the published layout."""
 
 from __future__ import annotations
 

@@ -197,6 +197,6 @@ async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_e
         server.bind(str(tmp_path / "control"))
         server.listen()
 
-        with pytest.raises(NobodyListens, match=r"got silence for 0\.01 s: is its process stopped"):
+        with pytest.raises(NobodyListens, match=r"got no answer for 0\.01 s: is its process stopped"):
             async with WeightSubscriber(f"weights://{tmp_path}"):
                 pass

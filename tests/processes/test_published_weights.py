@@ -451,7 +451,7 @@ async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path:
     with server:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.to_thread.run_sync, close_after_accepting, server)
-            with pytest.raises(PeerLost, match="closed its door before it handed over weights"):
+            with pytest.raises(PeerLost, match="closed the connection before it sent weights"):
                 async with WeightSubscriber(f"weights://{tmp_path}"):
                     pass
 

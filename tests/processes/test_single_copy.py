@@ -186,7 +186,7 @@ async def test_publishing_waits_for_the_batch_that_is_sampled_from_the_buffer_it
 
 
 def _holding(publisher: WeightPublisher) -> list[int]:
-    return [listener.holding for listener in publisher._listeners if listener.holding]
+    return [subscription.holding for subscription in publisher._subscriptions if subscription.holding]
 
 
 async def test_whoever_does_not_sample_holds_up_nobody() -> None:
@@ -233,7 +233,7 @@ SAMPLING = """
             subscriber.attach(model)
             for _ in range(2):
                 subscriber.refresh()
-                while subscriber._told_held != subscriber._held:
+                while subscriber._reported_held != subscriber._held:
                     await anyio.lowlevel.checkpoint()
                 print(subscriber.version, subscriber.intact, *set(model.weight.flatten().tolist()), flush=True)
                 await anyio.to_thread.run_sync(sys.stdin.readline)
