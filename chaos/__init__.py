@@ -1,1 +1,1 @@
-"""Random kills, stops and cuts over pipelines, channels and journals; `python -m chaos` is the program."""
+"""Random kills, stops and disconnections of pipelines, channels and journals; `python -m chaos` is the program."""

@@ -1,9 +1,9 @@
-"""The processes of a round: trainers, senders, and holders of network namespaces. Each dies with the driver.
+"""The programs of a round's processes: trainers, senders, and holders of network namespaces. Each dies with the driver.
 
     python -m chaos.actors '{"role": "sender", …}'
 
-A sender and a source send the numbers below `count - 1` at a pace, and the last one when the file `finish` is there:
-the stream cannot end while blows fall.
+A sender and a source send the numbers below `count - 1` at a fixed pace, and the last one when the file `finish`
+exists, so that the stream cannot end while faults are injected.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ BATCH_TOKENS, CHECKPOINT_EVERY, CAPACITY_BYTES = 2048, 3, 2**19
 RESTARTS = 10**9
 
 AWAITED_S = 300.0
-"""How long a member or a trainer may be gone: longer than a round takes."""
+"""Seconds that a member or a trainer may be absent: longer than a round takes."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """The orders of one process."""
+    """The configuration of one process."""
 
     role: Literal["trainer", "sender", "holder"]
     parent: int
@@ -67,7 +67,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's source: worker processes of its own, or senders that outlive it."""
     url: str = "shm://"
     key: str | None = None
-    """A file."""
+    """The file of the key."""
     lane: int = 0
     lanes: int = 1
     count: int = 0
@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def finish(self) -> Path:
-        """Return the file that says that blows have ended."""
+        """The file that exists once no more faults are injected."""
         return self.folder / "finish"
 
     @property
@@ -101,7 +101,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Trained(msgspec.Struct):
-    """The weights: the names of everything that was trained, in order."""
+    """The weights: the names of all trained records, in order."""
 
     steps: int
     names: list[GroupId]
@@ -133,7 +133,7 @@ async def send_all(spec: Spec, lane: int, send: Callable[[TrajectoryGroup], Any]
 
 
 async def run_sender(spec: Spec) -> None:
-    """Send a lane to whichever trainer listens."""
+    """Send a lane to the present trainer."""
     where: str | Path = spec.folder / "address" if spec.url == "shm://" else spec.url
     name, reconnect_timeout_s, heartbeat_timeout_s = f"sender {spec.lane}", AWAITED_S, spec.heartbeat_timeout_s
     async with connect_with_replay(
@@ -162,7 +162,7 @@ class Make:
 
 @dataclass(frozen=True)
 class Check:
-    """A stage that compares every record with what was sent."""
+    """A stage that compares every record with the one that was sent."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """See `Stage`."""
@@ -172,7 +172,7 @@ class Check:
 
 
 class Trainer:
-    """Notes the names of what it is trained on, so that a checkpoint says what became of every record."""
+    """Records the names of its batches, so that a checkpoint lists every trained record."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -180,7 +180,7 @@ class Trainer:
         self._names: list[GroupId] = []
 
     def step(self, batch: TrainBatch, /) -> dict[str, float]:
-        """Check and note a batch."""
+        """Check and record a batch."""
         check_batch(batch)
         self._names += [packed.id for packed in batch.groups]
         self.steps += 1
@@ -192,7 +192,7 @@ class Trainer:
         return write_checkpoint(folder, self.steps, lambda into: _write(into / "state", state))
 
     def keep(self, state: Mapping[str, Any], /) -> None:
-        """Keep nothing of the stages: none of them gathers anything."""
+        """Ignore the state of stages: none of them has any."""
 
     def resume(self, checkpoint: Path, /) -> None:
         """See `Resumable`."""
@@ -206,7 +206,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 async def run_trainer(spec: Spec) -> None:
-    """Train until the stream ends, and leave a report."""
+    """Train until the stream ends, and write a report."""
     trainer = SinkTrainer(Trainer(), checkpoint_every=CHECKPOINT_EVERY, keep_checkpoints=2)
     if spec.source == "workers":
         begun = source(Make(spec), on=processes(spec.lanes, restarts=RESTARTS)).then(
@@ -257,7 +257,7 @@ def main() -> None:
     """Run the role that the first argument describes."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     die_with(spec.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, with which this process dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the driver, and this process dies with it
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     anyio.run(ROLES[spec.role], spec)
 

@@ -1,7 +1,7 @@
-"""Two network namespaces with one line between them, which can be cut: `ip link set down`.
+"""Two network namespaces with one link between them, which can be set down: `ip link set down`.
 
-The namespaces have no names: each lives as long as its holder process, which dies with the driver, and the line goes
-with them. Asks for root and iproute2.
+The namespaces have no names: each exists as long as its holder process, which dies with the driver, and the link is
+deleted with them. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-__all__ = ["NEAR", "Line", "LineNotPossible", "apart", "within"]
+__all__ = ["NEAR", "Link", "LinkNotPossible", "apart", "within"]
 
 NEAR, FAR = "10.231.0.1", "10.231.0.2"
-"""Addresses of the trainer's side and of the senders' side; nothing else is in these namespaces."""
+"""Addresses of the trainer's side and of the senders' side, the only ones in these namespaces."""
 
 
-class LineNotPossible(Exception):
+class LinkNotPossible(Exception):
     """This machine does not permit network namespaces, or has no iproute2."""
 
 
-class Line:
-    """The line between the namespaces of two processes.
+class Link:
+    """The link between the namespaces of two processes.
 
     Raises:
-        LineNotPossible: the machine does not permit it.
+        LinkNotPossible: the machine does not permit it.
     """
 
     def __init__(self, near_pid: int, far_pid: int) -> None:
@@ -36,11 +36,11 @@ class Line:
             _ip(pid, "link", "set", "lo", "up")
 
     def cut(self) -> None:
-        """Let nothing through."""
+        """Set the link down."""
         _ip(self._far_pid, "link", "set", "far", "down")
 
-    def mend(self) -> None:
-        """Let everything through."""
+    def restore(self) -> None:
+        """Set the link up."""
         _ip(self._far_pid, "link", "set", "far", "up")
 
 
@@ -53,11 +53,11 @@ def apart() -> list[str]:
     """Return the prefix of a command that runs in a network namespace of its own.
 
     Raises:
-        LineNotPossible: the machine does not permit it.
+        LinkNotPossible: the machine does not permit it.
     """
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
     if missing:
-        raise LineNotPossible(f"expected {', '.join(missing)} on the path: apt install iproute2 util-linux")
+        raise LinkNotPossible(f"expected {', '.join(missing)} on the path: apt install iproute2 util-linux")
     _checked(["unshare", "--net", "true"])
     return ["unshare", "--net"]
 
@@ -69,4 +69,4 @@ def _ip(pid: int, *arguments: str) -> None:
 def _checked(command: Sequence[str]) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (fixed commands)
     if ran.returncode:
-        raise LineNotPossible(f"{' '.join(command)}: {ran.stderr.strip()}")
+        raise LinkNotPossible(f"{' '.join(command)}: {ran.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Records whose every byte follows from their ids, and the comparison of what arrives with what was sent."""
+"""Records whose every byte is computed from their ids, and the comparison of received records with sent ones."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def _sent(identity: GroupId) -> TrajectoryGroup:
 
 
 def check_record(record: TrajectoryGroup) -> None:
-    """Compare every column of `record` with what was sent.
+    """Compare every column of `record` with that of the sent record.
 
     Raises:
-        CorruptRecord: a column differs, is missing, or is one too many.
+        CorruptRecord: a column differs, is missing, or is extra.
     """
-    sent, came = _sent(record.id).columns(), record.columns()
-    different = [name for name in sent.keys() | came.keys() if not _equal(sent.get(name), came.get(name))]
+    sent, received = _sent(record.id).columns(), record.columns()
+    different = [name for name in sent.keys() | received.keys() if not _equal(sent.get(name), received.get(name))]
     if different:
         raise CorruptRecord(f"expected {record.id} as it was sent, got other bytes in {sorted(different)}")
 
 
-def _equal(sent: object, came: object) -> bool:
-    if not (isinstance(sent, np.ndarray) and isinstance(came, np.ndarray)):
+def _equal(sent: object, received: object) -> bool:
+    if not (isinstance(sent, np.ndarray) and isinstance(received, np.ndarray)):
         return False
-    return sent.dtype == came.dtype and sent.shape == came.shape and sent.tobytes() == came.tobytes()
+    return sent.dtype == received.dtype and sent.shape == received.shape and sent.tobytes() == received.tobytes()
 
 
 def check_batch(batch: TrainBatch) -> None:
-    """Compare tokens and log-probabilities of `batch` with those of the groups that it says it holds.
+    """Compare tokens and log-probabilities of `batch` with those of the groups that it lists.
 
     Raises:
         CorruptRecord: they differ.

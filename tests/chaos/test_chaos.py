@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from chaos.actors import Found
-from chaos.cast import children_of
+from chaos.processes import children_of
 from chaos.records import CorruptRecord, check_batch, check_record, every_id, record_of
 from chaos.rounds import SCENARIOS, judge
 from tests.failsafe import FAILSAFE_S

@@ -1,4 +1,4 @@
-"""The processes of a round as the driver sees them: started, struck, started anew when killed, and awaited."""
+"""The processes of a round in the driver: start them, inject faults, restart killed ones, and wait for their ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import msgspec
 
 from .actors import Spec
 
-__all__ = ["Actor", "Cast", "children_of", "left_of"]
+__all__ = ["Actor", "RoundProcesses", "children_of", "left_of"]
 
 ROOT = Path(__file__).parents[1]
 
 START = "from chaos.actors import main; main()"
 
 STOPPED_S = 4.0
-"""How long a process is stopped at most: twice as long as its peers bear its silence."""
+"""Most seconds that a process is stopped: twice the heartbeat timeout of its peers."""
 
 
 def children_of(pid: int) -> list[int]:
@@ -39,23 +39,23 @@ def children_of(pid: int) -> list[int]:
 
 @dataclass
 class Actor:
-    """One process after the other, of the same orders: a new one where the last one was killed."""
+    """A sequence of processes with one configuration: a new one when the last one was killed."""
 
     name: str
     spec: Spec
     prefix: Sequence[str] = ()
-    """Of its command: the network namespace."""
+    """Prefix of its command, for its network namespace."""
     process: subprocess.Popen[str] | None = None
     deaths: int = 0
     done: bool = False
-    """Whether it ended by itself, without an error."""
+    """True once it has ended by itself, without an error."""
 
     def start(self) -> subprocess.Popen[str]:
         """Start the process."""
-        orders = msgspec.json.encode(self.spec).decode()
+        config = msgspec.json.encode(self.spec).decode()
         with (self.spec.folder / f"{self.name}.log").open("a") as log:
             self.process = subprocess.Popen(  # noqa: S603 (this interpreter)
-                [*self.prefix, sys.executable, "-c", START, orders],
+                [*self.prefix, sys.executable, "-c", START, config],
                 stdout=subprocess.PIPE if self.spec.role == "holder" else log,
                 stderr=log,
                 text=True,
@@ -81,25 +81,25 @@ class Actor:
         return "\n".join(lines[-40:])
 
     def pids(self) -> list[int]:
-        """Return the process and its children: workers, of a trainer."""
+        """Return the ids of the process and its children, such as the workers of a trainer."""
         if self.process is None or self.process.poll() is not None:
             return []
         return [self.process.pid, *children_of(self.process.pid)]
 
 
 @dataclass
-class Cast:
-    """All processes of a round, and the blows that they get."""
+class RoundProcesses:
+    """All processes of a round, and the faults that were injected."""
 
     random: random.Random
     actors: list[Actor] = field(default_factory=list)
-    """Those that are struck."""
+    """Processes that get faults."""
     holders: list[Actor] = field(default_factory=list)
-    """Those that keep network namespaces."""
-    dealt: Counter[str] = field(default_factory=Counter)
+    """Processes that hold network namespaces."""
+    injected: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    async def play(self, actor: Actor) -> None:
+    async def run(self, actor: Actor) -> None:
         """Run an actor to its end, through any number of kills."""
         while not actor.done:
             actor.start()
@@ -110,9 +110,9 @@ class Cast:
                 self.wrong.append(f"{actor.name} ended with {status}: {actor.tail()}")
                 return
 
-    async def strike(self) -> None:
+    async def inject_fault(self) -> None:
         """Kill or stop one process."""
-        blow = self.random.choice(["SIGKILL", "stop"])
+        fault = self.random.choice(["SIGKILL", "stop"])
         share, stopped_s = self.random.random(), self.random.uniform(0.0, STOPPED_S)
         pids = [pid for actor in self.actors for pid in actor.pids()]
         if not pids:
@@ -120,13 +120,13 @@ class Cast:
         with suppress(ProcessLookupError, ChildProcessError):
             pidfd = os.pidfd_open(pids[int(share * len(pids))])
             try:
-                await self._deal(pidfd, blow, stopped_s)
+                await self._inject(pidfd, fault, stopped_s)
             finally:
                 os.close(pidfd)
 
-    async def _deal(self, pidfd: int, blow: str, stopped_s: float) -> None:
-        self.dealt[blow] += 1
-        if blow == "SIGKILL":
+    async def _inject(self, pidfd: int, fault: str, stopped_s: float) -> None:
+        self.injected[fault] += 1
+        if fault == "SIGKILL":
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
@@ -136,7 +136,7 @@ class Cast:
             signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End everything that is left of it."""
+        """Kill all processes that still run."""
         for actor in self.actors + self.holders:
             if actor.process is not None and actor.process.poll() is None:
                 actor.process.kill()
@@ -144,7 +144,7 @@ class Cast:
 
 
 def left_of(pids: Iterable[int]) -> list[str]:
-    """Return processes that are still there, with their commands; those that have ended are reaped."""
+    """Return the processes among `pids` that still exist, with their commands; reap those that have ended."""
     found = []
     for pid in pids:
         with suppress(ChildProcessError):
