@@ -1,8 +1,8 @@
 """penstock brings trajectories from reinforcement-learning environments to a trainer.
 
-These are the names that every script uses; the rest stands in public modules by subject: `penstock.channels`,
+These are the names that every script uses; the others are in public modules by subject: `penstock.channels`,
 `environments`, `policies`, `torch`, `losses`, `weights`, `teachers`, `training`, `rewards`, `records`, `servers`,
-`accounting`, `errors`, `testing`, `integrations`. Whatever is in no public module is internal, and may move.
+`accounting`, `errors`, `testing`, `integrations`. A name that is in no public module is internal, and may move.
 """
 
 from __future__ import annotations

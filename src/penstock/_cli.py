@@ -1,4 +1,4 @@
-"""What the command `penstock` runs. Errors are sentences, and exit with 1."""
+"""The entry point of the command `penstock`. Errors are printed as sentences, and exit with status 1."""
 
 from __future__ import annotations
 

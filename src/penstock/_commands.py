@@ -25,10 +25,10 @@ LIMITS = Limits()
 PORTS = 2**16
 
 GARBAGE = 100_000
-"""Objects that are made before garbage is looked for: one group is that many lists, none of which refers to itself."""
+"""Objects that are allocated between two garbage collections: the lists of one group, none of which is a cycle."""
 
 
-def _above_nothing(value: float) -> float:
+def _positive(value: float) -> float:
     if not value > 0:  # nor NaN
         raise typer.BadParameter(f"expected a number above 0, got {value}")
     return value
@@ -59,7 +59,7 @@ def gateway(
     capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.", min=1)] = DEFAULT_CAPACITY_BYTES,
     heartbeat_timeout_s: Annotated[
         float,
-        typer.Option(help="An environment that sent nothing for so long holds no other back.", callback=_above_nothing),
+        typer.Option(help="An environment that sent nothing for so long holds no other back.", callback=_positive),
     ] = DEFAULT_HEARTBEAT_TIMEOUT_S,
     request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
     inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
@@ -79,7 +79,7 @@ def gateway(
 
 
 def _announce(url: str) -> None:
-    """Print the URL. The process only serves from now on, so its modules need not be searched for garbage."""
+    """Print the URL. The process only serves from now on, so its modules are excluded from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])

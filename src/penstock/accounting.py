@@ -1,4 +1,4 @@
-"""The accounts of a run: the ledger of trajectories, metrics, statistics, events."""
+"""The accounting of a run: the ledger of trajectories, metrics, statistics, events."""
 
 from __future__ import annotations
 

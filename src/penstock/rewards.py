@@ -1,4 +1,4 @@
-"""Functions of one's own as components of a reward."""
+"""User functions as components of a reward."""
 
 from __future__ import annotations
 

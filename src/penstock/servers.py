@@ -1,4 +1,4 @@
-"""Servers from outside as parts of a run."""
+"""External servers as parts of a run."""
 
 from __future__ import annotations
 

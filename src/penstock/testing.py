@@ -1,4 +1,4 @@
-"""What penstock's own tests are made of, for yours: drive a stage alone, build records, hold a channel to the rules."""
+"""Tools for tests, penstock's and yours: drive a stage alone, build records, check a channel against the rules."""
 
 from __future__ import annotations
 

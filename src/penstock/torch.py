@@ -1,4 +1,4 @@
-"""Parts that hold a torch model: trainers, policies, teachers, weights in a folder. Needs torch."""
+"""Classes that use a torch model: trainers, policies, teachers, weights in a folder. Needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that reach the processes that sample, through shared memory."""
+"""Publish weights to the processes that sample, through shared memory."""
 
 from __future__ import annotations
 
