@@ -1,4 +1,4 @@
-"""What every channel must do, whatever carries it: one rule a function, run against memory, shm and tcp alike.
+"""The conformance suite of channels: one rule a function, run against memory, shm and tcp alike.
 
 Public as `penstock.testing.check_channel` and `CHANNEL_RULES`. A transport takes part by a function that opens a
 channel of `TrajectoryGroup` for a number of senders and yields its `Ends`.
@@ -24,8 +24,8 @@ __all__ = ["CHANNEL_RULES", "Ends", "MakeChannel", "check_channel"]
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
-"""A rule that takes longer hangs."""
+RULE_TIMEOUT_S = 20.0
+"""The time limit of a rule; one that takes longer hangs."""
 
 
 class Ends(Protocol):
@@ -33,18 +33,18 @@ class Ends(Protocol):
 
     @property
     def inbox(self) -> ReceiveChannel[TrajectoryGroup]:
-        """The receiving end."""
+        """Return the receiving end."""
         ...
 
     def join(self) -> AbstractAsyncContextManager[SendChannel[TrajectoryGroup]]:
-        """The next of the promised senders."""
+        """Open the next of the announced senders."""
         ...
 
     async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
         """End a sender as the death of its process would; the next that joins is the same one, restarted.
 
         Returns:
-            Whether that can happen here: not where both ends live in one process.
+            True where that is possible: not where both ends live in one process.
         """
         ...
 
@@ -55,19 +55,19 @@ class MakeChannel(Protocol):
     def __call__(
         self, *, capacity: int = 8, capacity_bytes: int = 2**20, senders: int | None = 1
     ) -> AbstractAsyncContextManager[Ends]:
-        """The channel, open within the `async with`."""
+        """Open the channel, within the `async with`."""
         ...
 
 
 async def check_channel(make: MakeChannel) -> None:
-    """Hold a channel to every rule, one after another.
+    """Check a channel against every rule, one after another.
 
     Raises:
         AssertionError: it broke one.
         TimeoutError: it hangs.
     """
     for rule in CHANNEL_RULES:
-        with anyio.fail_after(PATIENCE_S):
+        with anyio.fail_after(RULE_TIMEOUT_S):
             await rule(make)
 
 
@@ -75,7 +75,7 @@ async def check_channel(make: MakeChannel) -> None:
 
 
 async def records_arrive_once_in_the_order_of_their_sender(make: MakeChannel) -> None:
-    """Order."""
+    """Check the order."""
     records, got = _records(50), list[TrajectoryGroup]()
     async with make(capacity=4) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, records)
@@ -84,7 +84,7 @@ async def records_arrive_once_in_the_order_of_their_sender(make: MakeChannel) ->
 
 
 async def no_more_records_are_in_flight_than_the_capacity(make: MakeChannel) -> None:
-    """The bound in items."""
+    """Check the bound in items."""
     async with make(capacity=3) as ends, ends.join() as outbox:
         for record in _records(3):
             outbox.send_nowait(record)
@@ -96,7 +96,7 @@ async def no_more_records_are_in_flight_than_the_capacity(make: MakeChannel) -> 
 
 
 async def no_more_bytes_are_in_flight_than_the_capacity(make: MakeChannel) -> None:
-    """The bound in bytes."""
+    """Check the bound in bytes."""
     large = [group(completion_lengths=[2000], instance_id=str(n)) for n in range(3)]
     async with make(capacity=100, capacity_bytes=large[0].nbytes * 5 // 2) as ends, ends.join() as outbox:
         outbox.send_nowait(large[0])
@@ -109,7 +109,7 @@ async def no_more_bytes_are_in_flight_than_the_capacity(make: MakeChannel) -> No
 
 
 async def a_record_that_never_fits_is_refused_with_both_sizes(make: MakeChannel) -> None:
-    """Too large is an error, not a wait."""
+    """Check that too large a record is an error, not a wait."""
     large = group(completion_lengths=[50_000])
     async with make(capacity_bytes=65_536) as ends, ends.join() as outbox:
         for send in (_sent_nowait, _sent):
@@ -125,7 +125,7 @@ async def a_record_that_never_fits_is_refused_with_both_sizes(make: MakeChannel)
 
 
 async def a_sender_waits_while_the_receiver_does_not_read(make: MakeChannel) -> None:
-    """Backpressure."""
+    """Check backpressure."""
     records = _records(12)
     sent: list[str] = []
     async with make(capacity=4) as ends, ends.join() as outbox, anyio.create_task_group() as tasks:
@@ -144,8 +144,8 @@ async def a_sender_waits_while_the_receiver_does_not_read(make: MakeChannel) -> 
         assert outbox.statistics().waiting_for == ""
 
 
-async def many_senders_are_heard_each_in_its_order(make: MakeChannel) -> None:
-    """Fan-in, and the end of the stream when all of them are done."""
+async def records_of_many_senders_arrive_each_in_its_order(make: MakeChannel) -> None:
+    """Check fan-in, and the end of the stream when all of them are done."""
     got = list[GroupId]()
     async with make(capacity=2, senders=4) as ends, anyio.create_task_group() as tasks:
         for sender in range(4):
@@ -156,7 +156,7 @@ async def many_senders_are_heard_each_in_its_order(make: MakeChannel) -> None:
 
 
 async def clones_share_a_channel_that_ends_with_the_last(make: MakeChannel) -> None:
-    """Fan-in within one process."""
+    """Check fan-in within one process."""
     async with make(capacity=8) as ends, ends.join() as outbox:
         clone = outbox.clone()
         await clone.send(group(instance_id="clone"))
@@ -169,8 +169,8 @@ async def clones_share_a_channel_that_ends_with_the_last(make: MakeChannel) -> N
         await _raises(anyio.ClosedResourceError, outbox.send(group()))
 
 
-async def a_late_joiner_is_heard(make: MakeChannel) -> None:
-    """The stream does not end before every promised sender has come and gone."""
+async def records_of_a_late_joiner_arrive(make: MakeChannel) -> None:
+    """Check that the stream does not end before every announced sender has connected and closed."""
     async with make(senders=2) as ends:
         await _send_all(ends, _records(2))
         assert [(await ends.inbox.receive()).instance_id for _ in range(2)] == ["0", "1"]
@@ -181,7 +181,7 @@ async def a_late_joiner_is_heard(make: MakeChannel) -> None:
 
 
 async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
-    """AsyncCloseable the sending end loses nothing."""
+    """Check that closing the sending end loses nothing."""
     got = list[str]()
     async with make(capacity=16) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, _records(9))
@@ -191,7 +191,7 @@ async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
 
 
 async def a_lost_sender_that_is_counted_is_awaited(make: MakeChannel) -> None:
-    """Losing it neither raises nor ends the stream: it is restarted, and says that it is done."""
+    """Check that losing it neither raises nor ends the stream: it is restarted, and closes."""
     async with make(senders=1) as ends:
         async with ends.join() as outbox:
             await outbox.send(group(instance_id="0"))
@@ -205,8 +205,8 @@ async def a_lost_sender_that_is_counted_is_awaited(make: MakeChannel) -> None:
         assert got == ["1", "2"]
 
 
-async def a_lost_sender_that_is_not_counted_is_told_once_by_receive(make: MakeChannel) -> None:
-    """After all that it had sent; the others are received as if nothing had been."""
+async def a_lost_sender_that_is_not_counted_is_raised_once_by_receive(make: MakeChannel) -> None:
+    """Check that it is raised after all that it had sent, and that the records of others are received as before."""
     async with make(senders=None) as ends, ends.join() as other:
         async with ends.join() as outbox:
             await outbox.send(group(instance_id="0"))
@@ -221,7 +221,7 @@ async def a_lost_sender_that_is_not_counted_is_told_once_by_receive(make: MakeCh
 
 
 async def a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_again(make: MakeChannel) -> None:
-    """`async for` raises what `receive` raises."""
+    """Check that `async for` raises the errors of `receive`."""
     async with make(senders=None) as ends, ends.join() as other:
         async with ends.join() as outbox:
             await outbox.send(group(instance_id="0"))
@@ -234,8 +234,8 @@ async def a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_
         assert await _received_all(ends.inbox) == ["1"]
 
 
-async def closing_the_receiver_tells_the_senders(make: MakeChannel) -> None:
-    """A sender that waits is woken, one that comes later is refused."""
+async def closing_the_receiver_fails_the_senders(make: MakeChannel) -> None:
+    """Check that a sender that waits is woken, and a later send fails."""
     async with make(capacity=1) as ends, ends.join() as outbox, anyio.create_task_group() as tasks:
         outbox.send_nowait(group())
         tasks.start_soon(_raises, PeerClosed, outbox.send(group()))
@@ -249,7 +249,7 @@ async def closing_the_receiver_tells_the_senders(make: MakeChannel) -> None:
 
 
 async def a_cancelled_send_or_receive_moves_nothing(make: MakeChannel) -> None:
-    """Cancellation at every await: no record is lost, none is doubled."""
+    """Check cancellation at every await: no record is lost, none is duplicated."""
     records = _records(60)
     got: list[TrajectoryGroup] = []
     async with make(capacity=2) as ends, anyio.create_task_group() as tasks:
@@ -278,7 +278,7 @@ async def a_cancelled_send_or_receive_moves_nothing(make: MakeChannel) -> None:
 
 
 async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> None:
-    """Bit for bit, names, dtypes, shapes and meta."""
+    """Check names, dtypes, shapes, contents and meta, bit for bit."""
     length, count = 37, 3
     random = np.random.default_rng(0)
     tokens = np.full((count * length, 4), -1, np.int32)
@@ -305,7 +305,7 @@ async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> N
 
 
 async def groups_of_no_tokens_and_of_very_many_arrive(make: MakeChannel) -> None:
-    """Zero-length and very large."""
+    """Check groups of zero length and very large ones."""
     hollow = TrajectoryGroup.build(
         env="e", instance_id="0", tokens=[], offsets=[0, 0, 0], loss_mask=[], rewards=[1.0, 2.0]
     )
@@ -316,8 +316,8 @@ async def groups_of_no_tokens_and_of_very_many_arrive(make: MakeChannel) -> None
             _same(await ends.inbox.receive(), record)
 
 
-async def statistics_name_what_is_waited_for(make: MakeChannel) -> None:
-    """Whoever waits says for what, and for how long."""
+async def statistics_name_the_present_wait(make: MakeChannel) -> None:
+    """Check that an end that waits reports for what, and for how long."""
     async with make(capacity=1) as ends, ends.join() as outbox, anyio.create_task_group() as tasks:
         tasks.start_soon(ends.inbox.receive)
         await _until(lambda: ends.inbox.statistics().waiting_for == "record")
@@ -334,23 +334,23 @@ CHANNEL_RULES: tuple[Callable[[MakeChannel], Awaitable[None]], ...] = (
     no_more_bytes_are_in_flight_than_the_capacity,
     a_record_that_never_fits_is_refused_with_both_sizes,
     a_sender_waits_while_the_receiver_does_not_read,
-    many_senders_are_heard_each_in_its_order,
+    records_of_many_senders_arrive_each_in_its_order,
     clones_share_a_channel_that_ends_with_the_last,
-    a_late_joiner_is_heard,
+    records_of_a_late_joiner_arrive,
     what_was_sent_before_closing_arrives,
     a_lost_sender_that_is_counted_is_awaited,
-    a_lost_sender_that_is_not_counted_is_told_once_by_receive,
+    a_lost_sender_that_is_not_counted_is_raised_once_by_receive,
     a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_again,
-    closing_the_receiver_tells_the_senders,
+    closing_the_receiver_fails_the_senders,
     a_cancelled_send_or_receive_moves_nothing,
     every_column_and_dtype_comes_out_as_it_went_in,
     groups_of_no_tokens_and_of_very_many_arrive,
-    statistics_name_what_is_waited_for,
+    statistics_name_the_present_wait,
 )
 """Every rule, an async function of a `MakeChannel`: parametrize a test over them, so that a broken one is named."""
 
 
-# -- what the rules are made of --------------------------------------------------------------------------------------
+# -- parts of the rules ----------------------------------------------------------------------------------------------
 
 _CANCELLED = object()
 
@@ -400,7 +400,7 @@ async def _raises(error: type[BaseException], attempt: Awaitable[object]) -> Non
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Let others run until `condition` holds; the rule's deadline bounds it."""
+    """Let other tasks run until `condition` holds; the rule's time limit bounds it."""
     while not condition():
         await anyio.lowlevel.checkpoint()
 
@@ -417,7 +417,7 @@ async def _until_raises(error: type[BaseException], attempt: Callable[[], None])
 
 
 async def _cancelled_after(ticks: int, attempt: Awaitable[T]) -> T | object:
-    """The outcome of `attempt`, or `_CANCELLED` where it was cancelled after so many turns of the event loop."""
+    """Return the outcome of `attempt`, or `_CANCELLED` where it was cancelled after so many turns of the event loop."""
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
 

@@ -1,4 +1,4 @@
-"""What the ends of a channel require of a connection, by transport, beside the ZeroMQ socket that carries the records.
+"""The requirements of the ends of a channel on a connection, by transport, beside the ZeroMQ socket for records.
 
 Over shm it is a Unix socket of its own (`control_connection`), over tcp the one connection that carries everything
 (`tcp_control`). Knows neither records nor credit.

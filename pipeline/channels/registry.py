@@ -1,4 +1,4 @@
-"""What an acceptor requires of the receiver that it accepts senders for."""
+"""The requirements of an acceptor on the receiver that it accepts senders for."""
 
 from __future__ import annotations
 

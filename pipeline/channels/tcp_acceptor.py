@@ -172,7 +172,7 @@ class TcpAcceptor:
             self._drop(connection, f"a connection from {connection.host} sent no Connect for {HANDSHAKE_S} s")
 
     def _bound_newcomers(self) -> None:
-        """Where too many connections have sent no Connect, close the oldest ones of the address with the most."""
+        """Close the oldest connections of the address with the most, where too many have sent no Connect."""
         self._bound_scheduled = False
         if self._closed:
             return

@@ -64,7 +64,7 @@ class Record(Columned, Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns occupy."""
+        """Return the bytes of the columns."""
         ...
 
     def columns(self) -> dict[str, Array]:
