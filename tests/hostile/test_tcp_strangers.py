@@ -13,6 +13,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import zmq
+from tests.failsafe import FAILSAFE_S
 from tests.hostile.test_frames import frames_of, record, say
 
 from penstock import TrajectoryGroup
@@ -36,7 +37,7 @@ def port_of(inbox: Inbox) -> int:
 
 def idle(inbox: Inbox, source: str = "127.0.0.1") -> socket.socket:
     """A connection from `source` on which nothing is said."""
-    connection = socket.create_connection(("127.0.0.1", port_of(inbox)), timeout=30, source_address=(source, 0))
+    connection = socket.create_connection(("127.0.0.1", port_of(inbox)), timeout=FAILSAFE_S, source_address=(source, 0))
     connection.setblocking(False)
     return connection
 
@@ -54,13 +55,13 @@ def is_cut(connection: socket.socket) -> bool:
 
 
 async def until_rejected(inbox: Inbox, count: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while inbox.rejected < count:
             await anyio.lowlevel.checkpoint()
 
 
 async def until_cut(connection: socket.socket) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while not is_cut(connection):
             await anyio.lowlevel.checkpoint()
 
@@ -126,7 +127,7 @@ def hello(**changes: Any) -> control.Connect:
 
 async def answer(one: zmq.Socket[bytes]) -> control.Message:
     """What a key holder hears."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             await anyio.lowlevel.checkpoint()
     return control.decode(one.recv(zmq.NOBLOCK))
@@ -134,7 +135,7 @@ async def answer(one: zmq.Socket[bytes]) -> control.Message:
 
 async def until_ended(one: zmq.Socket[bytes]) -> None:
     """Wait until a key holder has no connection any more."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(FAILSAFE_S):
         while int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             await anyio.lowlevel.checkpoint()
 
@@ -238,7 +239,7 @@ async def test_a_sender_beyond_the_most_is_refused_and_holds_nobody_elses_place(
                 with pytest.raises(TooManySenders, match="expected at most 1 senders: raise max_senders"):
                     async with connect(inbox.url, TrajectoryGroup):
                         pass
-        with anyio.fail_after(30):
+        with anyio.fail_after(FAILSAFE_S):
             while inbox.statistics().senders or inbox.peers:
                 await anyio.lowlevel.checkpoint()
         await still_works(inbox)
@@ -253,7 +254,7 @@ async def test_who_was_granted_a_place_and_does_not_take_it_loses_it_in_time(mon
             with pytest.raises(TooManySenders):
                 async with connect(inbox.url, TrajectoryGroup, key=KEY):
                     pass
-            with anyio.fail_after(30):
+            with anyio.fail_after(FAILSAFE_S):
                 while inbox.admission.granted:
                     await anyio.lowlevel.checkpoint()
         monkeypatch.undo()
@@ -332,7 +333,7 @@ async def test_a_sender_that_is_cut_off_can_send_nothing_more() -> None:
             with pytest.raises(PeerLost, match=r"the forger .* was disconnected"):
                 await inbox.receive()
             line: Any = outbox
-            with anyio.fail_after(30):
+            with anyio.fail_after(FAILSAFE_S):
                 await line.disconnected()
             assert isinstance(outbox.failure, PeerClosed)
         await still_works(inbox)

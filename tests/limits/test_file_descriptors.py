@@ -17,11 +17,11 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
     ("what", "purpose"),
     [
         ("serve shm", "the receiving end of a channel"),
-        ("serve tcp", "the receiving end of a channel"),
-        ("connect shm", "the sending end of a channel"),
+        pytest.param("serve tcp", "the receiving end of a channel", marks=pytest.mark.long),
+        pytest.param("connect shm", "the sending end of a channel", marks=pytest.mark.long),
         ("connect tcp", "the sending end of a channel"),
         ("publish", "a publisher of weights"),
-        ("subscribe", "a subscriber to weights"),
+        pytest.param("subscribe", "a subscriber to weights", marks=pytest.mark.long),
     ],
 )
 def test_whatever_number_of_descriptors_is_left_it_opens_or_says_that_they_are_too_few(what: str, purpose: str) -> None:

@@ -395,9 +395,3 @@ def test_without_a_pipeline_whatever_ends_counts_as_admitted() -> None:
     ledger.end(group(instance_id="a"), "rejected", "it came again")
     assert ledger.balance().admitted == 6
     assert ledger.balance().balanced
-
-
-def test_the_repr_shows_the_balance() -> None:
-    ledger = ledger_with(A, B)
-    ledger.end(group(instance_id="a"), "stale", "old")
-    assert repr(ledger) == "<Ledger: 4 admitted, 2 in flight, 2 stale>"

@@ -112,9 +112,3 @@ def test_an_abandoned_span_is_free_again() -> None:
 def test_a_table_needs_a_slot() -> None:
     with pytest.raises(ValueError, match="at least 1 slot, got 0"):
         SlotTable(0)
-
-
-def test_the_repr_shows_how_full_it_is() -> None:
-    table = SlotTable(8)
-    allocated(table, 3)
-    assert repr(table) == "<SlotTable: 3 of 8 slots in 1 spans>"

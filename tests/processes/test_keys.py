@@ -75,7 +75,7 @@ async def test_a_stranger_without_the_key_is_not_heard_and_is_counted() -> None:
             stranger.connect(endpoint)
             stranger.send(b"hello")
         await still_works(inbox)
-        with anyio.fail_after(30):
+        with anyio.fail_after(FAILSAFE_S):
             while inbox.rejected < len(strangers):
                 await anyio.lowlevel.checkpoint()
         assert inbox.statistics().received == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock import TrajectoryGroup
@@ -192,6 +193,9 @@ async def test_what_a_killed_sender_had_sent_is_received_before_its_loss_is_told
                 assert await line(sender) == "sent"
                 came = [(await inbox.receive()).instance_id]
                 sender.kill()
-                with anyio.fail_after(30), pytest.raises(PeerLost, match=r"short-lived .* ended its connection"):
+                with (
+                    anyio.fail_after(FAILSAFE_S),
+                    pytest.raises(PeerLost, match=r"short-lived .* ended its connection"),
+                ):
                     await receive_into(came, inbox)
                 assert came == [str(number) for number in range(len(came))]

@@ -465,11 +465,3 @@ async def test_what_is_used_outside_async_with_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="use it within `async with`"):
         subscriber.attach(tensors())
-
-
-async def test_a_repr_tells_how_things_stand() -> None:
-    async with pair() as (publisher, subscriber):
-        await publisher.publish(tensors(), version=2)
-
-        assert repr(publisher) == f"<WeightPublisher {publisher.url} open: version 2, 1 subscribers>"
-        assert repr(subscriber) == f"<WeightSubscriber {publisher.url} open: version -1 of 2>"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from penstock._schemas.config import parse_config
 from penstock._stages.rewards.reward_shaping import (
-    FormatMarker,
     LengthBounty,
     RewardConfig,
     Shaped,
@@ -200,8 +199,3 @@ def test_without_components_only_the_clip_changes_anything(score: float, clip: t
 def test_a_configuration_that_makes_no_sense_is_refused_with_its_path(values: Any, message: str) -> None:
     with pytest.raises(InvalidConfig, match=f"^reward: .*{message}"):
         parse_config(RewardConfig, values, root="reward")
-
-
-def test_a_marker_is_a_value() -> None:
-    assert FormatMarker(marker="a", reward=1) == FormatMarker(marker="a", reward=1)
-    assert len({FormatMarker(marker="a", reward=1), FormatMarker(marker="a", reward=1)}) == 1

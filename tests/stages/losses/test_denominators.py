@@ -160,9 +160,3 @@ def test_where_every_sequence_trains_both_counts_are_one() -> None:
     for aggregation in ("seq-mean-token-sum", "seq-mean-token-mean"):
         one, other = (PPOClip(old="proximal").aggregated(aggregation, counted=c) for c in ("trained", "all"))
         assert one(given).loss.item() == other(given).loss.item()
-
-
-def test_a_loss_that_counts_all_reads_as_it_was_written() -> None:
-    assert repr(loss("seq-mean-token-mean", "all")) == (
-        "(AdvantageWeighted()).aggregated('seq-mean-token-mean', counted='all')"
-    )

@@ -62,12 +62,6 @@ def test_terms_that_say_the_same_do_so_under_names_of_their_own() -> None:
         assert metrics[name].value() == pytest.approx(term(given).loss.item())
 
 
-def test_a_loss_reads_as_it_was_written() -> None:
-    loss = (AdvantageWeighted() + 0.1 * KL("k2") - 2 * (0.5 * Entropy())).aggregated("token-mean")
-
-    assert repr(loss) == "(AdvantageWeighted() + 0.1 * KL(estimator='k2') - Entropy()).aggregated('token-mean')"
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
