@@ -7,10 +7,9 @@ nothing about torch.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,11 +40,6 @@ log = get_logger("penstock.sink_trainer")
 
 CANCEL_TIMEOUT_S = 4.0
 """How long a cancelled run waits for the step it is in: a run that is interrupted ends within five seconds."""
-
-
-SWITCH_S = 0.0005
-"""How long a training thread that runs Python may keep the interpreter from the event loop. At Python's own 5 ms every
-record that arrives meanwhile waits that long; at 0.5 ms it waits a tenth, and training is no slower."""
 
 
 @runtime_checkable
@@ -217,8 +211,7 @@ class SinkTrainer:
         self._restore(ledger)
         resumed_at = ledger.step
         await self._publish(ledger.step)
-        with _brisk_switches():
-            saved = await self._train_all(inbox, ledger, thread)
+        saved = await self._train_all(inbox, ledger, thread)
         is_saved = self._saves_at(ledger.step) or ledger.step == resumed_at > 0
         if not is_saved or _ended(ledger) != saved:
             await self._save(ledger, thread)
@@ -319,17 +312,6 @@ class SinkTrainer:
 def _ended(ledger: Ledger) -> int:
     """Return how many trajectories have ended in this run."""
     return sum(ledger.balance().ended.values())
-
-
-@contextmanager
-def _brisk_switches() -> Iterator[None]:
-    """Threads give the interpreter up sooner within the body."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _require(trainer: object, protocol: type, purpose: str, methods: str) -> None:

@@ -137,7 +137,7 @@ async def test_a_step_runs_off_the_event_loop() -> None:
     assert threading.get_ident() not in trainer.threads
 
 
-async def test_a_step_that_runs_python_gives_way_to_the_event_loop_soon() -> None:
+async def test_the_switch_interval_of_the_interpreter_is_left_alone() -> None:
     before, seen = sys.getswitchinterval(), list[float]()
 
     class Watching:
@@ -147,8 +147,7 @@ async def test_a_step_that_runs_python_gives_way_to_the_event_loop_soon() -> Non
 
     await drive_sink(SinkTrainer(Watching()), batches(1))
 
-    assert seen == [pytest.approx(0.0005)]
-    assert sys.getswitchinterval() == before
+    assert [*seen, sys.getswitchinterval()] == [before, before]
 
 
 async def test_each_step_is_trained_then_published_then_saved() -> None:
