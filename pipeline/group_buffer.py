@@ -73,10 +73,10 @@ class GroupBuffer:
         self._max_bytes = max_bytes
         self._max_closed = max_closed
         self._waiting: dict[GroupId, _PendingGroup] = {}
-        """In the order of their first pieces, and so of their deadlines."""
+        """Groups that wait, in the order of their first pieces, and so of their deadlines."""
         self._nbytes = 0
         self._closed: dict[GroupId, None] = {}
-        """In the order in which they closed."""
+        """Closed groups that are remembered, in the order in which they closed."""
 
     def __repr__(self) -> str:
         return f"<GroupBuffer: {self.groups} groups waiting, {self.nbytes} bytes, {self.closed} closed>"

@@ -35,7 +35,7 @@ class _Mapped:
         self._driver = driver()
 
     def __del__(self) -> None:
-        with suppress(OSError):  # at exit, the driver may be gone
+        with suppress(OSError):  # at exit, the driver may be unloaded
             self._driver.release(self.index, self.address, own=self._own)
 
     @property
@@ -100,22 +100,22 @@ class DeviceMemory:
 
     @property
     def device(self) -> str:
-        """As `HostMemory.device`."""
+        """See `HostMemory.device`."""
         return str(self._whole.device)
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        """As `HostMemory.store`."""
+        """See `HostMemory.store`."""
         import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
 
         target = self.tensor(start, spec.nbytes).view(getattr(torch, spec.dtype)).view(spec.shape)
         target.copy_(torch.as_tensor(tensor).detach())
 
     def flush(self) -> None:
-        """As `HostMemory.flush`."""
+        """See `HostMemory.flush`."""
         driver().synchronize(self._index)
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """As `HostMemory.tensor`."""
+        """See `HostMemory.tensor`."""
         return self._whole[start : start + nbytes]
 
     def mark(self, generation: int) -> None:

@@ -30,7 +30,7 @@ class HostMemory:
     device = "cpu"
     """Its device, as torch names it."""
     stays = True
-    """Whether it is still there when its publisher has closed it."""
+    """True: it can still be read when its publisher has closed it."""
 
     def __init__(self, memory: memoryview) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)

@@ -260,7 +260,7 @@ def fitted(
 def fit(
     model: Sequence[TensorSpec], published: Sequence[TensorSpec], fused: Iterable[FusedTensor]
 ) -> tuple[tuple[Part, ...], list[str]]:
-    """As `fitted`, but return the differences, one line each; if there are any, the positions are invalid."""
+    """Fit as `fitted` does, and return the differences, one line each; if there are any, the positions are invalid."""
     names, there = _names(model), _names(published)
     split = [(rule, [each for each in rule.instances(names) if each.whole in there]) for rule in fused]
     wholes, parts, lines = _packed(model, [(rule, each) for rule, each in split if each])
@@ -275,7 +275,7 @@ def _names(specs: Iterable[TensorSpec]) -> list[str]:
 def _packed(
     specs: Sequence[TensorSpec], rules: Iterable[tuple[FusedTensor, Sequence[FusedTensor]]]
 ) -> tuple[tuple[TensorSpec, ...], tuple[Part, ...], list[str]]:
-    """As `packed`, but return the errors, one line each; such parts are not fused."""
+    """Pack as `packed` does, and return the errors, one line each; such parts are not fused."""
     known = {spec.name: spec for spec in specs}
     places: dict[str, tuple[TensorSpec, dict[str, Part]]] = {}
     lines: list[str] = []
