@@ -1,10 +1,10 @@
-"""Stages, one a file, and in folders what they stand on.
+"""Stages, one in each file, and the folders that they use.
 
 advantages/    formulas and presets of the normalizer
 engines/       policies, and the engines that generate for them
-rewards/       shaping, and functions of the user's own
-teachers/      who answers a `Teacher`
-losses/        what a trainer minimises
+rewards/       shaping, and reward functions of the user
+teachers/      teachers for the stage `Teacher`
+losses/        losses that a trainer minimises
 training/      the torch trainer, on one rank and on several
-integrations/  one module a foreign framework
+integrations/  one package for each foreign framework
 """

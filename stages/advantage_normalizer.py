@@ -1,8 +1,8 @@
 """AdvantageNormalizer: rewards to advantages, spread over the tokens that train.
 
 Advantages that came with the data are used as they are: not recomputed, not clipped, and their rewards enter no
-statistic. Those of sequences that their sender silenced are 0 (see `overrides`). How advantages are made stands in
-`estimator`; this stage gathers, fills in and counts.
+statistic. Sequences that their sender marked (see `zero_advantages`) get advantage 0. `estimator` computes the
+advantages; this stage gathers groups, fills in the column and counts.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class AdvantageNormalizer:
 
     Args:
         mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo`, `opo` (against the group), `batch`, `reinforce++`,
-            `reinforce++-baseline` (against the `batch_groups` groups that came together), `global` (against everything
-            seen in the run), or `gae` (against what a critic expected, the column `values`).
+            `reinforce++-baseline` (against the `batch_groups` groups that are gathered), `global` (against all rewards
+            of the run so far), or `gae` (against the values of a critic, the column `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
-        batch_groups: how many groups are gathered; the last ones of a stream, or before a flush, are what is left.
-            `gae` whitens what is gathered, and does not whiten where this is left out.
+        batch_groups: number of groups that are gathered; the last ones of a stream, or before a flush, may be fewer.
+            `gae` whitens over the gathered groups, and does not whiten where this is left out.
         rewards: `sequence` for the column `rewards`, `token` for `token_rewards`, `both` for their sum.
         gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
         gae_lambda: λ of `gae`.
-        preset: compute what this library does, wherever it differs from us.
+        preset: the library whose results are computed where they differ from ours.
 
     Raises:
-        ValueError: a mode or a preset that there is not, bounds in the wrong order, a discount outside [0, 1], or an
+        ValueError: an unknown mode or preset, bounds in the wrong order, a discount outside [0, 1], or an
             argument missing or without use.
     """
 
@@ -65,9 +65,9 @@ class AdvantageNormalizer:
     gae_lambda: float = 1.0
     preset: Library | None = None
     _estimator: Estimator = field(init=False, repr=False, compare=False)
-    """What makes advantages, of all of the above but `clip`."""
+    """Built from all fields above except `clip`."""
     _seen: RunningStatistics = field(default_factory=RunningStatistics, init=False, repr=False, compare=False)
-    """What mode `global` has seen; saved and restored."""
+    """Statistics of mode `global`; saved and restored."""
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
@@ -95,11 +95,11 @@ class AdvantageNormalizer:
             raise ValueError(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Groups that are gathered are held as owned copies."""
+        """Run the stage; see `Stage`. Groups that are gathered are held as owned copies."""
         if self.batch_groups is not None:
             await self._run_gathering(inbox, outbox, self.batch_groups)
             return
-        most = 1 if self.mode == "global" else MAX_CHUNK  # what was seen before a group must not depend on the clock
+        most = 1 if self.mode == "global" else MAX_CHUNK  # the statistics before a group must not depend on the clock
         async for groups in receive_chunks(inbox, most):
             filled = self._filled(groups)
             del groups
@@ -115,7 +115,7 @@ class AdvantageNormalizer:
                 gathered.append(group.owned())
             elif group is not None:
                 await send_all(outbox, self._filled([group]))
-            del group  # it may lie in a producer's slots, and the next one may be long in coming
+            del group  # it may occupy a producer's slots until the next one arrives
             if len(gathered) == batch_groups or flushed:
                 filled = self._filled(gathered)
                 gathered.clear()
@@ -123,11 +123,11 @@ class AdvantageNormalizer:
         await send_all(outbox, self._filled(gathered))
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps: the running statistics of mode `global`."""
+        """Return the running statistics of mode `global`, for a checkpoint."""
         return asdict(self._seen)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             ValueError: the state has other entries.
@@ -138,7 +138,7 @@ class AdvantageNormalizer:
         self._seen = RunningStatistics(count, **rest)
 
     def _filled(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The same groups, in order, all with advantages."""
+        """Return the same groups, in order, each with advantages."""
         bare = [group for group in groups if group.advantages is None]
         if len(bare) < len(groups):
             given = GroupStack([group for group in groups if group.advantages is not None])
@@ -147,14 +147,14 @@ class AdvantageNormalizer:
         filled = iter(self._normalized(GroupStack(bare)) if bare else ())
         return [zero_advantages(next(filled) if group.advantages is None else group) for group in groups]
 
-    def _normalized(self, handful: GroupStack) -> list[TrajectoryGroup]:
-        estimate = self._estimator.estimate(handful, self._seen)
+    def _normalized(self, stack: GroupStack) -> list[TrajectoryGroup]:
+        estimate = self._estimator.estimate(stack, self._seen)
         self._seen = estimate.seen
         advantages = np.clip(estimate.advantages, *self._bounds)
         self._observe(estimate, estimate.advantages != advantages)
         if self.mode in BY_TOKEN:
-            return handful.with_token_advantages(advantages)
-        return handful.with_advantages(advantages)
+            return stack.with_token_advantages(advantages)
+        return stack.with_advantages(advantages)
 
     @property
     def _bounds(self) -> tuple[float, float]:

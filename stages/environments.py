@@ -1,9 +1,9 @@
-"""Environments: what `SourceEnv` can draw rollouts from, and what it makes of each kind.
+"""Environments: the three kinds that `SourceEnv` samples from, and the rollouts of each.
 
-Three kinds, told apart by the methods they have: a scored data set (reasoning-gym's interface), a step-wise environment
-(gymnasium's and gem's signature, text in, text out), and an environment that brings finished rollouts from outside. Any
-method may be a plain function, which then runs in a thread, or a coroutine function. Whatever an environment raises
-becomes `EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
+The kind follows from the methods: a scored data set (reasoning-gym's interface), a step-wise environment (the signature
+of gymnasium and gem, text in, text out), or an environment that returns finished rollouts from outside. Any method may
+be a plain function, which then runs in a thread, or a coroutine function. Every exception of an environment becomes
+`EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ __all__ = [
     "open_tasks",
 ]
 
-CLOSING_S = 2.0
-"""How long environments have to close at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
+CLOSE_TIMEOUT_S = 2.0
+"""Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
 
 
 class EnvironmentFailed(PenstockError):
-    """An environment raised, or gave what nothing can be made of; `__cause__` is what it raised."""
+    """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One finished trajectory, turn by turn."""
+    """The result of one rollout, turn by turn."""
 
     turns: Sequence[NDArray[np.int32] | Completion]
-    """What was said: a Completion by the policy, bare token ids by anybody else. The prompt comes first."""
+    """A Completion for each turn of the policy, bare token ids for all others. The prompt comes first."""
     reward: float
-    """Of all of it."""
+    """Reward of the whole rollout."""
     stop_reason: StopReason = StopReason.STOP
     turn_rewards: Sequence[float] | None = None
-    """What each turn of the policy earned, one a Completion, where that is known; `reward` is their sum."""
+    """Reward of each Completion, where known; `reward` is their sum."""
 
 
 @runtime_checkable
 class ScoredDataset(Protocol):
-    """Questions, and a score for any answer: the interface of `reasoning_gym`."""
+    """Questions, and a score for any completion: the interface of `reasoning_gym`."""
 
     def __len__(self) -> int:
-        """How many questions."""
+        """Return the number of questions."""
         ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """A question: `{"question": str, "answer": …, "metadata": …}`."""
+        """Return a question: `{"question": str, "answer": …, "metadata": …}`."""
         ...
 
     def score_answer(self, answer: str, entry: Any) -> Any:
-        """The reward of `answer` to the question `entry`."""
+        """Return the reward of `answer` to the question `entry`."""
         ...
 
 
@@ -80,37 +80,37 @@ class StepEnvironment(Protocol):
     """A text game, turn by turn: the signature of `gymnasium` and `gem`. `close()` is called where there is one."""
 
     def reset(self, *, seed: int | None = None) -> Any:
-        """Begin anew; returns (observation, info). Equal seeds begin alike."""
+        """Start an episode; return (observation, info). Equal seeds start equal episodes."""
         ...
 
     def step(self, action: str, /) -> Any:
-        """Do `action`; returns (observation, reward, terminated, truncated, info)."""
+        """Do `action`; return (observation, reward, terminated, truncated, info)."""
         ...
 
 
 @runtime_checkable
 class OutsideEnvironment(Protocol):
-    """Brings rollouts that were sampled elsewhere; goes with `NoOpPolicy`."""
+    """An environment of rollouts that were sampled elsewhere; use it with `NoOpPolicy`."""
 
     def rollout(self, task: int, repetition: int, /) -> Any:
-        """The `repetition`-th `RolloutResult` of prompt number `task`."""
+        """Return the `repetition`-th `RolloutResult` of prompt number `task`."""
         ...
 
 
 Environment: TypeAlias = ScoredDataset | StepEnvironment | OutsideEnvironment
 
 GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
-"""Lets the policy answer to what was said so far; None where no token is left to answer with."""
+"""Returns the policy's completion of the turns so far; None where no token is left for one."""
 
 
 class Task(Protocol):
     """One prompt of an environment."""
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:
-        """Roll out once.
+    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:
+        """Do one rollout.
 
         Raises:
-            EnvironmentFailed: the environment did.
+            EnvironmentFailed: the environment raised.
         """
         ...
 
@@ -119,10 +119,10 @@ class Tasks(Protocol):
     """An opened environment: prompts by number."""
 
     async def task(self, number: int) -> Task:
-        """Prompt `number`, counted from 0.
+        """Return prompt `number`, counted from 0.
 
         Raises:
-            EnvironmentFailed: the environment did.
+            EnvironmentFailed: the environment raised.
         """
         ...
 
@@ -134,14 +134,14 @@ async def open_tasks(
     """Make the environment, and close it and its copies when the body ends.
 
     Args:
-        make_env: called once, and for a step-wise environment again for each rollout at a time.
-        tokenizer: turns what environments say into tokens; only an outside environment does without.
-        threads: how many blocking calls run at once.
-        seed: added to a prompt's number, resets a step-wise environment.
+        make_env: called once, and for a step-wise environment once more for each concurrent rollout.
+        tokenizer: converts text of environments to tokens; only an outside environment needs none.
+        threads: number of blocking calls at once.
+        seed: added to a prompt's number; the sum resets a step-wise environment.
 
     Raises:
-        InvalidPipeline: what `make_env` made is no environment, or there is no tokenizer for it.
-        Exception: whatever `make_env` raises.
+        InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
+        Exception: raised by `make_env`.
     """
     caller = _Caller(Threads(threads))
     try:
@@ -151,15 +151,15 @@ async def open_tasks(
         elif not isinstance(first, ScoredDataset | StepEnvironment):
             raise InvalidPipeline(_not_an_environment(first))
         elif tokenizer is None:
-            raise InvalidPipeline(f"{first!r} speaks text: expected a tokenizer for it, got none")
+            raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
             yield _DatasetTasks(first, caller, tokenizer)
         else:
-            copies = _Copies(make_env, first, caller, tokenizer)
+            pool = _EnvPool(make_env, first, caller, tokenizer)
             try:
-                yield _EpisodeTasks(copies, tokenizer, seed)
+                yield _EpisodeTasks(pool, tokenizer, seed)
             finally:
-                await copies.close()
+                await pool.close()
     finally:
         caller.threads.close()
 
@@ -178,7 +178,7 @@ class _Caller:
         self.threads = threads
 
     async def plain(self, function: Callable[[], Any], began: Callable[[Call], None] | None = None) -> Any:
-        """What `function` gives; `began` is handed the call if it goes to a thread."""
+        """Return the result of `function`; `began` receives the call if it runs in a thread."""
         if inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function):
             return await function()
         call = self.threads.start(function)
@@ -190,7 +190,7 @@ class _Caller:
     async def __call__(
         self, function: Callable[[], Any], take: Callable[[Any], Any], began: Callable[[Call], None] | None = None
     ) -> Any:
-        """What `take` makes of what `function` gives.
+        """Return `take` of the result of `function`.
 
         Raises:
             EnvironmentFailed: either raised.
@@ -205,7 +205,7 @@ class _Caller:
 
 
 class _DatasetTasks:
-    """A scored data set; beyond its end it begins again."""
+    """The questions of a scored data set, repeated after the last."""
 
     def __init__(self, dataset: ScoredDataset, caller: _Caller, tokenizer: Tokenizer) -> None:
         self._dataset = dataset
@@ -217,7 +217,7 @@ class _DatasetTasks:
             entry = self._dataset[number % len(self._dataset)]
             return entry, _prompt(self._tokenizer, entry["question"])
 
-        entry, prompt = await self._caller(question, _as_it_is)
+        entry, prompt = await self._caller(question, _unchanged)
         return _DatasetTask(self._dataset, entry, prompt, self._caller, self._tokenizer)
 
 
@@ -236,59 +236,59 @@ class _DatasetTask:
         self._caller = caller
         self._tokenizer = tokenizer
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
-        answer = await speak([self._prompt])
-        if answer is None:
+    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
+        completion = await generate([self._prompt])
+        if completion is None:
             return RolloutResult(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
-        text = _text(self._tokenizer, answer)
+        text = _text(self._tokenizer, completion)
         reward = await self._caller(partial(self._dataset.score_answer, text, self._entry), _reward)
         return RolloutResult(
-            turns=[self._prompt, answer], reward=reward, stop_reason=answer.stop_reason, turn_rewards=[reward]
+            turns=[self._prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
         )
 
 
 # -- step-wise environments ----------------------------------------------------------------------------------------
 
 
-class _Copies:
-    """As many copies of a step-wise environment as rollouts run at once, used again and again."""
+class _EnvPool:
+    """Instances of a step-wise environment, one for each concurrent rollout, reused."""
 
     def __init__(
         self, make_env: Callable[[], Environment], first: StepEnvironment, caller: _Caller, tokenizer: Tokenizer
     ) -> None:
         self._make_env = make_env
-        self._free = [_Copy(first, caller, tokenizer)]
-        self._retired: list[_Copy] = []
-        """Not used again, and closed at the end because closing them has to be awaited."""
+        self._free = [_PooledEnv(first, caller, tokenizer)]
+        self._retired: list[_PooledEnv] = []
+        """Not used again; closed at the end, because their `close` must be awaited."""
         self._caller = caller
         self._tokenizer = tokenizer
 
     @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[_Copy]:
-        """A copy for one rollout. One that failed, or was abandoned in the middle, is closed and not used again."""
-        copy = self._free.pop() if self._free else await self._another()
+    async def acquire(self) -> AsyncIterator[_PooledEnv]:
+        """Yield an instance for one rollout. One whose rollout failed or was cancelled is closed and not used again."""
+        env = self._free.pop() if self._free else await self._make()
         try:
-            yield copy
+            yield env
         except BaseException:
-            if not copy.discard():
-                self._retired.append(copy)
+            if not env.discard():
+                self._retired.append(env)
             raise
-        self._free.append(copy)
+        self._free.append(env)
 
-    async def _another(self) -> _Copy:
-        return _Copy(await self._caller(self._make_env, _as_it_is), self._caller, self._tokenizer)
+    async def _make(self) -> _PooledEnv:
+        return _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller, self._tokenizer)
 
     async def close(self) -> None:
-        """Close every copy, and wait until they have."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSING_S):
-            for copy in (*self._free, *self._retired):
+        """Close every instance and wait for the calls to return."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S):
+            for env in (*self._free, *self._retired):
                 with suppress(EnvironmentFailed):
-                    await copy.close()
-            await self._caller.threads.quiet()
+                    await env.close()
+            await self._caller.threads.wait_idle()
 
 
 class _Step(NamedTuple):
-    """What came of an action."""
+    """The outcome of an action."""
 
     observation: NDArray[np.int32]
     reward: float
@@ -296,27 +296,27 @@ class _Step(NamedTuple):
     truncated: bool
 
 
-class _Copy:
-    """One step-wise environment, used by one rollout at a time."""
+class _PooledEnv:
+    """One instance of a step-wise environment, used by one rollout at a time."""
 
     def __init__(self, env: StepEnvironment, caller: _Caller, tokenizer: Tokenizer) -> None:
         self._env = env
         self._caller = caller
         self._tokenizer = tokenizer
         self._last: Call | None = None
-        """The call that it is in, or was in last; an abandoned one may still run."""
+        """The latest call, which may still run if its rollout was cancelled."""
 
     async def reset(self, seed: int) -> NDArray[np.int32]:
-        """Begin anew; returns the prompt."""
+        """Start an episode and return its prompt."""
 
-        def take(begun: Any) -> NDArray[np.int32]:
-            return _prompt(self._tokenizer, begun[0])
+        def take(started: Any) -> NDArray[np.int32]:
+            return _prompt(self._tokenizer, started[0])
 
         prompt: NDArray[np.int32] = await self._call(partial(self._env.reset, seed=seed), take)
         return prompt
 
     async def step(self, action: str) -> _Step:
-        """Do `action`."""
+        """Do `action` and return its outcome."""
 
         def take(outcome: Any) -> _Step:
             observation, reward, terminated, truncated, _ = outcome
@@ -329,10 +329,10 @@ class _Copy:
         """Call the environment's `close`, if it has one."""
         close = getattr(self._env, "close", None)
         if close is not None:
-            await self._call(close, _as_it_is)
+            await self._call(close, _unchanged)
 
     def discard(self) -> bool:
-        """Close it once it has returned from the call it is in, and wait for neither; false if closing must wait."""
+        """Close it, without waiting, after its current call returns; return False if `close` must be awaited."""
         close = getattr(self._env, "close", None)
         if inspect.iscoroutinefunction(close):
             return False
@@ -348,42 +348,42 @@ class _Copy:
 
 
 class _EpisodeTasks:
-    """Episodes of a step-wise environment, each prompt with a seed of its own."""
+    """Episodes of a step-wise environment, one seed for each prompt."""
 
-    def __init__(self, copies: _Copies, tokenizer: Tokenizer, seed: int) -> None:
-        self._copies = copies
+    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, seed: int) -> None:
+        self._pool = pool
         self._tokenizer = tokenizer
         self._seed = seed
 
     async def task(self, number: int) -> Task:
-        return _Episode(self._copies, self._tokenizer, self._seed + number)
+        return _EpisodeTask(self._pool, self._tokenizer, self._seed + number)
 
 
-class _Episode:
-    def __init__(self, copies: _Copies, tokenizer: Tokenizer, seed: int) -> None:
-        self._copies = copies
+class _EpisodeTask:
+    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, seed: int) -> None:
+        self._pool = pool
         self._tokenizer = tokenizer
         self._seed = seed
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
-        async with self._copies.acquire() as env:
-            return await self._played(env, speak)
+    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
+        async with self._pool.acquire() as env:
+            return await self._play(env, generate)
 
-    async def _played(self, env: _Copy, speak: GenerateFn) -> RolloutResult:
+    async def _play(self, env: _PooledEnv, generate: GenerateFn) -> RolloutResult:
         turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
-        while (answer := await speak(turns)) is not None:
-            turns.append(answer)
-            step = await env.step(_text(self._tokenizer, answer))
+        while (completion := await generate(turns)) is not None:
+            turns.append(completion)
+            step = await env.step(_text(self._tokenizer, completion))
             rewards.append(step.reward)
             if step.terminated or step.truncated:
-                cut = step.truncated or answer.stop_reason == StopReason.LENGTH
+                cut = step.truncated or completion.stop_reason == StopReason.LENGTH
                 stop_reason = StopReason.LENGTH if cut else StopReason.STOP
                 break
             turns.append(step.observation)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
-            turns.pop()  # nobody answered it
+            turns.pop()  # no completion follows it
         return RolloutResult(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
 
 
@@ -391,7 +391,7 @@ class _Episode:
 
 
 class _Outside:
-    """Rollouts that somebody else sampled."""
+    """Rollouts that were sampled elsewhere."""
 
     def __init__(self, env: OutsideEnvironment, caller: _Caller) -> None:
         self._env = env
@@ -407,15 +407,15 @@ class _OutsideTask:
         self._number = number
         self._caller = caller
 
-    async def rollout(self, repetition: int, speak: GenerateFn) -> RolloutResult:  # noqa: ARG002 (nobody is asked to speak)
+    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (no completion is requested)
         rollout: RolloutResult = await self._caller(partial(self._env.rollout, self._number, repetition), _checked)
         return rollout
 
 
-# -- what environments give ----------------------------------------------------------------------------------------
+# -- checks of returned values ----------------------------------------------------------------------------------------
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -427,7 +427,7 @@ def _reward(value: Any) -> float:
 
 
 def _checked(rollout: Any) -> RolloutResult:
-    """A rollout from outside, its arrays converted and held to what a group expects."""
+    """Return a rollout from outside with its arrays converted and checked against the rules of a group."""
     if not isinstance(rollout, RolloutResult):
         raise TypeError(f"expected a RolloutResult, got {type(rollout).__name__}")
     turns = [_checked_turn(turn) for turn in rollout.turns]
@@ -435,10 +435,12 @@ def _checked(rollout: Any) -> RolloutResult:
         raise InvalidRecord("turns: expected a prompt of at least one token first")
     reward, turn_rewards = _reward(rollout.reward), rollout.turn_rewards
     if turn_rewards is not None:
-        turn_rewards = [_reward(earned) for earned in turn_rewards]
-        spoken = sum(isinstance(turn, Completion) for turn in turns)
-        if len(turn_rewards) != spoken:
-            raise InvalidRecord(f"turn_rewards: expected {spoken}, one a Completion, got {len(turn_rewards)}")
+        turn_rewards = [_reward(turn_reward) for turn_reward in turn_rewards]
+        completions = sum(isinstance(turn, Completion) for turn in turns)
+        if len(turn_rewards) != completions:
+            raise InvalidRecord(
+                f"turn_rewards: expected {completions}, one for each Completion, got {len(turn_rewards)}"
+            )
         if not math.isclose(sum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6):
             raise InvalidRecord(f"turn_rewards: expected {reward} in all, the reward, got {sum(turn_rewards)}")
     return msgspec.structs.replace(rollout, turns=turns, reward=reward, turn_rewards=turn_rewards)
@@ -477,7 +479,7 @@ def _prompt(tokenizer: Tokenizer, text: Any) -> NDArray[np.int32]:
 
 
 def _text(tokenizer: Tokenizer, completion: Completion) -> str:
-    """What the policy said, without the end-of-sequence token."""
+    """Return the text of a completion, without the end-of-sequence token."""
     tokens = completion.tokens
     if len(tokens) and tokens[-1] == tokenizer.eos_id:
         tokens = tokens[:-1]

@@ -1,8 +1,8 @@
-"""GroupAssembler: pieces of groups to groups, by id, in whatever order and as often as they come.
+"""GroupAssembler: pieces of groups to whole groups, by id, in any order, duplicates included.
 
-An advantage compares the completions of one prompt, so they must be together before it is taken, and where they were
-sampled apart they come apart. Which piece belongs where, and which group is to leave, `pipeline.group_buffer` says;
-this stage waits, joins what leaves, and does with stragglers what it was told to.
+An advantage compares the completions of one prompt, so they must be together before it is computed; completions that
+were sampled apart arrive apart. `pipeline.group_buffer` decides which piece belongs to which group, and which group is
+flushed; this stage waits, joins the pieces of flushed groups, and applies the rule for stragglers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = get_logger("penstock.group_assembler")
 
 Stragglers: TypeAlias = Literal["drop", "shrink", "wait"]
 
-CLOSED_PER_PLACE = 16
-"""Groups that are remembered to have left, for each that may wait: one takes some 250 bytes. What comes later than so
-many others have closed is not known to be late."""
+CLOSED_PER_GROUP = 16
+"""Ids of flushed groups that are kept, for each group that may wait; one takes some 250 bytes. A piece that arrives
+after so many other groups were flushed is not recognised as late."""
 
 REASONS: dict[Why, str] = {
     "overdue": "incomplete at its deadline",
@@ -44,12 +44,12 @@ REASONS: dict[Why, str] = {
     "beyond": "a repetition beyond the size of its group",
     "duplicate": "duplicate",
 }
-"""What the ledger is told."""
+"""The reasons that the ledger records."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAssembler:
-    """Hold back pieces of groups until every repetition of their prompt has come.
+    """Hold pieces of groups until every repetition of their prompt has arrived.
 
     >>> GroupAssembler(8, deadline_s=60, stragglers="shrink").max_groups
     1024
@@ -57,14 +57,14 @@ class GroupAssembler:
     Args:
         group_size: repetitions of a whole group, numbered from 0.
         deadline_s: seconds from the first piece of a group on; none with `wait`. Time in which this stage waits for
-            credit does not count, for nothing can arrive then.
-        stragglers: what becomes of a group that misses some when its time is over. `drop` ends what has come, `shrink`
-            sends it on as it is, `wait` gives it all the time there is: until the stream ends, or is flushed.
-        max_groups: groups that may wait; the one that has waited longest makes way, and is treated as if it were due.
-        max_bytes: bytes that their columns may take, likewise.
+            credit does not count, because no piece can arrive then.
+        stragglers: rule for a group that is incomplete at its deadline. `drop` ends its repetitions, `shrink` sends it
+            as it is, `wait` waits until the stream ends or is flushed.
+        max_groups: groups that may wait; beyond that, the one that has waited longest is treated as due.
+        max_bytes: bytes of their columns, likewise.
 
     Raises:
-        ValueError: a number that makes no sense, or a deadline with `wait` or none without.
+        ValueError: a number out of range, or a deadline with `wait` or none without.
     """
 
     group_size: int
@@ -82,16 +82,16 @@ class GroupAssembler:
             raise ValueError(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
         if self.stragglers != "wait" and self.deadline_s is None:
             raise ValueError(
-                f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait for "
-                f"as long as there is room, say stragglers='wait'"
+                f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait "
+                f"without a deadline, set stragglers='wait'"
             )
 
     def stage_info(self) -> StageInfo:
-        """State that pieces which come to different processes never meet."""
+        """State that all pieces must arrive in one process."""
         return StageInfo(sees_everything=True)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. A group that comes whole passes as it is, one that came in pieces is a copy."""
+        """Run the stage; see `Stage`. A group that arrives whole passes as it is, a joined one is a copy."""
         assembling, pieces, held_up_s = _Assembling(self), receive_chunks(inbox), 0.0
         while True:
             due_s = assembling.due_s
@@ -104,9 +104,9 @@ class GroupAssembler:
             sending_s = anyio.current_time()
             now_s = sending_s - held_up_s
             if not arrived:
-                now_s = max(now_s, due_s)  # a timer may be early by a hair
+                now_s = max(now_s, due_s)  # a timer may fire slightly early
             leaving = assembling.take(arrived, now_s)
-            del arrived  # what waits was copied, and the next may be long in coming
+            del arrived  # pieces that wait were copied; the slots of the others must not wait for the next
             await send_all(outbox, leaving)
             held_up_s += anyio.current_time() - sending_s
         await send_all(outbox, assembling.finish())
@@ -115,87 +115,85 @@ class GroupAssembler:
 async def _arrived(
     pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float, waits_without_end: Callable[[], bool]
 ) -> list[TrajectoryGroup] | None:
-    """The next pieces, none of them where it is `due_s` or a flush is due before; None at the end of the stream."""
+    """Return the next pieces, none if `due_s` or a flush comes first; None at the end of the stream."""
     with anyio.CancelScope(deadline=due_s) as scope, flush_cancels(scope, waits_without_end):
         return await anext(pieces, None)
     return []
 
 
 class _Assembling:
-    """What waits, and what becomes of what leaves. Decides; awaits nothing."""
+    """The groups that wait, and the outcome of those that are flushed. Decides; does no I/O."""
 
     def __init__(self, rules: GroupAssembler) -> None:
-        self._assembly = GroupBuffer(
+        self._buffer = GroupBuffer(
             rules.group_size,
             deadline_s=rules.deadline_s,
             max_groups=rules.max_groups,
             max_bytes=rules.max_bytes,
-            max_closed=CLOSED_PER_PLACE * rules.max_groups,
+            max_closed=CLOSED_PER_GROUP * rules.max_groups,
         )
         self._shrinks = rules.stragglers == "shrink"
         self._context = current()
 
     @property
     def due_s(self) -> float:
-        """When a group is due."""
-        return self._assembly.due_s
+        """Return the time at which the next group is due."""
+        return self._buffer.due_s
 
     def waits_without_end(self) -> bool:
-        """Whether groups wait that no deadline ends: a flush does."""
-        return bool(self._assembly.groups) and math.isinf(self.due_s)
+        """Return whether groups wait without a deadline, so that only a flush ends their wait."""
+        return bool(self._buffer.groups) and math.isinf(self.due_s)
 
     def take(self, pieces: Sequence[TrajectoryGroup], now_s: float) -> list[TrajectoryGroup]:
-        """The groups that leave now that `pieces` have come, or none have."""
-        parted = [parting for piece in pieces for parting in self._assembly.take(piece, now_s)]
-        return self._settled(parted + self._assembly.expire(now_s))
+        """Take in `pieces`, possibly none, and return the groups that are ready."""
+        flushes = [flush for piece in pieces for flush in self._buffer.take(piece, now_s)]
+        return self._handle_all(flushes + self._buffer.expire(now_s))
 
     def finish(self) -> list[TrajectoryGroup]:
-        """The groups that leave at the end."""
-        return self._settled(self._assembly.finish())
+        """Return the groups that are left at the end of the stream."""
+        return self._handle_all(self._buffer.finish())
 
-    def _settled(self, parted: Sequence[Flush]) -> list[TrajectoryGroup]:
-        leaving = [group for parting in parted if (group := self._settle(parting)) is not None]
-        self._context.metrics.gauge("assembler/pending_groups", self._assembly.groups)
-        self._context.metrics.gauge("assembler/pending_bytes", self._assembly.nbytes)
+    def _handle_all(self, flushes: Sequence[Flush]) -> list[TrajectoryGroup]:
+        leaving = [group for flush in flushes if (group := self._handle(flush)) is not None]
+        self._context.metrics.gauge("assembler/pending_groups", self._buffer.groups)
+        self._context.metrics.gauge("assembler/pending_bytes", self._buffer.nbytes)
         return leaving
 
-    def _settle(self, parting: Flush) -> TrajectoryGroup | None:
-        """What goes on of `parting`; the ledger is told of the rest."""
-        count = 1 if parting.pieces else parting.mask.bit_count()
-        self._context.metrics.total(f"assembler/{parting.why.replace(' ', '_')}", count)
-        if parting.why == "whole":
-            return self._joined(parting)
-        if parting.why == "duplicate":
-            self._refuse(parting)
-        elif not parting.pieces:  # what is late was admitted again, for behind an edge no copy of it is in flight
-            drop(trajectories(parting.group, parting.mask), "rejected", REASONS[parting.why])
+    def _handle(self, flush: Flush) -> TrajectoryGroup | None:
+        """Return the group to send on, if any; report the other repetitions to the ledger."""
+        count = 1 if flush.pieces else flush.mask.bit_count()
+        self._context.metrics.total(f"assembler/{flush.why.replace(' ', '_')}", count)
+        if flush.why == "whole":
+            return self._joined(flush)
+        if flush.why == "duplicate":
+            self._reject_duplicate(flush)
+        elif not flush.pieces:  # a late piece was admitted again, because no copy of it is in flight behind an edge
+            drop(trajectories(flush.group, flush.mask), "rejected", REASONS[flush.why])
         elif not self._shrinks:
-            drop(trajectories(parting.group, parting.mask), "filtered", REASONS[parting.why])
+            drop(trajectories(flush.group, flush.mask), "filtered", REASONS[flush.why])
         else:
             self._context.metrics.total("assembler/truncated_groups")
-            return self._joined(parting)
+            return self._joined(flush)
         return None
 
-    def _refuse(self, parting: Flush) -> None:
-        """A copy of what waits here. The edges of a pipeline let none through; channels of one's own may."""
-        copies = parting.mask.bit_count()
+    def _reject_duplicate(self, flush: Flush) -> None:
+        """Count copies of a piece that waits. The edges of a pipeline let none through; other channels may."""
+        copies = flush.mask.bit_count()
         self._context.ledger.refuse(copies, REASONS["duplicate"])
         self._context.dropped["rejected"] += copies
         self._context.metrics.total("dropped/rejected", copies)
 
-    def _joined(self, parting: Flush) -> TrajectoryGroup | None:
+    def _joined(self, flush: Flush) -> TrajectoryGroup | None:
         try:
-            return joined(parting.pieces)
+            return joined(flush.pieces)
         except InvalidRecord as error:
-            drop(trajectories(parting.group, parting.mask), "rejected", "its pieces have different columns")
-            log.warning(
-                "pieces_differ", group=parting.group, repetitions=list(iter_bits(parting.mask)), error=str(error)
-            )
+            drop(trajectories(flush.group, flush.mask), "rejected", "its pieces have different columns")
+            log.warning("pieces_differ", group=flush.group, repetitions=list(iter_bits(flush.mask)), error=str(error))
             return None
 
 
 def joined(pieces: Sequence[TrajectoryGroup]) -> TrajectoryGroup:
-    """One group of its pieces, that with the lowest repetition first. Where their `meta` differ, that one's counts.
+    """Join the pieces of a group, the one with the lowest repetition first; where `meta` differs, its value counts.
 
     Raises:
         InvalidRecord: they have different columns.

@@ -1,7 +1,7 @@
-"""Several groups side by side, so that one pass serves them all: a numpy call costs about 1 µs whatever it is given.
+"""Several groups side by side, processed in one pass: a numpy call costs about 1 µs however small its arrays.
 
-Axes: G groups, B sequences and N tokens in all, one group behind the other. What is computed is held to the rules of
-its column and cut back into the groups, which therefore need not be checked once more.
+Axes: G groups, B sequences and N tokens in all, one group behind the other. Results are checked against the rules of
+their column and cut back into the groups, which therefore need no further check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["GroupStack"]
 Floats: TypeAlias = NDArray[np.float64]
 
 FIRST = np.zeros(1, np.int64)
-"""Where the first sequence begins."""
+"""Offset of the first sequence."""
 
 
 class GroupStack:
@@ -36,37 +36,37 @@ class GroupStack:
         self._groups = groups
         sizes = [len(group.rewards) for group in groups]
         self.sizes = np.array(sizes, np.int64)
-        """[G] sequences of each group."""
+        """[G] number of sequences of each group."""
         self.lengths = _lengths(np.concatenate([group.offsets for group in groups]), self.sizes)
-        """[B] tokens of each sequence."""
+        """[B] number of tokens of each sequence."""
         self.loss_mask = np.concatenate([group.loss_mask for group in groups])
         """[N]."""
         self._rewards: Floats = np.concatenate([group.rewards for group in groups], dtype=np.float64)
         self._spans = _spans(sizes)
-        """Where the sequences of each group lie among all."""
+        """The span of each group among the sequences."""
         self._part_names = set[str]().union(*(group.reward_parts for group in groups))
-        """Of the `reward_parts` that any of the groups has."""
+        """Names of the `reward_parts` that any of the groups has."""
 
     def rewards(self) -> Floats:
-        """[B].
+        """Return [B] the rewards.
 
         Raises:
-            InvalidRecord: one is not finite; the message names whose.
+            InvalidRecord: one is not finite; the message names the trajectory.
         """
         self._check_finite("rewards", self._rewards, by_token=False)
         return self._rewards
 
     def noise(self) -> Floats:
-        """[B] how far rounding may have moved each reward."""
+        """Return [B] how far rounding may have moved each reward."""
         own = rounding(self._rewards)
-        told = [group.reward_noise for group in self._groups]
-        if all(noise is None for noise in told):
+        noises = [group.reward_noise for group in self._groups]
+        if all(noise is None for noise in noises):
             return own
-        parts = [own[span] if noise is None else noise for noise, span in zip(told, self._spans, strict=True)]
+        parts = [own[span] if noise is None else noise for noise, span in zip(noises, self._spans, strict=True)]
         return np.maximum(own, np.concatenate(parts, dtype=np.float64))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
-        """[B] the part of that name; where a group has none, `otherwise` [B]."""
+        """Return [B] the reward part `name`; where a group has none, `otherwise` [B]."""
         if name not in self._part_names:
             return otherwise
         return np.concatenate(self._parts(name, otherwise), dtype=np.float64)
@@ -76,10 +76,10 @@ class GroupStack:
         return [otherwise[span] if part is None else part for part, span in zip(parts, self._spans, strict=True)]
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
-        """[N] the column over tokens of that name; 0 where it is not `used` [N], whatever stands there.
+        """Return [N] the column `name` over tokens; 0 where `used` [N] is false, whatever its value.
 
         Raises:
-            InvalidRecord: a group has none, or a value that is used is not finite; the message names whose.
+            InvalidRecord: a group lacks it, or a used value is not finite; the message names the group.
         """
         columns = []
         for group in self._groups:
@@ -92,35 +92,35 @@ class GroupStack:
         return values
 
     def sums(self, values: Floats) -> Floats:
-        """[B] the sum of `values` [N] over each sequence."""
+        """Return [B] the sum of `values` [N] over each sequence."""
         count = len(self.lengths)
         return np.asarray(np.bincount(np.arange(count).repeat(self.lengths), values, count), np.float64)
 
     def completion_lengths(self) -> NDArray[np.int64]:
-        """[B] tokens that train."""
+        """Return [B] the number of tokens that train."""
         return count_between(self.loss_mask, np.concatenate([FIRST, self.lengths.cumsum()]))
 
     def live(self) -> NDArray[np.bool_]:
-        """[B] which sequences have a token that trains."""
+        """Return [B] true on sequences with a token that trains."""
         live = np.zeros(len(self.lengths), np.bool_)
         live[self.lengths > 0] = np.logical_or.reduceat(self.loss_mask, self._starts())
         return live
 
     def largest(self, values: Floats) -> Floats:
-        """[B] the largest magnitude among `values` [N] of each sequence; 0 where it has no tokens."""
+        """Return [B] the largest magnitude among `values` [N] of each sequence; 0 where it has no tokens."""
         largest = np.zeros(len(self.lengths))
         largest[self.lengths > 0] = np.maximum.reduceat(np.abs(values), self._starts())
         return largest
 
     def _starts(self) -> NDArray[np.int64]:
-        """Where each sequence begins that has tokens."""
+        """Return the start of each sequence that has tokens."""
         return (self.lengths.cumsum() - self.lengths)[self.lengths > 0]
 
     def with_rewards(self, rewards: Floats, noise: Floats, parts: Mapping[str, Floats]) -> list[TrajectoryGroup]:
-        """The same groups with other `rewards` [B], their `noise` [B], and `parts` ([B] each) among `reward_parts`.
+        """Return the groups with other `rewards` [B], their `noise` [B], and `parts` ([B] each) among `reward_parts`.
 
         Raises:
-            InvalidRecord: one is not finite, which float32 may make of it; the message names whose.
+            InvalidRecord: one is not finite, possibly only in float32; the message names the trajectory.
         """
         columns = as_column("rewards", np.array([rewards, noise, *parts.values()]), np.float32)
         if not np.isfinite(columns).all():
@@ -140,22 +140,22 @@ class GroupStack:
         ]
 
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
-        """The same groups with `advantages` [B]: the value of each sequence on its tokens that train, 0 elsewhere.
+        """Return the groups with `advantages` [B]: the value of each sequence on its tokens that train, 0 elsewhere.
 
-        Their columns share one piece of memory, which is free when the last of the groups is; `owned` parts from it.
+        Their columns share one buffer, which is free when the last of the groups is; `owned` copies a column out of it.
 
         Raises:
-            InvalidRecord: as of `with_rewards`.
+            InvalidRecord: see `with_rewards`.
         """
         checked = as_column("advantages", advantages, np.float32)
         self._check_finite("advantages", checked, by_token=False)
         return self._with_advantages(checked.repeat(self.lengths))
 
     def with_token_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
-        """The same groups with `advantages` [N] on the tokens that train, 0 elsewhere; memory as in `with_advantages`.
+        """Return the groups with `advantages` [N] on the tokens that train, 0 elsewhere; see `with_advantages`.
 
         Raises:
-            InvalidRecord: as of `with_rewards`.
+            InvalidRecord: see `with_rewards`.
         """
         checked = as_column("advantages", advantages, np.float32)
         self._check_finite("advantages", checked, by_token=True)
@@ -168,7 +168,7 @@ class GroupStack:
         return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
 
     def _check_finite(self, name: str, values: Floats | NDArray[np.float32], *, by_token: bool) -> None:
-        """Hold `values`, [N] where `by_token` and [B] elsewhere, to being finite: what arithmetic can break."""
+        """Check that `values`, [N] if `by_token` else [B], are finite: arithmetic may overflow."""
         finite = np.isfinite(values)
         if not finite.all():
             first = finite.argmin()
@@ -184,7 +184,7 @@ class GroupStack:
 
 
 def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B] how long sequences are that lie at `offsets` [B + G], group after group of `sizes` [G]."""
+    """Return [B] the lengths of sequences at `offsets` [B + G], group after group of `sizes` [G]."""
     steps = offsets[1:] - offsets[:-1]
     within = np.ones(len(steps), np.bool_)
     within[(sizes + 1).cumsum()[:-1] - 1] = False  # from the end of a group to the start of the next, which is 0
@@ -192,5 +192,5 @@ def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np
 
 
 def _spans(sizes: Iterable[int]) -> list[slice]:
-    """Where things of those sizes lie, one behind the other."""
+    """Return the spans of items of these sizes that lie one behind the other."""
     return [slice(*span) for span in pairwise(accumulate(sizes, initial=0))]

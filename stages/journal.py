@@ -1,8 +1,8 @@
-"""Journal: what was received is on disk before it is trained, so that a run whose every process died can go on.
+"""Journal: received records are on disk before they are trained, so that a run can resume after all processes died.
 
-It stands behind the source, in the trainer's process. First it offers again what a run before received and no
-checkpoint holds, then it passes records on as soon as they are written. What was trained is for the trainer's
-checkpoint to say, for with the weights of a checkpoint all that was trained after it is gone. Only files of which every
+It runs behind the source, in the trainer's process. First it replays the records that an earlier run received and no
+checkpoint contains; then it passes records on as soon as they are written. The trainer's checkpoint alone says which
+trajectories were trained, because resuming from it loses everything that was trained later. Only files of which every
 trajectory has ended are deleted: trained in a checkpoint that is on the disk, or dropped.
 """
 
@@ -40,16 +40,16 @@ LEAST_CAPACITY_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Keep what was received until a checkpoint holds it.
+    """Keep received records until a checkpoint contains them.
 
     >>> Journal("runs/7/journal").capacity_bytes
     4294967296
 
     Args:
-        folder: where its files lie; one run at a time has it.
-        capacity_bytes: what they may take. 4 GiB are 250,000 trajectories of 1,024 tokens with four columns; it should
-            hold what is received between two checkpoints, twice.
-        fsync: bring records to the disk before they are passed on. Without it they outlive the death of every process,
+        folder: folder of its files; one run at a time may use it.
+        capacity_bytes: bound on their size. 4 GiB are 250,000 trajectories of 1,024 tokens with four columns; it should
+            be twice the size of the records between two checkpoints.
+        fsync: sync records to the disk before they are passed on. Without it they survive the death of every process,
             but not that of the machine.
 
     Raises:
@@ -64,11 +64,11 @@ class Journal:
         normalize_counts(self, "capacity_bytes", least=LEAST_CAPACITY_BYTES)
 
     def __reduce__(self) -> NoReturn:
-        """Whoever is to run in a process is pickled, and this stage belongs where the checkpoints are known."""
+        """Refuse pickling: a stage in another process is pickled, and this one must run beside the trainer."""
         raise TypeError("a Journal runs in the trainer's process: leave out on=processes(…)")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. A record that was passed on is in the journal.
+        """Run the stage; see `Stage`. A record that was passed on is in the journal.
 
         Raises:
             JournalFull: a record would not fit; it was not passed on.
@@ -79,38 +79,38 @@ class Journal:
             opened = open_journal(Path(self.folder), capacity_bytes=self.capacity_bytes, fsync=self.fsync)
             files = await enter_in_thread(stack, opened)
             writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
-            stack.enter_context(context.ledger.on_checkpoint(writing.kept.forget))
-            await writing.offer_again(outbox)
+            stack.enter_context(context.ledger.on_checkpoint(writing.retention.forget))
+            await writing.replay(outbox)
             async for records in receive_chunks(inbox):
                 await writing.write(records)
                 await send_all(outbox, records)
 
 
-class _Kept:
-    """Which trajectories each volume is kept for. Decides; touches no file."""
+class _Retention:
+    """The trajectories for which each file is kept. Decides; does no I/O."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._waiting: dict[LogFile, dict[GroupId, int]] = {}
         """Repetitions of each group that are not known to have ended, as a bit mask."""
 
-    def note(self, volume: LogFile, records: Sequence[TrajectoryGroup]) -> None:
-        """`records` lie in `volume`."""
-        waiting = self._waiting.setdefault(volume, {})
+    def add(self, file: LogFile, records: Sequence[TrajectoryGroup]) -> None:
+        """Record that `file` contains `records`."""
+        waiting = self._waiting.setdefault(file, {})
         for record in records:
             waiting[record.id] = waiting.get(record.id, 0) | mask_of(record.repetition_ids.tolist())
 
     def forget(self, committed: Mapping[GroupId, int]) -> None:
-        """A checkpoint holds `committed`: these need no journal any more, and neither does what was dropped."""
+        """Remove trajectories that a checkpoint contains (`committed`), and those that were dropped."""
         for waiting in self._waiting.values():
-            for group, mask in list(waiting.items()):  # what was trained since would have to be again, without it
+            for group, mask in list(waiting.items()):  # later commits stay: a resumed run would train them again
                 set_mask(waiting, group, mask & ~committed.get(group, 0) & self._ledger.known(group))
 
     def take_done(self) -> list[LogFile]:
-        """Volumes that are kept for nothing: the caller deletes them."""
-        done = [volume for volume, waiting in self._waiting.items() if not waiting]
-        for volume in done:
-            del self._waiting[volume]
+        """Remove and return the files without any needed trajectory; the caller deletes them."""
+        done = [file for file, waiting in self._waiting.items() if not waiting]
+        for file in done:
+            del self._waiting[file]
         return done
 
 
@@ -118,68 +118,68 @@ class _Writing:
     """A journal while a run uses it."""
 
     def __init__(self, files: JournalFiles, context: Context) -> None:
-        self.kept = _Kept(context.ledger)
+        self.retention = _Retention(context.ledger)
         self._files = files
         self._context = context
         self._trained = context.ledger.committed
-        """What the checkpoint holds with which this run began."""
+        """Trajectories in the checkpoint with which this run began."""
         self._thread = anyio.CapacityLimiter(1)
 
-    # -- of the runs before ------------------------------------------------------------------------------------------
+    # -- records of earlier runs ---------------------------------------------------------------------------------------
 
-    async def offer_again(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """Send what was received before and is not trained, in the order in which it came."""
-        offered = 0
-        for volume in list(self._files.volumes):
-            reading = await self._in_thread(partial(self._files.read, volume))
-            self._tell(volume, reading)
-            kept = _those(exclude(record, self._trained.get(record.id, 0)) for record in reading.records)
-            del reading
-            self.kept.note(volume, kept)
-            again = self._again(kept)
+    async def replay(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Send records that were received before and are not trained, in the order of their arrival."""
+        replayed = 0
+        for file in list(self._files.volumes):
+            contents = await self._in_thread(partial(self._files.read, file))
+            self._report_damage(file, contents)
+            kept = _present(exclude(record, self._trained.get(record.id, 0)) for record in contents.records)
+            del contents
+            self.retention.add(file, kept)
+            fresh = self._admit(kept)
             del kept
-            offered += sum(map(len, again))
-            await send_all(outbox, again)
+            replayed += sum(map(len, fresh))
+            await send_all(outbox, fresh)
         await self._delete()
-        if offered:
-            log.info("journal_offered_again", trajectories=offered)
-        self._context.metrics.total("journal/replayed", offered)
+        if replayed:
+            log.info("journal_offered_again", trajectories=replayed)
+        self._context.metrics.total("journal/replayed", replayed)
 
-    def _again(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """What of `records` a source has not offered by now; it enters the books of this run."""
-        again = []
+    def _admit(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Admit to the ledger, and return, the part of `records` that no source has offered in this run."""
+        admitted = []
         for record in records:
             fresh = exclude(record, self._context.ledger.known(record.id))
             if fresh is not None:
                 self._context.ledger.take_over(fresh)
-                again.append(fresh)
-        return again
+                admitted.append(fresh)
+        return admitted
 
-    def _tell(self, volume: LogFile, reading: LogContents) -> None:
-        """What could not be read is lost, and nobody can say whose it was."""
-        if reading.torn is not None:
-            cut = reading.torn.last - reading.torn.first
-            log.warning("journal_tail_cut", path=str(volume.path), at=reading.torn.first, bytes=cut)
-        for first, last in reading.damage:
-            log.error("journal_damaged", path=str(volume.path), at=first, bytes=last - first)
-        self._context.metrics.total("journal/damaged_bytes", sum(last - first for first, last in reading.damage))
+    def _report_damage(self, file: LogFile, contents: LogContents) -> None:
+        """Log and count bytes that could not be read; their trajectories are unknown."""
+        if contents.torn is not None:
+            cut = contents.torn.last - contents.torn.first
+            log.warning("journal_tail_cut", path=str(file.path), at=contents.torn.first, bytes=cut)
+        for first, last in contents.damage:
+            log.error("journal_damaged", path=str(file.path), at=first, bytes=last - first)
+        self._context.metrics.total("journal/damaged_bytes", sum(last - first for first, last in contents.damage))
 
-    # -- of this run -------------------------------------------------------------------------------------------------
+    # -- records of this run -------------------------------------------------------------------------------------------
 
     async def write(self, records: Sequence[TrajectoryGroup]) -> None:
-        """Bring `records` into the journal, when there is room again of what has ended."""
+        """Write `records`, after deleting files of which every trajectory has ended."""
         await self._delete()
-        volume = await self._in_thread(partial(self._files.append, records))
-        self.kept.note(volume, records)
+        file = await self._in_thread(partial(self._files.append, records))
+        self.retention.add(file, records)
         self._context.metrics.gauge("journal/bytes", self._files.nbytes)
 
     async def _delete(self) -> None:
-        if done := self.kept.take_done():
+        if done := self.retention.take_done():
             await self._in_thread(partial(self._files.delete, done))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._thread)
 
 
-def _those(records: Iterable[TrajectoryGroup | None]) -> list[TrajectoryGroup]:
+def _present(records: Iterable[TrajectoryGroup | None]) -> list[TrajectoryGroup]:
     return [record for record in records if record is not None]

@@ -1,4 +1,4 @@
-"""How a divergence is estimated from sampled tokens: one place for numpy (`KLReward`) and for torch (the losses).
+"""Estimators of a divergence from sampled tokens, for numpy (`KLReward`) and torch (the losses).
 
 Schulman, "Approximating KL Divergence" (2020), with Δ = log p − log q of a token that p sampled:
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["LOG_RATIO_BOUND", "KLEstimator", "kl_estimate"]
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""See above."""
+"""An estimator of the list above."""
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ±20 before they are exponentiated: far outside any trust region, and still finite. Means
-and sums of them are clamped as a whole: what one token has above the bound others may make up for."""
+and sums of them are clamped as a whole, because the tokens of one sequence may cancel."""
 
 Ratios = TypeVar("Ratios", NDArray[np.float64], "Tensor")
 
 
 def kl_estimate(log_ratio: Ratios, estimator: KLEstimator, exp: Callable[[Ratios], Ratios]) -> Ratios:
-    """Estimates of KL(p ‖ q), one for each of `log_ratio` = log p/q; `exp` is numpy's or torch's."""
+    """Return estimates of KL(p ‖ q), one for each of `log_ratio` = log p/q; `exp` is numpy's or torch's."""
     match estimator:
         case "k1":
             return log_ratio

@@ -1,8 +1,7 @@
-"""KLReward: the divergence from a reference policy, taken off the reward.
+"""KLReward: the divergence from a reference policy, subtracted from the reward.
 
-With `KL` in a loss every token is drawn back by a gradient of its own. Here the divergence is a part of what is to be
-maximised: what normalises rewards, and discounts them, does so with it. Knows no model: the log-probabilities come
-with the data.
+With `KL` in a loss every token has a gradient of its own towards the reference. Here the divergence is part of the
+reward, which later stages normalise and discount. Knows no model: the log-probabilities come with the data.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class KLReward:
-    """Take `factor` times the divergence of the sampling policy from the reference policy off the rewards.
+    """Subtract from the rewards `factor` times the divergence of the sampling policy from the reference policy.
 
     >>> KLReward(0.05)
     KLReward(factor=0.05, estimator='k1', level='sequence')
 
     Args:
-        factor: what a nat costs.
-        estimator: of a token's divergence. As a reward, k1 is right: its mean is the divergence, and so is what a
-            policy gradient makes of it.
-        level: `sequence` takes the sum over a sequence's tokens off its reward; `token` takes each token's off
-            `token_rewards`, which then has to be told to what makes advantages: `rewards="both"`, or `"token"` where
-            the rewards of turns are there too, of which nothing but this level takes anything off.
+        factor: reward that is subtracted for each nat.
+        estimator: of a token's divergence. As a reward, k1 is right: its mean is the divergence, and its
+            policy gradient is that of the divergence.
+        level: `sequence` subtracts the sum over a sequence's tokens from its reward; `token` subtracts each token's
+            from `token_rewards`, which AdvantageNormalizer must then use: `rewards="both"`, or `"token"` where these
+            contain the rewards of turns; the level `sequence` leaves those unchanged.
 
     Raises:
         ValueError: a factor that is not positive, or an unknown estimator or level.
@@ -57,33 +56,33 @@ class KLReward:
             raise ValueError(f"level: expected 'sequence' or 'token', got {self.level!r}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Adds the reward part `kl`: what was taken off each sequence, negative where it was.
+        """Run the stage; see `Stage`. Adds the reward part `kl` with the change of each reward.
 
         Raises:
             InvalidRecord: a group lacks one of the log-probabilities.
         """
         async for group in inbox:
             await outbox.send(self._penalised(group))
-            del group  # it may lie in a producer's slots, and the next one may be long in coming
+            del group  # it may occupy a producer's slots until the next one arrives
 
     def _penalised(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        earned = -self.factor * self._divergences(group)
-        of_sequence = np.bincount(group.sequence_of_token(), earned, len(group))
+        penalties = -self.factor * self._divergences(group)
+        of_sequence = np.bincount(group.sequence_of_token(), penalties, len(group))
         if self.level == "sequence":
             return group.with_rewards(group.rewards + of_sequence, parts={"kl": of_sequence})
-        before = np.zeros(len(earned)) if group.token_rewards is None else group.token_rewards
-        column = as_column("token_rewards", before + earned, np.float32)
+        before = np.zeros(len(penalties)) if group.token_rewards is None else group.token_rewards
+        column = as_column("token_rewards", before + penalties, np.float32)
         freeze([column])
-        told = group.with_rewards(group.rewards, parts={"kl": of_sequence})
-        return msgspec.structs.replace(told, token_rewards=column)
+        changed = group.with_rewards(group.rewards, parts={"kl": of_sequence})
+        return msgspec.structs.replace(changed, token_rewards=column)
 
     def _divergences(self, group: TrajectoryGroup) -> Floats:
-        """[N] of each token, 0 where it does not train."""
+        """Return [N] the estimate of each token, 0 where it does not train."""
         if group.behavior_logprobs is None or group.ref_logprobs is None:
             missing = "behavior_logprobs" if group.behavior_logprobs is None else "ref_logprobs"
             raise InvalidRecord(
                 f"{group.env}/{group.instance_id}: {missing}: expected a column, got none: have the sampler record "
                 f"log-probabilities, and put a TorchReference before this stage"
             )
-        apart = np.subtract(group.behavior_logprobs, group.ref_logprobs, dtype=np.float64)
-        return kl_estimate(np.where(group.loss_mask, apart, 0.0), self.estimator, np.exp)
+        log_ratio = np.subtract(group.behavior_logprobs, group.ref_logprobs, dtype=np.float64)
+        return kl_estimate(np.where(group.loss_mask, log_ratio, 0.0), self.estimator, np.exp)

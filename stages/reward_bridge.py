@@ -1,8 +1,8 @@
 """RewardBridge: the environment's raw score to the reward that trains, shaped by configuration and by functions.
 
-Only what the policy sampled is judged: tokens outside the loss mask (prompts, observations, tool results) are never
-decoded, and nothing is decoded at all where nothing configured reads text. The arithmetic stands in `reward_shaping`,
-the calling of Python functions in `reward_functions`; this stage decodes, gathers and accounts.
+Only sampled tokens are judged: tokens outside the loss mask (prompts, observations, tool results) are never decoded,
+and no token is decoded if no component reads text. The arithmetic is in `reward_shaping`, the calls of Python functions
+are in `reward_functions`; this stage decodes, gathers and accounts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, f
 __all__ = ["RewardBridge"]
 
 Turns: TypeAlias = list[list[str]]
-"""What the policy said in each sequence, turn by turn."""
+"""The text of each completion, turn by turn."""
 
 DECODE_IN_THREAD_TOKENS = 4096
-"""From this many tokens on, decoding a group would hold up the event loop for milliseconds."""
+"""From this many tokens on, decoding a group would block the event loop for milliseconds."""
 
-NOTHING = RewardConfig()
+UNCHANGED = RewardConfig()
 """Leaves every reward as it is."""
 
 OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "fallback", "clip"})
@@ -46,19 +46,19 @@ OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "fallback", "
 
 @dataclass(frozen=True, slots=True)
 class RewardBridge:
-    """Shape rewards. With nothing configured, groups pass as they are.
+    """Shape rewards. By default, groups pass as they are.
 
     >>> bridge = RewardBridge.from_config({"length_bounty": {"reward": -0.01, "cap": 0.5}, "clip": [-1, 1]})
     >>> bridge.config.length_bounty.unit
     'token'
 
     Args:
-        config: what is configured.
-        tokenizer: gives the text of a completion; needed where a marker, a bounty by character or a function reads it.
+        config: the shaping.
+        tokenizer: decodes completions; needed if a marker, a bounty by character or a function reads text.
         functions: further components, in Python.
 
     Raises:
-        ValueError: text is needed and there is no tokenizer, or two components have one name.
+        ValueError: a component reads text and there is no tokenizer, or two components have the same name.
     """
 
     config: RewardConfig = field(default_factory=RewardConfig)
@@ -76,10 +76,11 @@ class RewardBridge:
     def from_yaml(
         cls, path: str | Path, *, tokenizer: Tokenizer | None = None, functions: Sequence[RewardFunction] = ()
     ) -> Self:
-        """The bridge that a YAML file describes; `reward_shaping` shows one.
+        """Return the bridge that a YAML file describes; `reward_shaping` shows one.
 
         Raises:
-            InvalidConfig: the file does not fit; the message gives the path of the value, what was expected and came.
+            InvalidConfig: the file does not fit; the message has the path of the value, the expected and the actual
+                value.
             ValueError: see the class.
         """
         return cls(load_config(RewardConfig, path, root="reward"), tokenizer, functions)
@@ -92,50 +93,52 @@ class RewardBridge:
         tokenizer: Tokenizer | None = None,
         functions: Sequence[RewardFunction] = (),
     ) -> Self:
-        """The bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
+        """Return the bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
         return cls(parse_config(RewardConfig, values, root="reward"), tokenizer, functions)
 
     def stage_info(self) -> StageInfo:
-        """State its tokenizers."""
+        """State the tokenizer."""
         return StageInfo(tokenizers=tokenizer_of(self))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Groups leave in the order in which they came, also where functions judge several at a time."""
+        """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions."""
         if self.functions:
             await self._run_concurrently(inbox, outbox)
             return
-        most = 1 if self._reads_text else MAX_CHUNK  # decoding takes longer than a call: nothing is gained by a handful
+        most = (
+            1 if self._reads_text else MAX_CHUNK
+        )  # decoding takes longer than numpy calls: a stack of groups saves no time
         async for groups in receive_chunks(inbox, most):
-            turns = [said for group in groups for said in await self._turns(group)] if self._reads_text else []
+            turns = [texts for group in groups for texts in await self._turns(group)] if self._reads_text else []
             shaped = self._shaped(groups, turns, {})
-            del groups  # they may lie in a producer's slots, and the next ones may be long in coming
+            del groups  # they may occupy a producer's slots until the next ones arrive
             await send_all(outbox, shaped)
 
-    # -- some groups -------------------------------------------------------------------------------------------------
+    # -- rewards -------------------------------------------------------------------------------------------------
 
     def _shaped(
         self, groups: Sequence[TrajectoryGroup], turns: Turns, judged: Mapping[str, NDArray[np.float64]]
     ) -> list[TrajectoryGroup]:
-        """`groups` with their rewards, given their text, where that is read, and what the functions said [B]."""
-        if not judged and self.config == NOTHING:
+        """Return `groups` with shaped rewards, from their text, if it is read, and the values of the functions [B]."""
+        if not judged and self.config == UNCHANGED:
             return list(groups)
-        handful = GroupStack(groups)
-        scores = handful.rewards()
-        shaped = combined(scores, handful.noise(), {**self._components(handful, turns), **judged}, self.config)
-        nothing = np.zeros(len(scores))
-        parts = {name: handful.reward_parts(name, nothing) + part for name, part in shaped.parts.items()}
-        parts["score"] = handful.reward_parts("score", scores)  # of a bridge that this one follows, if any
-        return handful.with_rewards(shaped.rewards, shaped.noise, parts)
+        stack = GroupStack(groups)
+        scores = stack.rewards()
+        shaped = combined(scores, stack.noise(), {**self._components(stack, turns), **judged}, self.config)
+        zeros = np.zeros(len(scores))
+        parts = {name: stack.reward_parts(name, zeros) + part for name, part in shaped.parts.items()}
+        parts["score"] = stack.reward_parts("score", scores)  # set by an earlier bridge, if there is one
+        return stack.with_rewards(shaped.rewards, shaped.noise, parts)
 
-    def _components(self, handful: GroupStack, turns: Turns) -> dict[str, NDArray[np.float64]]:
-        """[B] each: what the configuration adds, before any correction."""
+    def _components(self, stack: GroupStack, turns: Turns) -> dict[str, NDArray[np.float64]]:
+        """Return the configured components, [B] each, before any correction."""
         config = self.config
         components: dict[str, NDArray[np.float64]] = {}
         if config.format_markers:
-            components["format_markers"] = np.array([reward_of_format(said, config) for said in turns], np.float64)
+            components["format_markers"] = np.array([reward_of_format(texts, config) for texts in turns], np.float64)
         if (bounty := config.length_bounty) is not None:
             by_character = bounty.unit == "character"
-            lengths = [sum(map(len, said)) for said in turns] if by_character else handful.completion_lengths()
+            lengths = [sum(map(len, texts)) for texts in turns] if by_character else stack.completion_lengths()
             components["length_bounty"] = bounty_of_lengths(np.asarray(lengths, np.int64), bounty)
         return components
 
@@ -151,7 +154,7 @@ class RewardBridge:
         )
 
     async def _turns(self, group: TrajectoryGroup) -> Turns:
-        assert self.tokenizer is not None  # noqa: S101 (held to it when constructed)
+        assert self.tokenizer is not None  # noqa: S101 (checked when constructed)
         if len(group.tokens) < DECODE_IN_THREAD_TOKENS:
             return turns_of(group, self.tokenizer)
         return await anyio.to_thread.run_sync(turns_of, group, self.tokenizer)
@@ -161,22 +164,22 @@ class RewardBridge:
     async def _run_concurrently(
         self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]
     ) -> None:
-        """Begin with a group while the functions have room for more calls; send in order."""
+        """Start a group while the functions have capacity for more calls; send in order."""
         limit = max(function.concurrency for function in self.functions)
-        line = _Line()
+        queue = _OrderedQueue()
         with unwrap_single(), calling(self.functions) as calls:
             async with anyio.create_task_group() as tasks:
                 async for group in inbox:
-                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, line, line.enter(group))
+                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, queue, queue.enter(group))
                     del group
-                    await line.below(limit)
+                    await queue.below(limit)
 
     async def _judge_and_send(
         self,
         group: TrajectoryGroup,
         outbox: SendChannel[TrajectoryGroup],
         calls: Mapping[str, Calls],
-        line: _Line,
+        queue: _OrderedQueue,
         place: int,
     ) -> None:
         turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
@@ -185,35 +188,35 @@ class RewardBridge:
         if keep.all():
             shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
-            said = [turns[s] for s in np.flatnonzero(keep).tolist()]
-            shaped = self._shaped([group.select(keep)], said, _values(outcomes, keep))
+            kept_turns = [turns[s] for s in np.flatnonzero(keep).tolist()]
+            shaped = self._shaped([group.select(keep)], kept_turns, _values(outcomes, keep))
         else:
             shaped = []
-        await line.turn(place)
+        await queue.turn(place)
         await send_all(outbox, shaped)
-        line.leave(len(group))
+        queue.leave(len(group))
 
     async def _judged(
         self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
     ) -> dict[str, list[float | Failure]]:
-        """What each function says of each sequence; 0 for right answers that a fallback does not touch."""
-        asked = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
+        """Return the value of each function for each sequence; 0 for right completions, with a fallback."""
+        judged = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
         outcomes: dict[str, list[float | Failure]] = {f.name: [0.0] * len(group) for f in self.functions}
 
         async def judge(function: RewardFunction, s: int) -> None:
             text = "\n".join(turns[s]) if function.reads_text else ""
-            answer = RewardInput(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
-            outcomes[function.name][s] = await calls[function.name].value(answer)
+            completion = RewardInput(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
+            outcomes[function.name][s] = await calls[function.name].value(completion)
 
         async with anyio.create_task_group() as tasks:
             for function in self.functions:
-                for s in asked:
+                for s in judged:
                     tasks.start_soon(judge, function, s)
         return outcomes
 
 
-class _Line:
-    """Groups that functions judge at the same time, leaving in the order in which they came."""
+class _OrderedQueue:
+    """Groups that functions judge at the same time, leaving in the order of their arrival."""
 
     __slots__ = ("_changed", "_entered", "_left", "_trajectories")
 
@@ -221,38 +224,38 @@ class _Line:
         self._entered = 0
         self._left = 0
         self._trajectories = 0
-        """Trajectories of the groups in line."""
+        """Trajectories of the queued groups."""
         self._changed = Waiters()
 
     def enter(self, group: TrajectoryGroup) -> int:
-        """Take the last place."""
+        """Append `group` and return its place."""
         self._entered += 1
         self._trajectories += len(group)
         return self._entered - 1
 
     def leave(self, size: int) -> None:
-        """Leave the first place, with a group of `size` trajectories."""
+        """Remove the first group, of `size` trajectories."""
         self._left += 1
         self._trajectories -= size
         self._changed.wake_all()
 
     async def turn(self, place: int) -> None:
-        """Wait until everyone before `place` has left."""
+        """Wait until every group before `place` has left."""
         while self._left < place:
             await self._changed.wait()
 
     async def below(self, limit: int) -> None:
-        """Wait until fewer than `limit` trajectories are in line."""
+        """Wait until fewer than `limit` trajectories are queued."""
         while self._trajectories >= limit:
             await self._changed.wait()
 
 
 def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | Failure]]) -> NDArray[np.bool_]:
-    """[S] the sequences for which every function has a value; the others are accounted as failed."""
+    """Return [S] true on sequences with a value from every function; drop the others as failed."""
     lost: dict[str, list[TrajectoryId]] = {}
     keep = np.ones(len(group), np.bool_)
     for s, id_ in enumerate(group.ids):
-        failure = next((outcome for said in outcomes.values() if isinstance(outcome := said[s], Failure)), None)
+        failure = next((outcome for values in outcomes.values() if isinstance(outcome := values[s], Failure)), None)
         if failure is not None:
             keep[s] = False
             lost.setdefault(failure.reason, []).append(id_)
@@ -264,18 +267,18 @@ def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | Failur
 def _values(
     outcomes: Mapping[str, Sequence[float | Failure]], keep: NDArray[np.bool_]
 ) -> dict[str, NDArray[np.float64]]:
-    """[kept S] what each function said."""
+    """Return the values of each function for the sequences in `keep`."""
     places = np.flatnonzero(keep).tolist()
-    return {name: np.array([said[s] for s in places], np.float64) for name, said in outcomes.items()}
+    return {name: np.array([values[s] for s in places], np.float64) for name, values in outcomes.items()}
 
 
 def turns_of(group: TrajectoryGroup, tokenizer: Tokenizer) -> Turns:
-    """What the policy said in each sequence, turn by turn, without end-of-sequence tokens."""
+    """Return the text of each completion, turn by turn, without end-of-sequence tokens."""
     return [[_decoded(row.tokens[a:b], tokenizer) for a, b in _runs(row.loss_mask)] for row in group]
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where `mask` is true without a gap, as half-open spans."""
+    """Return the runs of true values in `mask`, as half-open spans."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -1,8 +1,8 @@
-"""SinkTrainer: the end of a pipeline. Feeds batches to a trainer, publishes its weights, commits what was trained.
+"""SinkTrainer: the end of a pipeline. Feeds batches to a trainer, publishes its weights, commits trajectories.
 
-In this order for each batch: the optimizer step, off the event loop; the new weights to those who sample; the commit
-to the ledger; the metrics; a checkpoint where one is due. A trainer is any object with `step(batch) -> metrics`; knows
-nothing about torch.
+In this order for each batch: the optimizer step, off the event loop; publishing the new weights; the commit to the
+ledger; the metrics; a checkpoint if one is due. A trainer is any object with `step(batch) -> metrics`. Knows nothing
+about torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 log = get_logger("penstock.sink_trainer")
 
 CANCEL_TIMEOUT_S = 4.0
-"""How long a cancelled run waits for the step it is in: a run that is interrupted ends within five seconds."""
+"""Bound on waiting for the running step when the run is cancelled: an interrupted run ends within five seconds."""
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Anything that trains."""
+    """Any object with an optimizer step."""
 
     def step(self, batch: TrainBatch, /) -> Mapping[str, float]:
         """Train on `batch` once and return metrics. May block; always called from one thread at a time."""
@@ -56,58 +56,58 @@ class WeightedTrainer(Trainer, Protocol):
     """A trainer whose weights can be published."""
 
     def weights(self) -> Mapping[str, Any]:
-        """The tensors by name, as they stand after the last step. Nobody trains while they are published."""
+        """Return the tensors by name, as of the last step. No step runs while they are published."""
         ...
 
 
 @runtime_checkable
 class Checkpointed(Trainer, Protocol):
-    """A trainer that a run can stop with, and go on from."""
+    """A trainer with checkpoints."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, those before a resumption included."""
+        """Return the optimizer steps done, those before a resumption included."""
         ...
 
     @property
     def committed(self) -> Mapping[GroupId, int]:
-        """What had been trained when it was resumed, as `Ledger.committed`."""
+        """Return the trajectories that were trained before it resumed, as `Ledger.committed`."""
         ...
 
     def save(self, folder: Path, committed: CommittedPrompts, /) -> Path:
-        """Write a checkpoint of this moment into `folder`, with `committed.state_dict()` in it. May block."""
+        """Write a checkpoint with `committed.state_dict()` into `folder`, and return its path. May block."""
         ...
 
 
 @runtime_checkable
 class Resumable(Checkpointed, Protocol):
-    """A trainer that a run in a folder goes on with by itself."""
+    """A trainer that a run in a folder resumes by itself."""
 
     def keep(self, state: Mapping[str, Stateful], /) -> None:
-        """Have checkpoints hold what these have gathered, by name."""
+        """Include the state of these objects in checkpoints, by name."""
         ...
 
     def resume(self, checkpoint: Path, /) -> None:
-        """Go on from a checkpoint that `save` wrote, with what is to be kept beside. May block."""
+        """Resume from a checkpoint that `save` wrote, and restore the objects given to `keep`. May block."""
         ...
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A trainer whose checkpoints hold the state of other objects."""
+    """A trainer whose checkpoints contain the state of other objects."""
 
     @property
     def state(self) -> Mapping[str, Stateful]:
-        """Those objects, by name."""
+        """Return those objects, by name."""
         ...
 
 
 class WeightSink(Protocol):
-    """Where the policy samples, as the trainer sees it: a WeightPublisher, for one."""
+    """The receiver of new weights, for example a WeightPublisher."""
 
     @property
     def version(self) -> int:
-        """The newest version that was published; −1 before the first."""
+        """Return the newest version that was published; −1 before the first."""
         ...
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
@@ -115,7 +115,7 @@ class WeightSink(Protocol):
         ...
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """Within the body nobody samples."""
+        """Pause all sampling within the body."""
         ...
 
 
@@ -125,21 +125,21 @@ class SinkTrainer:
 
     Args:
         trainer: any object with `step(batch) -> metrics`; see `TorchTrainer`.
-        publisher: takes the weights after every step, and those the run begins with; None publishes nothing.
-        external_generation: sampling happens outside, under somebody else's control: no weights are published and
-            nobody is paused, whatever `publisher` and `sampling` say.
-        sampling: `overlap` lets it go on while a step trains; `pause` stops it from before the step until the new
+        publisher: receives the weights after every step, and the initial ones; None publishes no weights.
+        external_generation: an external system samples: no weights are published and no sampling is paused,
+            whatever `publisher` and `sampling` are.
+        sampling: `overlap` continues it while a step trains; `pause` pauses it from before the step until the new
             weights are published, for samplers that share the trainer's processor or memory.
         max_steps: the run ends when this optimizer step is done, steps before a resumption included.
-        checkpoints: folder for checkpoints; one is also written when the run ends. None writes none, but where the run
-            is kept in a folder (`Pipeline.run(folder=…)`).
+        checkpoints: folder for checkpoints; one is also written when the run ends. None writes none, except in a run
+            that is kept in a folder (`Pipeline.run(folder=…)`).
         checkpoint_every: optimizer steps between checkpoints; None writes only the last.
-        keep_checkpoints: how many checkpoints to keep; older ones are removed when a new one is on the disk. None keeps
-            all.
-        cancel_timeout_s: how long cancellation waits for the step that runs.
+        keep_checkpoints: number of checkpoints to keep; older ones are removed when a new one is on the disk. None
+            keeps all.
+        cancel_timeout_s: bound on waiting for the running step after cancellation.
 
     Raises:
-        TypeError: the trainer lacks what `publisher` or `checkpoints` need of it.
+        TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
         ValueError: a count below 1.
     """
 
@@ -153,11 +153,11 @@ class SinkTrainer:
     keep_checkpoints: int | None = None
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
     _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
-    """Of every stage whose statistics a checkpoint holds."""
+    """Snapshots of every stage whose statistics a checkpoint contains."""
 
     def __post_init__(self) -> None:
         _require(self.trainer, Trainer, "a trainer", "step(batch) -> metrics")
-        if self._generation is not None:
+        if self._weight_sink is not None:
             _require(self.trainer, WeightedTrainer, "publishing", "weights() -> tensors by name")
         if self.checkpoints is not None:
             _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
@@ -165,16 +165,16 @@ class SinkTrainer:
         normalize_numbers(self, "cancel_timeout_s", zero=True)
 
     def stage_info(self) -> StageInfo:
-        """State the trainer's tokenizer, and what else its checkpoints hold."""
+        """State the trainer's tokenizer, and the other objects in its checkpoints."""
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
         return StageInfo(tokenizers=tokenizer_of(self.trainer), saved=saved)
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
-        """Return the same sink with checkpoints in `folder`, resumed from the last one, and how far that had come.
+        """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.
 
         Raises:
-            TypeError: the trainer cannot go on by itself.
-            ValueError: there is another folder for checkpoints.
+            TypeError: the trainer is not `Resumable`.
+            ValueError: the sink has a folder for checkpoints.
         """
         if self.checkpoints is not None:
             raise ValueError(f"checkpoints: expected none in a run that is kept in a folder, got {self.checkpoints}")
@@ -188,22 +188,22 @@ class SinkTrainer:
         trainer.keep(gathered)
         if (latest := latest_checkpoint(folder)) is not None:
             trainer.resume(latest)
-        _resuming = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
-        return _resuming, ResumePoint(trainer.steps, trainer.committed)
+        resumed = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
+        return resumed, ResumePoint(trainer.steps, trainer.committed)
 
     @property
-    def _generation(self) -> WeightSink | None:
+    def _weight_sink(self) -> WeightSink | None:
         return None if self.external_generation else self.publisher
 
     async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
-        """See `Sink`. A batch is committed when its step is done, or not at all.
+        """Run the sink; see `Sink`. A batch is committed when its step is done, or not at all.
 
-        Cancelled, it finishes the step it is in, publishes and commits it, unless that takes longer than
+        When cancelled, it finishes the running step, publishes and commits it, unless that takes longer than
         `cancel_timeout_s`.
 
         Raises:
             ValueError: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
-            Exception: what the trainer's `step` raises, as it raised it; that batch is not committed.
+            Exception: raised by the trainer's `step`, unchanged; that batch is not committed.
         """
         self._check_folder()
         thread = anyio.CapacityLimiter(1)
@@ -222,9 +222,9 @@ class SinkTrainer:
                 raise ValueError(f"{name}: expected with a folder for checkpoints, got none")
 
     async def _train_all(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter) -> int:
-        """Train until the stream ends; returns how many trajectories had ended at the last checkpoint.
+        """Train until the stream ends; return the number of ended trajectories at the last checkpoint.
 
-        When a flush is due, senders wait for a checkpoint, also of what was dropped.
+        When a flush is due, senders wait for a checkpoint, also where records were only dropped.
         """
         ended, saved = time.monotonic(), _ended(ledger)
 
@@ -244,18 +244,18 @@ class SinkTrainer:
             step, waited_s = ledger.step + 1, time.monotonic() - ended
             await _uninterrupted(partial(self._train, batch, step, waited_s, thread), self.cancel_timeout_s, step)
             ended = time.monotonic()
-            del batch  # the next one may be long in coming
+            del batch  # its memory must not wait for the next one
             if self._saves_at(step):
                 saved = _ended(ledger)
         return saved
 
     def _restore(self, ledger: Ledger) -> None:
-        """Where the trainer goes on from a checkpoint, so does the ledger."""
+        """Restore the ledger if the trainer resumed from a checkpoint."""
         if isinstance(self.trainer, Checkpointed) and self.trainer.steps > ledger.step:
             ledger.restore(self.trainer.committed, self.trainer.steps)
 
     async def _train(self, batch: TrainBatch, step: int, waited_s: float, thread: anyio.CapacityLimiter) -> None:
-        """Step `step`, from the batch to the commit and its metrics."""
+        """Do step `step`: train, publish, commit, emit metrics."""
         context, began = current(), time.monotonic()
         async with self._sampling():
             trained = await _in_thread(partial(self._step, batch, step), thread)
@@ -270,7 +270,7 @@ class SinkTrainer:
             "timing_s/train": stepped - began,
             "timing_s/sync_weights": published - stepped,
         }
-        context.metrics.emit(step, trained | timing)  # at once: what is sampled from now on counts for the next step
+        context.metrics.emit(step, trained | timing)  # at once: later samples count for the next step
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
             await self._save(context.ledger, thread)
 
@@ -279,18 +279,18 @@ class SinkTrainer:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"expected {type(self.trainer).__name__}.step to return metrics, a mapping from names to numbers, got "
-                f"{metrics!r}: let it end with `return {{...}}`, with `return {{}}` where there are none"
+                f"{metrics!r}: end it with `return {{...}}`, or with `return {{}}` if there are none"
             )
         return batch_metrics(batch, step - 1) | dict(metrics)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
-        generation = self._generation
-        return nullcontext() if generation is None or self.sampling == "overlap" else generation.paused()
+        sink = self._weight_sink
+        return nullcontext() if sink is None or self.sampling == "overlap" else sink.paused()
 
     async def _publish(self, version: int) -> None:
-        generation = self._generation
-        if generation is not None and generation.version < version and isinstance(self.trainer, WeightedTrainer):
-            await generation.publish(self.trainer.weights(), version)
+        sink = self._weight_sink
+        if sink is not None and sink.version < version and isinstance(self.trainer, WeightedTrainer):
+            await sink.publish(self.trainer.weights(), version)
 
     def _saves_at(self, step: int) -> bool:
         return self.checkpoint_every is not None and step % self.checkpoint_every == 0
@@ -299,7 +299,7 @@ class SinkTrainer:
         if self.checkpoints is not None and isinstance(self.trainer, Checkpointed):
             committed, began = ledger.committed, time.monotonic()
             for each in self._gathered:
-                each.take()  # as of the same moment
+                each.take()  # all at the same moment
             folder = Path(self.checkpoints)
             path = await _in_thread(partial(self.trainer.save, folder, committed), thread)
             ledger.announce_checkpoint(committed, path)
@@ -310,7 +310,7 @@ class SinkTrainer:
 
 
 def _ended(ledger: Ledger) -> int:
-    """Return how many trajectories have ended in this run."""
+    """Return the number of trajectories that have ended in this run."""
     return sum(ledger.balance().ended.values())
 
 
@@ -320,12 +320,12 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
 
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
-    """What `work` returns, from a worker thread; given up on where the wait for it is cancelled."""
+    """Return the result of `work` in a worker thread, which is abandoned if the wait is cancelled."""
     return await anyio.to_thread.run_sync(work, limiter=thread, abandon_on_cancel=True)
 
 
 async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: float, step: int) -> None:
-    """Do `work` to its end also where the caller is cancelled, but from then on for `cancel_timeout_s` at most."""
+    """Finish `work` even if the caller is cancelled, but within `cancel_timeout_s` from then on."""
     failure: list[Exception] = []
     shield = anyio.CancelScope(shield=True)
 
@@ -341,7 +341,7 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: 
         with shield:
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001 (raised below, bare instead of inside a group)
+            except Exception as error:  # noqa: BLE001 (raised below, outside of the task group)
                 failure.append(error)
         if shield.cancelled_caught:
             log.warning("step_abandoned", step=step, waited_s=cancel_timeout_s)
@@ -351,20 +351,20 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: 
 
 
 def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
-    """What a batch says of itself, under the names that TRL and verl use. `current_version` is that of the weights.
+    """Return metrics of a batch, under the names of TRL and verl. `current_version` is that of the weights.
 
     Means over sequences: `reward`, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over the tokens that
-    train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio` is the share that was cut.
+    train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio`: share of LENGTH.
     """
-    responses = batch.completion_lengths()
+    lengths = batch.completion_lengths()
     lags = batch.lags(current_version)
     metrics: dict[str, float] = {
         "reward": _mean(batch.rewards),
-        "response_length/mean": _mean(responses),
-        "response_length/max": float(responses.max()),
-        "response_length/min": float(responses.min()),
+        "response_length/mean": _mean(lengths),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": _mean(batch.stop_reasons == StopReason.LENGTH),
-        "prompt_length/mean": _mean(batch.lengths() - responses),
+        "prompt_length/mean": _mean(batch.lengths() - lengths),
         "staleness/mean": _mean(lags),
         "staleness/max": float(lags.max()),
         "batch/groups": float(len(batch.groups)),

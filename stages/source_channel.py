@@ -1,8 +1,8 @@
 """SourceChannel: a source whose records are sent by processes that the run did not start, and that may outlive it.
 
-They send with `connect_with_replay`: they keep what they sent until a checkpoint of the trainer holds it, and offer it
-again to the run that goes on from that checkpoint. Here is noted who keeps what; what comes again is refused by the
-ledger.
+They send with `connect_with_replay`: they keep sent records until a checkpoint of the trainer contains them, and replay
+them to the run that resumes from that checkpoint. This module tracks the records that each sender keeps; the ledger
+rejects duplicates.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ ELSEWHERE = "set address to a path in another folder"
 
 @dataclass(frozen=True, slots=True)
 class SourceChannel:
-    """Receive groups at `url` from senders that come, go, and outlive the run.
+    """Receive groups at `url` from senders that may connect, disconnect, and outlive the run.
 
     >>> SourceChannel("tcp://127.0.0.1:5555", senders=2).capacity
     64
 
     Args:
-        url: where to listen; see `serve`. Senders have to find it again: a port of your own, or `address`.
-        address: a file in which it is noted where this run listens, for `shm://` has another place every time.
-        senders: how many members send: the stream ends when so many, known by their names, said that they are done;
-            see `serve`. None for any number, with or without names: the stream does not end by itself. When all that
-            are connected are done, what stages have gathered is flushed: trained, and saved in a checkpoint.
-        absence_timeout_s: with `senders`, how long a member that is lost or has not come is awaited, see `serve`; and,
-            after the last checkpoint, one that keeps records and has not heard that they are saved.
-        on_absence: what follows then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
-        max_senders: how many may be connected at a time.
+        url: where to listen; see `serve`. Senders must find it again: use a fixed port, or `address`.
+        address: a file to which the URL of this run is written, because `shm://` gets a new one in every run.
+        senders: number of members: the stream ends when so many, known by their names, have closed; see `serve`. None
+            for any number, with or without names: the stream does not end by itself. When all that are connected have
+            closed, the groups that stages have gathered are flushed: trained, and saved in a checkpoint.
+        absence_timeout_s: with `senders`, bound on waiting for a member that is lost or has not connected, see `serve`;
+            and, after the last checkpoint, for one that keeps records and was not notified that they are saved.
+        on_absence: the action then: `fail` ends the run with MemberAbsent, `continue` goes on without the member.
+        max_senders: bound on connected senders.
         capacity: records that each sender may have in flight.
         capacity_bytes: bytes that each sender may have in flight.
-        key: what senders must know too, over tcp.
+        key: secret that senders must share, over tcp.
         heartbeat_timeout_s: a sender whose process is stopped, or whose host hangs, for this time is lost; see `serve`.
-        tokenizer: what the token ids mean, or its `TokenizerIdentity`: senders that say another one are refused, and
-            `pipeline.check()` holds it to that of the trainer.
+        tokenizer: the tokenizer of the token ids, or its `TokenizerIdentity`: senders with another one are rejected,
+            and `pipeline.check()` compares it with that of the trainer.
 
     Raises:
-        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
+        InvalidConfig: a count that is not whole or is below 1, or seconds that are not finite.
     """
 
     url: str = "shm://"
@@ -86,14 +86,14 @@ class SourceChannel:
         normalize_numbers(self, "absence_timeout_s", "heartbeat_timeout_s")
 
     def stage_info(self) -> StageInfo:
-        """State its tokenizers."""
+        """State the tokenizer."""
         return StageInfo(tokenizers=tokenizer_of(self))
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`. When the stream has ended it awaits_saved until everything is saved, and members have heard so.
+        """Run the source; see `Source`. After the stream, wait until all is saved and the members are notified.
 
         Raises:
-            MemberAbsent: a member did not come, or was lost and did not come back.
+            MemberAbsent: a member did not connect, or was lost and did not reconnect.
             DiskFull, NotWritable: `address` cannot be written.
         """
         unsaved, flush = _Unsaved(current().ledger), current().flush
@@ -119,75 +119,75 @@ class SourceChannel:
             if self.senders is None:
                 inbox.keep_open()
                 unsaved.on_received = flush.withdraw
-                unsaved.on_gone = lambda: flush.request() if _all_done(inbox) and not unsaved.empty else None
+                unsaved.on_disconnect = lambda: flush.request() if _all_closed(inbox) and not unsaved.empty else None
             stack.enter_context(current().ledger.on_checkpoint(unsaved.saved))
             if self.address is not None:
-                await anyio.to_thread.run_sync(_note, Path(self.address), inbox.url)
+                await anyio.to_thread.run_sync(_write_address, Path(self.address), inbox.url)
             async for record in inbox:
                 await outbox.send(record)
                 del record  # its slots are free while the next is waited for
             await outbox.aclose()
             unsaved.ended = True
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_hear_again, inbox)
+                tasks.start_soon(_receive_replays, inbox)
                 scope = anyio.CancelScope()
                 with outliving_the_sink(scope.cancel):
                     with scope:
                         await unsaved.none()
-                    if unsaved.empty:  # else the sink wrote no last checkpoint: members keep the rest for another run
-                        await self._have_members_hear(unsaved)
+                    if unsaved.empty:  # else there is no last checkpoint: members keep the rest for another run
+                        await self._notify_members(unsaved)
                 tasks.cancel_scope.cancel()
 
-    async def _have_members_hear(self, unsaved: _Unsaved) -> None:
-        """Wait until every member that keeps records has heard that they are saved, also one that is cut off now."""
-        with anyio.move_on_after(self.absence_timeout_s) as bound:
-            await unsaved.all_heard()
-        if bound.cancelled_caught:
-            log.warning("members_absent", names=unsaved.unheard, waited_s=self.absence_timeout_s)
+    async def _notify_members(self, unsaved: _Unsaved) -> None:
+        """Wait until every member that keeps records, connected or not, is notified that they are saved."""
+        with anyio.move_on_after(self.absence_timeout_s) as timeout:
+            await unsaved.all_notified()
+        if timeout.cancelled_caught:
+            log.warning("members_absent", names=unsaved.unnotified, waited_s=self.absence_timeout_s)
 
 
-def _all_done(inbox: RemoteReceiver[TrajectoryGroup]) -> bool:
-    """Whether no sender is connected but those that said that they are done, and all that came was received."""
+def _all_closed(inbox: RemoteReceiver[TrajectoryGroup]) -> bool:
+    """Return whether all connected senders have closed, and every record that arrived was received."""
     now = inbox.statistics()
     return not now.senders and now.sent == now.received
 
 
-async def _hear_again(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
-    """Receive what members offer again that were cut off after the end: it is noted, and told when it is saved."""
+async def _receive_replays(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
+    """Receive the replays of members that reconnect after the end, so that they are notified when all is saved."""
     inbox.keep_open()
     async for _ in inbox:
         pass
 
 
 class _Unsaved:
-    """Which trajectories each sender keeps. Decides; a `PeerListener`."""
+    """The trajectories that each sender keeps. Decides, does no I/O; a `PeerListener`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._saved: Mapping[GroupId, int] = ledger.committed
-        """What the newest checkpoint holds."""
+        """Trajectories in the newest checkpoint."""
         self._kept: dict[Peer, dict[GroupId, int]] = {}
-        """Repetitions of each group, as a bit mask, by who keeps them."""
+        """Repetitions of each group, as a bit mask, by the sender that keeps them."""
         self._changed = Waiters()
-        self._hearing: set[Peer] = set()
-        """Connected members that leave when they have heard that all is saved."""
+        self._awaiting_saved: set[Peer] = set()
+        """Connected members that disconnect once notified that all is saved."""
         self._absent: set[str] = set()
-        """Members that keep records, and whose connection ended before they heard that these are saved."""
+        """Members that keep records, and disconnected before they were notified that these are saved."""
         self._awaiting_next: set[Peer] = set()
-        """Those who keep a record for the next run."""
+        """Members that keep a record for the next run."""
         self.on_received: Callable[[], None] = _nothing
-        self.on_gone: Callable[[], None] = _nothing
-        """Called when a sender is done or lost, and all that it sent was received and passed on."""
+        self.on_disconnect: Callable[[], None] = _nothing
+        """Called when a sender closed or was lost, and all its records were received and passed on."""
         self.ended = False
-        """Whether the stream has ended: a record that is new belongs to the next run, and its sender keeps it."""
+        """Whether the stream has ended: a new record belongs to the next run, and its sender keeps it."""
 
     @property
     def empty(self) -> bool:
-        """Whether nobody keeps anything."""
+        """Return whether no sender keeps any record."""
         return not any(self._kept.values())
 
     def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
-        """Whatever a sender sends it keeps; the next moment it is in the books, or is there already."""
+        """Note that the sender keeps `record`, which the ledger admits next, or has already; see `PeerListener`."""
         mask = mask_of(record.repetition_ids.tolist())
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
@@ -201,7 +201,7 @@ class _Unsaved:
         return record
 
     def saved(self, committed: Mapping[GroupId, int]) -> None:
-        """A checkpoint holds `committed`. What it does not hold, is not in flight, and was not trained was dropped."""
+        """Notify senders of records that a checkpoint contains (`committed`), and of those that were dropped."""
         self._saved = committed
         for peer, kept in self._kept.items():
             for group, mask in list(kept.items()):
@@ -213,47 +213,47 @@ class _Unsaved:
         self._changed.wake_all()
 
     async def none(self) -> None:
-        """Wait for the checkpoint that holds everything."""
+        """Wait for the checkpoint that contains every kept record."""
         while not self.empty:
             await self._changed.wait()
 
     @property
-    def unheard(self) -> list[str]:
-        """The members that have not heard yet that all is saved which they keep."""
-        return sorted(self._absent | {peer.member for peer in self._hearing})
+    def unnotified(self) -> list[str]:
+        """Return the members that were not yet notified that all their records are saved."""
+        return sorted(self._absent | {peer.member for peer in self._awaiting_saved})
 
-    async def all_heard(self) -> None:
-        """Wait until every member has heard that all is saved which it keeps."""
-        while self.unheard:
+    async def all_notified(self) -> None:
+        """Wait until every member is notified that all its records are saved."""
+        while self.unnotified:
             await self._changed.wait()
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """They observe nothing that is told here; see `PeerListener`."""
+        """Ignore telemetry; see `PeerListener`."""
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
-        """One that comes again offers again what it keeps; see `PeerListener`."""
+        """Forget the records of a lost sender, which it replays when it reconnects; see `PeerListener`."""
         log.warning("sender_lost", reason=str(error))
         self._kept.pop(peer, None)
-        if self.ended:  # one that came again, to hear what is saved
+        if self.ended:  # it had reconnected to learn which records are saved
             self._absent.add(peer.member)
-        self.on_gone()
+        self.on_disconnect()
 
     def closed(self, peer: Peer) -> None:
-        """One that said goodbye waits to hear what is saved; see `PeerListener`."""
+        """Note a sender that closed and waits for the notice that all is saved; see `PeerListener`."""
         self._absent.discard(peer.member)
         if peer.awaits_saved and peer not in self._awaiting_next:
-            self._hearing.add(peer)
+            self._awaiting_saved.add(peer)
         self._changed.wake_all()
-        self.on_gone()
+        self.on_disconnect()
 
     def disconnected(self, peer: Peer) -> None:
-        """One that said goodbye left, having heard that all is saved, or was cut off; see `PeerListener`."""
-        if peer in self._hearing and peer.awaits_saved:
+        """Note that a closed sender disconnected, notified or not; see `PeerListener`."""
+        if peer in self._awaiting_saved and peer.awaits_saved:
             self._absent.add(peer.member)
-        self._hearing.discard(peer)
+        self._awaiting_saved.discard(peer)
         self._awaiting_next.discard(peer)
         if not self._kept.get(peer):
-            self._kept.pop(peer, None)  # with the peer, its segment is unmapped now
+            self._kept.pop(peer, None)  # dropping the peer unmaps its segment
         self._changed.wake_all()
 
 
@@ -261,8 +261,8 @@ def _nothing() -> None:
     pass
 
 
-def _note(path: Path, url: str) -> None:
-    """Write it whole: a sender may be reading."""
+def _write_address(path: Path, url: str) -> None:
+    """Write the file atomically: a sender may be reading it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with explaining_os_errors("the address of a channel", path, or_else=ELSEWHERE, elsewhere=ELSEWHERE):
         try:

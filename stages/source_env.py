@@ -2,12 +2,12 @@
 
 Prompts are taken by number; each is rolled out `group_size` times at once, and the rollouts that succeed leave as one
 group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
-smaller; an error of the policy ends the run. Nothing is sampled ahead of what the trainer can use: the channel's
-credit, the bound on concurrency and, where `max_lag` is given, the pace of the optimizer hold the next prompt back.
+smaller; an error of the policy ends the run. Sampling does not run ahead of the trainer: the next prompt waits
+for the channel's credit, the bound on concurrency and, where `max_lag` is given, the steps of the optimizer.
 
-A schedule is synchronous where all that an optimizer step trains is sampled with the weights that the step before it
-made (`max_lag=0` and `step_groups`). Then prompts are begun in waves and sent in their order, so that neither depends
-on a clock: a run can be repeated bit for bit as far as its environment and its policy can.
+A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step before it
+(`max_lag=0` and `step_groups`). Then prompts are begun in waves and sent in their order, so that neither depends on a
+clock: a run can be repeated bit for bit as far as its environment and its policy can.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .environments import Environment, EnvironmentFailed, RolloutResult, Task, Tasks, open_tasks
 from .lag_limiter import LagLimiter
-from .rollout_columns import columns_of, said_anything, tokens_of
+from .rollout_columns import columns_of, sampled_anything, tokens_of
 
 __all__ = ["SourceEnv"]
 
@@ -46,55 +46,55 @@ R = TypeVar("R")
 
 
 class _NothingSampled(Exception):
-    """A rollout in which the policy said nothing."""
+    """A rollout in which the policy sampled no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceEnv:
-    """Samples groups of trajectories from an environment, for as long as somebody takes them."""
+    """Samples groups of trajectories from an environment until the prompts run out or the run ends."""
 
     make_env: Callable[[], Environment]
-    """Makes a scored data set, a step-wise environment or an outside one (see `environments`), where it is sampled; a
-    module-level function, so that the stage can be sent to a worker."""
+    """Makes a scored data set, a step-wise environment or an outside one (see `environments`) in the sampling worker; a
+    module-level function, so that the stage can be pickled."""
     policy: Policy
-    """Who answers; `NoOpPolicy()` where the environment brings finished rollouts."""
+    """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
     tokenizer: Tokenizer | None = None
     """Between the environment's text and the policy's tokens; an outside environment needs none."""
     group_size: int = 8
-    """Rollouts a prompt."""
+    """Rollouts of each prompt."""
     max_completion_tokens: int = 512
     """Tokens that the policy may sample in one turn."""
     max_length: int | None = None
-    """Tokens that a whole sequence may have, prompt and observations included: at so many it ends, with LENGTH."""
+    """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
     temperature: float = 1.0
-    """Of the sampling; recorded in `meta`."""
+    """Sampling temperature; recorded in `meta`."""
     rollout_timeout_s: float = 300.0
-    """How long one rollout may take, all its turns."""
+    """Bound on the time of one rollout with all its turns."""
     concurrency: int = 64
-    """Rollouts at once, and with it how many requests the policy can sample as one batch."""
+    """Rollouts at once, and so the number of requests that the policy can sample as one batch."""
     threads: int = 4
     """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
     max_lag: int | None = None
-    """Paces the source: no prompt is begun that would only be trained more than so many optimizer steps later."""
+    """Limits the source: no prompt is begun that would be trained more than so many optimizer steps later."""
     step_groups: int | None = None
-    """How many prompts an optimizer step trains, over all workers, where that is a fixed number: what the Batcher is
-    told as `sequences`, divided by `group_size`. With it the pace is exact, from the first step on."""
+    """Number of prompts in an optimizer step, over all workers, if it is fixed: `sequences` of the Batcher divided by
+    `group_size`. With it the limit by `max_lag` is exact from the first step on."""
     groups: int | None = None
-    """Ends the stream after so many prompts, over all workers; without it, it never ends."""
+    """Number of prompts, over all workers, after which the stream ends; None for an endless stream."""
     first_task: int = 0
     """Number of the first prompt."""
     trained: bytes = b""
-    """Prompts that are passed over, as a bit each, from number 0 on: `resume_from` notes what a run before trained."""
+    """Prompts that are skipped, one bit each, from number 0 on; `resume_from` marks those trained by an earlier run."""
     turn_rewards: bool = False
-    """Whether groups have `token_rewards` too: what each turn earned, on its last token. `rewards` stay the sums, so
-    that what makes advantages is told to take one of them (`rewards="token"`), not both."""
+    """Whether groups have `token_rewards` too: the reward of each turn, on its last token. `rewards` stay the sums, so
+    AdvantageNormalizer must use one of the two (`rewards="token"`), not both."""
     seed: int = 0
     """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
     name: str = ""
     """The environment's name in every id; by default that of `make_env`."""
 
     def stage_info(self) -> StageInfo:
-        """State its largest group, how far it runs ahead, which workers can share it, and its tokenizers."""
+        """State the largest group, the trajectories begun ahead, the check of the worker count, and the tokenizers."""
         return StageInfo(
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
@@ -103,7 +103,7 @@ class SourceEnv:
         )
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
-        """Return the source of a resumed run: it samples what was not trained, also what was begun before."""
+        """Return the source of a resumed run: it samples the prompts that were not trained, also those begun before."""
         numbers = [instance_id.rpartition(".")[2] for env, instance_id in point.committed if env == self.env_name]
         known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
         trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
@@ -111,7 +111,7 @@ class SourceEnv:
         return replace(self, trained=np.packbits(trained, bitorder="little").tobytes())
 
     def __post_init__(self) -> None:
-        """Refuse what can never sample anything.
+        """Check the fields.
 
         Raises:
             InvalidConfig: naming the field.
@@ -127,9 +127,10 @@ class SourceEnv:
         """Sample until the prompts run out, or until cancelled.
 
         Raises:
-            InvalidPipeline: what `make_env` makes is no environment, or text meets no tokenizer.
-            InvalidConfig: `step_groups` cannot be shared among the workers, or sampled at once where it has to be.
-            Exception: what `make_env`, the policy or the channel raises.
+            InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
+            InvalidConfig: `step_groups` cannot be shared among the workers, or exceeds the concurrency of a
+                synchronous schedule.
+            Exception: raised by `make_env`, the policy or the channel.
         """
         context = current()
         async with (
@@ -140,18 +141,18 @@ class SourceEnv:
 
     @property
     def synchronous(self) -> bool:
-        """Whether all that a step trains is sampled with the weights that the step before it made."""
+        """Return whether all trajectories of a step are sampled with the weights of the step before it."""
         return self.max_lag == 0 and self.step_groups is not None
 
     @property
     def _begins_at_most(self) -> int | None:
-        """Return the trajectories that are begun and wait for a step; None for no bound that is known."""
+        """Return the bound on trajectories that are begun and not trained; None if it is unknown."""
         if self.step_groups is None or self.max_lag is None:
             return None
         return (self.max_lag + 1) * self.step_groups * self.group_size
 
     def per_step(self, worker: Worker) -> int | None:
-        """How many trajectories of `worker` a step trains, where that is fixed.
+        """Return the number of trajectories of `worker` in a step, if it is fixed.
 
         Raises:
             InvalidConfig: see `run`.
@@ -160,7 +161,7 @@ class SourceEnv:
         return None if self.step_groups is None else self.step_groups // worker.count * self.group_size
 
     def check_workers(self, count: int) -> None:
-        """Hold `step_groups` to what `count` workers can share.
+        """Check that `count` workers can share `step_groups`.
 
         Raises:
             InvalidConfig: see `run`.
@@ -181,17 +182,17 @@ class SourceEnv:
 
     @property
     def env_name(self) -> str:
-        """The environment's name in every id."""
+        """Return the environment's name in every id."""
         if self.name:
             return self.name
         made_by: Any = self.make_env.func if isinstance(self.make_env, partial) else self.make_env
         return str(getattr(made_by, "__name__", type(made_by).__name__))
 
     def numbers(self, worker: Worker) -> Iterable[int]:
-        """The prompts that `worker` samples: every `worker.count`-th, so that no two workers share one.
+        """Return the prompts that `worker` samples: every `worker.count`-th, so that no two workers share one.
 
-        In a synchronous schedule nothing is in flight when a step is done: what was not trained before the last one
-        that was has been dropped.
+        In a synchronous schedule no trajectory is in flight when a step is done: an untrained prompt before the last
+        trained one was dropped.
         """
         first = self.first_task + worker.index
         numbers: Iterable[int] = itertools.count(first, worker.count)
@@ -201,12 +202,12 @@ class SourceEnv:
         places = np.flatnonzero(trained)
         if self.synchronous:
             places = np.arange(places.max(initial=-1) + 1)
-        passed_over = set((first + worker.count * places).tolist())
-        return (number for number in numbers if number not in passed_over)
+        skipped = set((first + worker.count * places).tolist())
+        return (number for number in numbers if number not in skipped)
 
 
 async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
-    """What each call returns, in order; they run at once."""
+    """Run the calls concurrently and return their results in order."""
     returned: dict[int, R] = {}
 
     async def keep(place: int, call: Callable[[], Awaitable[R]]) -> None:
@@ -219,7 +220,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 
 
 def instance_id(number: int, worker: Worker) -> str:
-    """The name of prompt `number` as sampled by `worker`: a restarted worker begins anew, under other names."""
+    """Return the name of prompt `number` as sampled by `worker`: a restarted worker uses other names."""
     return f"{worker.restart}.{number}" if worker.restart else str(number)
 
 
@@ -236,19 +237,19 @@ class _RolloutScheduler:
         self._context = context
         self._env = source.env_name
         self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
-        """A place for each group that is being sampled, or waits to be sent."""
+        """One permit for each group that is being sampled, or waits to be sent."""
         self._rollouts = anyio.CapacityLimiter(source.concurrency)
         per_step = source.per_step(context.worker)
-        self._pace = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
+        self._lag_limiter = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
         self._dropped = RepeatedErrors(log, "rollout_dropped")
         self._failure: Exception | None = None
-        """What ended the run, bare: a task group would wrap it."""
-        self._everyone = anyio.CancelScope()
+        """The error that ended the run, without the exception group of a task group."""
+        self._scope = anyio.CancelScope()
         """Around all groups, while `work` runs."""
 
     async def work(self) -> None:
         async with anyio.create_task_group() as groups:
-            self._everyone = groups.cancel_scope
+            self._scope = groups.cancel_scope
             try:
                 await (self._in_waves() if self._source.synchronous else self._begin(groups))
             except Exception as error:  # noqa: BLE001 (raised again below)
@@ -257,10 +258,10 @@ class _RolloutScheduler:
             raise self._failure
 
     async def _begin(self, groups: TaskGroup) -> None:
-        """Begin one group after another, each when there is a place for it and the trainer can keep up."""
+        """Begin one group after another, each when there is a permit and the lag limit allows it."""
         for number in self._source.numbers(self._context.worker):
             await self._groups.acquire()
-            await self._pace.wait_for_slot()
+            await self._lag_limiter.wait_for_slot()
             groups.start_soon(self._group, self._admitted(number), number)
 
     def _admitted(self, number: int) -> GroupId:
@@ -269,9 +270,9 @@ class _RolloutScheduler:
         return group
 
     async def _group(self, group: GroupId, number: int) -> None:
-        """Sample a group and send it, holding its place until it is sent."""
+        """Sample a group and send it, holding its permit until it is sent."""
         try:
-            with self._pace.sampling():
+            with self._lag_limiter.sampling():
                 began = anyio.current_time()
                 rollouts = await self._rolled_out(group, await self._begun(group, number))
             if rollouts:
@@ -282,14 +283,14 @@ class _RolloutScheduler:
             self._groups.release()
 
     def _fail(self, error: Exception) -> None:
-        """End the run with `error`: with the first one, where there are several."""
+        """End the run with `error`, or with an earlier one."""
         self._failure = self._failure or error
-        self._everyone.cancel()
+        self._scope.cancel()
 
     # -- a synchronous schedule ----------------------------------------------------------------------------------------
 
     async def _in_waves(self) -> None:
-        """Begin at once what may be begun, and the next wave when the last one is sent and there is room again."""
+        """Begin all prompts that the lag limit allows; begin the next wave when these are sent and it allows more."""
         numbers = iter(self._source.numbers(self._context.worker))
         while wave := await self._wave(numbers):
             began = anyio.current_time()
@@ -302,20 +303,20 @@ class _RolloutScheduler:
                     await self._outbox.send(self._sampled(group, number, rollouts, began))
 
     async def _wave(self, numbers: Iterator[int]) -> list[tuple[GroupId, int]]:
-        """The next prompts, as many as there is room for; none where there are no more."""
+        """Return the next prompts, as many as the lag limit allows; none if there are no more."""
         wave: list[tuple[GroupId, int]] = []
         for number in numbers:
             if not wave:
-                await self._pace.wait_for_slot()
+                await self._lag_limiter.wait_for_slot()
             wave.append((self._admitted(number), number))
-            if self._pace.full:
+            if self._lag_limiter.full:
                 break
         return wave
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
     async def _rolled_out(self, group: GroupId, task: Task | None) -> dict[int, RolloutResult]:
-        """The rollouts of one prompt that succeed, by repetition."""
+        """Return the rollouts of one prompt that succeed, by repetition."""
         rollouts: dict[int, RolloutResult] = {}
         if task is not None:
             async with anyio.create_task_group() as repetitions:
@@ -326,7 +327,7 @@ class _RolloutScheduler:
     def _sampled(
         self, group: GroupId, number: int, rollouts: dict[int, RolloutResult], began: float
     ) -> TrajectoryGroup:
-        """The group of what succeeded, observed."""
+        """Return the group of the rollouts that succeeded, and record its metrics."""
         self._context.metrics.mean("timing_s/rollout", anyio.current_time() - began)
         sampled = self._assembled(group, number, rollouts)
         self._observe(sampled, rollouts.values())
@@ -344,25 +345,25 @@ class _RolloutScheduler:
         return None
 
     async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
-        """Roll out once; what succeeds is put into `rollouts`, what does not has ended."""
+        """Do one rollout; put it into `rollouts` if it succeeds, drop it otherwise."""
         async with self._rollouts:
             with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
                 try:
-                    rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._speak)
+                    rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._generate)
                 except EnvironmentFailed as error:
                     self._drop([trajectory], "failed", error)
                 except Exception as error:  # noqa: BLE001 (raised again by `work`)
                     self._fail(error)
         if timeout.cancelled_caught:
             self._drop([trajectory], "failed", self._timed_out)
-        elif trajectory.repetition_id in rollouts and not said_anything(rollouts[trajectory.repetition_id]):
+        elif trajectory.repetition_id in rollouts and not sampled_anything(rollouts[trajectory.repetition_id]):
             del rollouts[trajectory.repetition_id]
             self._drop([trajectory], "rejected", _NothingSampled("nothing was sampled"))
         elif trajectory.repetition_id in rollouts:
             self._context.ledger.succeed()
 
-    async def _speak(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
-        """Let the policy answer to `turns`; None where `max_length` leaves no token."""
+    async def _generate(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
+        """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
         allowance = self._source.max_completion_tokens
         if self._source.max_length is not None:
@@ -392,7 +393,7 @@ class _RolloutScheduler:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
-        """The group of what succeeded, by repetition."""
+        """Return the group of the rollouts that succeeded, by repetition."""
         succeeded = list(rollouts.values())
         source = self._source
         return TrajectoryGroup.build(

@@ -1,7 +1,7 @@
-"""Teacher: asks a teacher which tokens it finds likeliest, wherever a token trains, and adds them to the groups.
+"""Teacher: requests the likeliest tokens of a teacher at every token that trains, and adds them to the groups.
 
-What a teacher is, a `TeacherPolicy` says; what is learned from it, `losses.Distillation`. Every group that is asked
-about leaves with columns of one width, whatever was answered, so that all of them fit into one batch.
+A `TeacherPolicy` describes the teacher; `losses.Distillation` trains on its candidates. Every group leaves with columns
+of the same width, whatever the teacher returned, so that all groups fit into one batch.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ __all__ = ["OnFailure", "Teacher", "TeacherEngine", "TeacherPolicy"]
 log = get_logger("penstock.teacher")
 
 OnFailure: TypeAlias = Literal["drop", "pass"]
-"""What becomes of a group where the teacher failed at a sequence: it is dropped, or sent without candidates there."""
+"""The rule for a group with a sequence at which the teacher failed: drop it, or send it without candidates there."""
 
 
-FIRST_ANSWERS = 8
-"""Groups in which a sequence may fail before the first is answered: one or two may be too long for the teacher."""
+MAX_INITIAL_FAILURES = 8
+"""Groups in which a sequence may fail before the first success: one or two may be too long for the teacher."""
 
 
 class TeacherEngine(Protocol):
     """An opened teacher."""
 
     async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:
-        """What the teacher expects at the tokens [T] of a sequence; many tasks may ask at once.
+        """Return the likeliest tokens at each of the tokens [T] of a sequence; many tasks may call it at once.
 
         Args:
             tokens: prompt and completion.
             wanted: [T] true on the tokens that need candidates; the first does not.
-            top_k: the likeliest so many. The token itself comes besides, where it is not among them and the teacher
-                can tell.
+            top_k: number of likeliest tokens. The token itself is added if it is not among them and the teacher knows
+                its log-probability.
 
         Raises:
-            EngineFailed: it could not, and may another time.
+            EngineFailed: a temporary failure.
             OSError: likewise.
-            PenstockError: any other one says that it will not.
+            PenstockError: any other one is final.
         """
         ...
 
 
 class TeacherPolicy(Protocol):
-    """A recipe for a teacher. It is pickled where the stage runs in a process of its own."""
+    """A description of a teacher; picklable, for a stage in a process of its own."""
 
     @property
     def tokenizer(self) -> Any:
-        """The teacher's tokenizer, or its `TokenizerIdentity`."""
+        """Return the teacher's tokenizer, or its `TokenizerIdentity`."""
         ...
 
     def open(self, worker: Worker, /) -> AbstractAsyncContextManager[TeacherEngine]:
-        """Load or connect to the teacher, until the body ends."""
+        """Load the teacher, or connect to it, until the body ends."""
         ...
 
 
@@ -83,15 +83,14 @@ class Teacher:
     Args:
         policy: the teacher.
         tokenizer: the tokenizer that the tokens were made with, or its `TokenizerIdentity`.
-        top_k: candidates that are asked for; the columns are one wider, for the token itself.
-        concurrency: sequences that the teacher is asked about at once. No more groups than that are held.
-        teacher_timeout_s: how long one answer may take, from the question on: where the teacher answers one question
-            after the other, the time in line included.
-        backoff: how often a sequence is asked about in all, and how long is waited in between.
-        on_failure: what becomes of a group where all that was in vain.
+        top_k: number of requested candidates; the columns are one wider, for the token itself.
+        concurrency: bound on concurrent requests, one for each sequence. No more groups than that are held.
+        teacher_timeout_s: bound on the time of one request, the time in a queue of the teacher included.
+        backoff: number of attempts for a sequence, and the pauses between them.
+        on_failure: the rule for a group with a sequence for which all attempts failed.
 
     Raises:
-        ValueError: a number that makes no sense, or an unknown `on_failure`.
+        ValueError: a number out of range, or an unknown `on_failure`.
     """
 
     policy: TeacherPolicy
@@ -109,32 +108,32 @@ class Teacher:
             raise ValueError(f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}")
 
     def stage_info(self) -> StageInfo:
-        """State its tokenizers."""
+        """State the tokenizers of the stage and of the teacher."""
         return StageInfo(tokenizers=tokenizer_of(self, self.policy))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Groups leave in the order in which they are ready.
+        """Run the stage; see `Stage`. Groups leave in the order in which they are ready.
 
         Raises:
-            TokenizersDiffer: the teacher's ids mean something else.
-            EngineFailed: the teacher failed in the first 8 groups, and has never answered; `__cause__` is the last
+            TokenizersDiffer: the teacher has another tokenizer.
+            EngineFailed: the teacher failed in the first 8 groups, without any success; `__cause__` is the last
                 failure.
-            Exception: whatever the policy raises as it is opened.
+            Exception: raised by the policy when it is opened.
         """
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
         async with self.policy.open(current().worker) as engine:
             with unwrap_single():
                 async with anyio.create_task_group() as tasks:
-                    lessons = _TeacherRequests(self, engine, outbox, tasks)
+                    requests = _TeacherRequests(self, engine, outbox, tasks)
                     async for group in inbox:
-                        await lessons.begin(group)
-                        del group  # it may lie in a producer's slots, and the next one may be long in coming
+                        await requests.begin(group)
+                        del group  # it may occupy a producer's slots until the next one arrives
 
 
 @dataclass(slots=True)
 class _TeacherRequest:
-    """A group whose teacher has been asked."""
+    """A group with requests in flight."""
 
     group: TrajectoryGroup
     ids: NDArray[np.int32]
@@ -142,9 +141,9 @@ class _TeacherRequest:
     logprobs: NDArray[np.float32]
     """[N, K]."""
     outstanding: int
-    """Sequences that are not answered yet."""
+    """Sequences without a response."""
     failed: bool = False
-    """Whether one never will be."""
+    """Whether a sequence failed for good."""
 
     @classmethod
     def of(cls, group: TrajectoryGroup, width: int, outstanding: int) -> _TeacherRequest:
@@ -152,19 +151,19 @@ class _TeacherRequest:
         return cls(group, np.full(shape, -1, np.int32), np.zeros(shape, np.float32), outstanding)
 
     def fill(self, span: slice, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-        """Note what was said of one sequence, where its tokens train."""
+        """Store the candidates of one sequence, on its tokens that train."""
         wanted = self.group.loss_mask[span, None]
         np.copyto(self.ids[span], ids, where=wanted)
         np.copyto(self.logprobs[span], logprobs, where=wanted)
 
-    def learned(self) -> TrajectoryGroup:
-        """The group with its columns."""
+    def filled(self) -> TrajectoryGroup:
+        """Return the group with its columns."""
         freeze([self.ids, self.logprobs])
         return msgspec.structs.replace(self.group, teacher_ids=self.ids, teacher_logprobs=self.logprobs)
 
 
 class _TeacherRequests:
-    """Everything that is asked at the moment."""
+    """All requests in flight."""
 
     def __init__(
         self, rules: Teacher, engine: TeacherEngine, outbox: SendChannel[TrajectoryGroup], tasks: TaskGroup
@@ -173,83 +172,83 @@ class _TeacherRequests:
         self._engine = engine
         self._outbox = outbox
         self._tasks = tasks
-        self._places = anyio.Semaphore(rules.concurrency)
-        """One is held for each sequence, until its group could be sent: so a slow reader is heard here."""
-        self._random = jitter(current().worker)
-        self._patience: int | None = FIRST_ANSWERS
-        """In how many more groups a sequence may fail before the first is answered; None once one was."""
+        self._permits = anyio.Semaphore(rules.concurrency)
+        """One is held for each sequence until its group was sent, so that a slow receiver limits the requests."""
+        self._draw = jitter(current().worker)
+        self._failures_left: int | None = MAX_INITIAL_FAILURES
+        """Groups in which a sequence may still fail before the first success; None after it."""
 
     async def begin(self, group: TrajectoryGroup) -> None:
-        """Ask about every sequence of `group`; returns when all are being asked about."""
+        """Start a request for every sequence of `group`; return when all have started."""
         if group.teacher_ids is not None:
             await self._outbox.send(group)
             return
         live = np.flatnonzero(group.completion_lengths()).tolist()
-        lesson = _TeacherRequest.of(group, self._rules.top_k + 1, len(live))
+        request = _TeacherRequest.of(group, self._rules.top_k + 1, len(live))
         if not live:
-            await self._outbox.send(lesson.learned())
+            await self._outbox.send(request.filled())
         for row in live:
-            await self._places.acquire()
-            self._tasks.start_soon(self._ask, lesson, slice(*group.offsets[row : row + 2].tolist()))
+            await self._permits.acquire()
+            self._tasks.start_soon(self._run, request, slice(*group.offsets[row : row + 2].tolist()))
 
-    async def _ask(self, lesson: _TeacherRequest, span: slice) -> None:
+    async def _run(self, request: _TeacherRequest, span: slice) -> None:
         try:
-            if not (lesson.failed and self._rules.on_failure == "drop"):
-                await self._fill(lesson, span)
-            lesson.outstanding -= 1
-            if not lesson.outstanding:
-                await self._end(lesson)
+            if not (request.failed and self._rules.on_failure == "drop"):
+                await self._fill(request, span)
+            request.outstanding -= 1
+            if not request.outstanding:
+                await self._finish(request)
         finally:
-            self._places.release()
+            self._permits.release()
 
-    async def _end(self, lesson: _TeacherRequest) -> None:
-        if lesson.failed and self._rules.on_failure == "drop":
-            drop(lesson.group, "failed", "the teacher failed")
+    async def _finish(self, request: _TeacherRequest) -> None:
+        if request.failed and self._rules.on_failure == "drop":
+            drop(request.group, "failed", "the teacher failed")
         else:
-            await self._outbox.send(lesson.learned())
+            await self._outbox.send(request.filled())
 
-    async def _fill(self, lesson: _TeacherRequest, span: slice) -> None:
-        """Ask about one sequence as often as it may be asked about."""
-        group, metrics = lesson.group, current().metrics
-        pauses = self._rules.backoff.pauses(self._random)
-        while (failure := await self._attempt(lesson, span)) is not None:
+    async def _fill(self, request: _TeacherRequest, span: slice) -> None:
+        """Request the candidates of one sequence, with retries."""
+        group, metrics = request.group, current().metrics
+        pauses = self._rules.backoff.pauses(self._draw)
+        while (failure := await self._attempt(request, span)) is not None:
             pause_s = next(pauses, None) if isinstance(failure, EngineFailed | OSError) else None
             if pause_s is None:
-                first, lesson.failed = not lesson.failed, True
+                first, request.failed = not request.failed, True
                 metrics.total("teacher/failed")
                 log.warning("teacher_failed", group=f"{group.env}/{group.instance_id}", reason=str(failure))
                 if first:
-                    self._bear(failure)
+                    self._count_failure(failure)
                 return
             metrics.total("teacher/retries")
             await anyio.sleep(pause_s)
 
-    def _bear(self, failure: Exception) -> None:
-        """Note that a group has a sequence that failed for good.
+    def _count_failure(self, failure: Exception) -> None:
+        """Count a group with a sequence that failed for good.
 
         Raises:
-            EngineFailed: so did all before it: a teacher that never answers would have every group dropped, for ever.
+            EngineFailed: every group so far failed: with such a teacher the run would drop every group.
         """
-        if self._patience is None:
+        if self._failures_left is None:
             return
-        self._patience -= 1
-        if not self._patience:
+        self._failures_left -= 1
+        if not self._failures_left:
             raise EngineFailed(
-                f"expected a teacher that answers, got failures in {FIRST_ANSWERS} groups and no answer since the "
-                f"start; the last one: {failure}"
+                f"expected a teacher that responds, got failures in {MAX_INITIAL_FAILURES} groups and no response "
+                f"since the start; the last one: {failure}"
             ) from failure
 
-    async def _attempt(self, lesson: _TeacherRequest, span: slice) -> Exception | None:
-        """Ask about one sequence; what went wrong, if anything."""
-        tokens, began = lesson.group.tokens[span], time.monotonic()
+    async def _attempt(self, request: _TeacherRequest, span: slice) -> Exception | None:
+        """Make one attempt for a sequence; return its error, if any."""
+        tokens, began = request.group.tokens[span], time.monotonic()
         try:
             with anyio.fail_after(self._rules.teacher_timeout_s):
-                told = await self._engine.candidates(tokens, lesson.group.loss_mask[span], self._rules.top_k)
-            lesson.fill(span, *told.columns(tokens, self._rules.top_k + 1))
+                found = await self._engine.candidates(tokens, request.group.loss_mask[span], self._rules.top_k)
+            request.fill(span, *found.columns(tokens, self._rules.top_k + 1))
         except TimeoutError as error:
-            return EngineTimedOut(f"expected an answer within {self._rules.teacher_timeout_s:g} s, got none ({error})")
+            return EngineTimedOut(f"expected a response within {self._rules.teacher_timeout_s:g} s, got none ({error})")
         except (PenstockError, OSError) as error:
             return error
-        self._patience = None
+        self._failures_left = None
         current().metrics.mean("timing_s/teacher", time.monotonic() - began)
         return None

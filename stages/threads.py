@@ -1,8 +1,8 @@
 """A bounded number of threads for code that blocks and may never return: environments.
 
-Not `anyio.to_thread`: a call that hangs must not hold up the end of the process, and has to go on counting against the
-bound when nobody waits for it any more. So these threads are daemons, and an abandoned call keeps its thread until it
-returns. Knows nothing of what it calls.
+Not `anyio.to_thread`: a call that hangs must not delay the end of the process, and must count against the bound even
+when no task waits for it any more. So these threads are daemons, and an abandoned call keeps its thread until it
+returns. Knows nothing about the functions.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ R = TypeVar("R")
 
 
 class Call:
-    """A function on its way through a thread. Its fields change on the event loop only."""
+    """A function call in a thread. Its fields change on the event loop only."""
 
-    __slots__ = ("_answer", "_function", "_then", "returned")
+    __slots__ = ("_function", "_result", "_then", "returned")
 
     def __init__(self, function: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
         self._function = function
-        self._answer: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
-        """Cancelled when nobody waits any more."""
+        self._result: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+        """Cancelled when no task waits any more."""
         self._then: Callable[[], object] | None = None
         self.returned = False
-        """Whether the thread is done with it, or never began."""
+        """Whether the function has returned, or was never called."""
 
     def __await__(self) -> Any:
-        """Wait for what the function returns, or raises."""
-        value, error = yield from self._answer.__await__()
+        """Wait for the result of the function; raise its exception."""
+        value, error = yield from self._result.__await__()
         if error is not None:
             raise error
         return value
 
     def then(self, afterwards: Callable[[], object]) -> None:
-        """Do `afterwards` on the event loop once the function has returned."""
+        """Call `afterwards` on the event loop once the function has returned."""
         if self.returned:
             afterwards()
         else:
             self._then = afterwards
 
     def perform(self) -> tuple[object, BaseException | None]:
-        """In a thread: the function's value, or its error."""
-        if self._answer.cancelled():
+        """Call the function, in a thread; return its value, or its error."""
+        if self._result.cancelled():
             return None, None
         try:
             return self._function(), None
-        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+        except BaseException as error:  # noqa: BLE001 (passed to the waiting task)
             return None, error
 
     def finish(self, outcome: tuple[object, BaseException | None]) -> None:
-        """On the event loop: hand over the outcome."""
+        """Set the outcome, on the event loop."""
         self.returned = True
-        if not self._answer.done():
-            self._answer.set_result(outcome)
+        if not self._result.done():
+            self._result.set_result(outcome)
         if self._then is not None:
             self._then()
 
@@ -73,10 +73,10 @@ class Threads:
         self._limit = limit
         self._started = 0
         self._busy = 0
-        """Calls that were begun or wait, abandoned ones included."""
+        """Calls that run or wait for a thread, abandoned ones included."""
         self._work: SimpleQueue[tuple[Call, asyncio.AbstractEventLoop] | None] = SimpleQueue()
-        self._quiet = Waiters()
-        """Wakes those who wait for the last call to return."""
+        self._idle = Waiters()
+        """Wakes tasks that wait for the last call to return."""
 
     def __repr__(self) -> str:
         return f"<Threads: {self._busy} calls, {self._started} of {self._limit} threads>"
@@ -93,16 +93,16 @@ class Threads:
         return call
 
     async def call(self, function: Callable[[], R]) -> R:
-        """What `function` returns, or raises. Cancelled, it leaves the function to itself."""
+        """Return the result of `function` in a thread. Cancellation abandons the call."""
         return cast("R", await self.start(function))
 
-    async def quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until every call has returned, abandoned ones too."""
         while self._busy:
-            await self._quiet.wait()
+            await self._idle.wait()
 
     def close(self) -> None:
-        """Let the threads end, each after the call it is in."""
+        """End the threads, each after its current call."""
         for _ in range(self._started):
             self._work.put(None)
 
@@ -110,11 +110,11 @@ class Threads:
         while (work := self._work.get()) is not None:
             call, loop = work
             outcome = call.perform()
-            with contextlib.suppress(RuntimeError):  # the loop has gone, and with it everyone who waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
                 loop.call_soon_threadsafe(self._finish, call, outcome)
 
     def _finish(self, call: Call, outcome: tuple[object, BaseException | None]) -> None:
         self._busy -= 1
         call.finish(outcome)
         if not self._busy:
-            self._quiet.wake_all()
+            self._idle.wake_all()

@@ -1,7 +1,7 @@
-"""From the columns of a handful to its advantages: which rewards count, and which formula makes advantages of them.
+"""From the columns of a stack of groups to their advantages: select the rewards that count, and apply a formula.
 
-The formulas stand in `advantages` and `returns`. Here they are given what they need, and what they are given is held to
-being finite: what is masked is left out before that, so that it reaches no statistic whatever it is.
+The formulas are in `formulas` and `returns`. This module prepares their arguments and checks that these are finite;
+masked values are left out before the check, so that no statistic contains them, even NaN.
 
 Axes: B sequences, G groups, N tokens, M steps (see `returns`).
 """
@@ -23,7 +23,7 @@ from .returns import Steps, discounted_sums, generalized_advantages, last_places
 __all__ = ["BY_TOKEN", "Estimate", "Estimator", "RewardLevel"]
 
 RewardLevel: TypeAlias = Literal["sequence", "token", "both"]
-"""Which rewards count: those of sequences, those of tokens, or their sum."""
+"""The rewards that count: those of sequences, those of tokens, or their sum."""
 
 BY_TOKEN: tuple[Mode, ...] = ("reinforce++", "gae")
 """Modes that give each token an advantage of its own."""
@@ -33,16 +33,16 @@ Flags: TypeAlias = NDArray[np.bool_]
 
 
 class Estimate(NamedTuple):
-    """What was made of a handful."""
+    """The advantages of a stack of groups, and the statistics behind them."""
 
     advantages: Floats
     """[B], or [N] in the modes `BY_TOKEN`."""
     trains: Flags
-    """[B] or [N], which of them train."""
+    """[B] or [N] true on those that train."""
     deviations: Floats
-    """[G] σ of the rewards of each group; 0 where they were taken as equal, or with all others at hand."""
+    """[G] σ of the rewards of each group; 0 where they, or those of the whole stack, count as equal."""
     seen: RunningStatistics
-    """What was seen before, and in mode `global` this too."""
+    """The statistics before, and in mode `global` with these rewards."""
 
 
 class Compared(NamedTuple):
@@ -51,67 +51,67 @@ class Compared(NamedTuple):
     values: Floats
     """[B]."""
     noise: Floats
-    """[B] how far rounding may have moved each; 0 where a library is followed that does not tell noise from rewards."""
+    """[B] how far rounding may have moved each; 0 with a preset that does not distinguish noise from rewards."""
     counted: Flags
-    """[B] which enter the statistics."""
+    """[B] true on those that enter the statistics."""
 
     def kept(self) -> tuple[Floats, Floats]:
-        """Values and noise of those that are counted."""
+        """Return values and noise of those that are counted."""
         return self.values[self.counted], self.noise[self.counted]
 
     def beside(self, sizes: NDArray[np.int64]) -> Groups:
-        """The same, in groups of `sizes` sequences."""
+        """Return the rewards in groups of `sizes` sequences."""
         return Groups(self.values, self.counted, sizes, self.noise)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """How advantages are made."""
+    """The computation of advantages."""
 
     mode: Mode
     level: RewardLevel
     gamma: float
     gae_lambda: float
     whitens: bool
-    """Whether advantages of tokens are whitened over the handful."""
+    """Whether advantages of tokens are whitened over the stack."""
     preset: Preset
 
-    def estimate(self, handful: GroupStack, seen: RunningStatistics) -> Estimate:
-        """Advantages, neither clipped nor spread; mode `global` compares with everything `seen` before, and this.
+    def estimate(self, stack: GroupStack, seen: RunningStatistics) -> Estimate:
+        """Return advantages, neither clipped nor spread; mode `global` compares with all rewards in `seen` and these.
 
         Raises:
-            InvalidRecord: something that is needed is missing or not finite; the message names whose.
+            InvalidRecord: a needed value is missing or not finite; the message names the group.
         """
-        live = handful.live()
-        rewards = self._compared(handful, live)
-        groups = rewards.beside(handful.sizes)
+        live = stack.live()
+        rewards = self._compared(stack, live)
+        groups = rewards.beside(stack.sizes)
         if self.mode in BY_TOKEN:
-            advantages = self._by_token(handful, rewards.noise)
-            deviations = _deviations(groups, advantages, groups.owners.repeat(handful.lengths))
-            return Estimate(advantages, handful.loss_mask, deviations, seen)
+            advantages = self._by_token(stack, rewards.noise)
+            deviations = _deviations(groups, advantages, groups.owners.repeat(stack.lengths))
+            return Estimate(advantages, stack.loss_mask, deviations, seen)
         if self.mode == "global":
             seen = seen.including(*rewards.kept())
-        advantages = self._by_sequence(handful, rewards, groups, seen)
+        advantages = self._by_sequence(stack, rewards, groups, seen)
         if self.mode == "reinforce++-baseline":
-            lengths = handful.completion_lengths()
+            lengths = stack.completion_lengths()
             compared = lengths if self.preset.masked_count else lengths * (groups.deviations > 0)[groups.owners]
             advantages = self._whitened(advantages, compared, np.zeros(len(advantages)))
         return Estimate(advantages, live, _deviations(groups, advantages, groups.owners), seen)
 
-    # -- one a sequence ----------------------------------------------------------------------------------------------
+    # -- one for each sequence -----------------------------------------------------------------------------------------
 
-    def _compared(self, handful: GroupStack, live: Flags) -> Compared:
+    def _compared(self, stack: GroupStack, live: Flags) -> Compared:
         counted = np.ones_like(live) if self.preset.masked_count else live
-        nothing = np.zeros(len(live))
-        noise = nothing if self.level == "token" else handful.noise()
+        zeros = np.zeros(len(live))
+        noise = zeros if self.level == "token" else stack.noise()
         if self.level == "sequence":
-            values = handful.rewards()
+            values = stack.rewards()
         else:
-            by_token = self._token_rewards(handful)
-            values, noise = handful.sums(by_token), noise + rounding(handful.sums(np.abs(by_token)))
-        return Compared(values, noise if self.preset.tells_noise else nothing, counted)
+            by_token = self._token_rewards(stack)
+            values, noise = stack.sums(by_token), noise + rounding(stack.sums(np.abs(by_token)))
+        return Compared(values, noise if self.preset.separates_noise else zeros, counted)
 
-    def _by_sequence(self, handful: GroupStack, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
+    def _by_sequence(self, stack: GroupStack, rewards: Compared, groups: Groups, seen: RunningStatistics) -> Floats:
         match self.mode:
             case "none":
                 return np.where(rewards.counted, rewards.values, 0.0)
@@ -120,14 +120,14 @@ class Estimator:
             case "batch":
                 return self._against_batch(rewards, groups)
             case "opo":
-                advantages = opo(groups, handful.completion_lengths())
+                advantages = opo(groups, stack.completion_lengths())
             case "grpo":
                 advantages = self._scaled(groups)
             case "rloo":
                 advantages = rloo(groups)
             case _:
                 advantages = dr_grpo(groups)
-        if self.mode not in self.preset.lone_keep:
+        if self.mode not in self.preset.modes_keeping_lone_rewards:
             return advantages
         deviation = 1 + self.preset.epsilon if self.mode == "grpo" else 1.0
         return np.where((groups.counts == 1)[groups.owners], rewards.values / deviation, advantages)
@@ -144,24 +144,24 @@ class Estimator:
             advantages[(groups.deviations <= self.preset.least_deviation)[groups.owners]] = 0.0
         return advantages
 
-    # -- one a token -------------------------------------------------------------------------------------------------
+    # -- one for each token --------------------------------------------------------------------------------------------
 
-    def _by_token(self, handful: GroupStack, noise: Floats) -> Floats:
-        """[N] the advantage of each token; `noise` [B] is that of the rewards of its sequence."""
-        preset, mask = self.preset, handful.loss_mask
+    def _by_token(self, stack: GroupStack, noise: Floats) -> Floats:
+        """Return [N] the advantage of each token; `noise` [B] is that of the rewards of its sequence."""
+        preset, mask = self.preset, stack.loss_mask
         observations = preset.gae if self.mode == "gae" else preset.returns
-        places, remaining = Steps.of(mask, handful.lengths, observations)
+        places, remaining = Steps.of(mask, stack.lengths, observations)
         earn = mask | (observations == "counted")
-        rewards = np.where(earn, self._token_rewards(handful), 0.0)[places]
+        rewards = np.where(earn, self._token_rewards(stack), 0.0)[places]
         if self.mode == "gae":
-            values = handful.column("values", earn | (observations == "valued"))
-            if preset.tells_noise:
-                noise = noise + rounding(handful.largest(values))
+            values = stack.column("values", earn | (observations == "valued"))
+            if preset.separates_noise:
+                noise = noise + rounding(stack.largest(values))
             advantages = generalized_advantages(rewards, values[places], self.gamma, self.gae_lambda, remaining)
         else:
             advantages = discounted_sums(rewards, self.gamma, remaining)
         if self.whitens:
-            advantages = self._whitened(advantages, mask[places], noise.repeat(handful.lengths)[places])
+            advantages = self._whitened(advantages, mask[places], noise.repeat(stack.lengths)[places])
         spread = np.zeros(len(mask))
         spread[places] = advantages
         return spread
@@ -172,20 +172,20 @@ class Estimator:
             values, weights, noise, epsilon=preset.token_epsilon, epsilon_of_variance=preset.token_epsilon_of_variance
         )
 
-    # -- which rewards count -----------------------------------------------------------------------------------------
+    # -- rewards that count -----------------------------------------------------------------------------------------
 
-    def _token_rewards(self, handful: GroupStack) -> Floats:
-        """[N] what each token was rewarded with; the reward of a sequence falls on its last token that counts."""
-        mask = handful.loss_mask
+    def _token_rewards(self, stack: GroupStack) -> Floats:
+        """Return [N] the reward of each token; the reward of a sequence falls on its last token that counts."""
+        mask = stack.loss_mask
         count = np.ones_like(mask) if self.preset.masked_count else mask
-        earned = np.zeros(len(mask)) if self.level == "sequence" else handful.column("token_rewards", count)
+        earned = np.zeros(len(mask)) if self.level == "sequence" else stack.column("token_rewards", count)
         if self.level != "token":
-            last = last_places(count, handful.lengths)
-            earned[last[last >= 0]] += handful.rewards()[last >= 0]
+            last = last_places(count, stack.lengths)
+            earned[last[last >= 0]] += stack.rewards()[last >= 0]
         return earned
 
 
 def _deviations(groups: Groups, advantages: Floats, owners: NDArray[np.int64]) -> Floats:
-    """[G] σ of each group, and 0 where it was given nothing but advantages of 0; `owners` are those of `advantages`."""
+    """Return [G] σ of each group, 0 where all its advantages are 0; `owners` gives the group of each advantage."""
     moves = np.bincount(owners, advantages != 0, len(groups.deviations)) > 0
     return np.where(moves, groups.deviations, 0.0)

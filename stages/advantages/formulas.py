@@ -1,25 +1,25 @@
 """Advantages: pure functions over packed columns, in float64, without loops over tokens or sequences.
 
 Axes: B sequences, G groups lying one after another, `sizes` [G] sequences each. A sequence is live when it has a token
-that trains; what is masked entirely has advantage 0 and enters no statistic. With R the reward of a sequence, μ and σ
-(ddof = 1) mean and deviation over the live sequences of its group, n of them, of l tokens each that train:
+that trains; one that is masked entirely has advantage 0 and enters no statistic. Let R be the reward of a sequence, μ
+and σ (ddof = 1) mean and deviation over the n live sequences of its group, l the tokens of a sequence that train:
 
     none                  R                         REINFORCE without a baseline
     grpo                  (R − μ) / (σ + 1e-6)      DeepSeekMath, arXiv:2402.03300
     dr_grpo               R − μ                     "Understanding R1-Zero-Like Training", arXiv:2503.20783
     rloo                  n / (n − 1) · (R − μ)     the mean of the others as baseline, arXiv:2402.14740
     opo                   R − Σ l·R / Σ l           the baseline of least variance, arXiv:2505.23585
-    batch                 as grpo, μ and σ over all groups at hand
-    global                as grpo, μ and σ over everything seen so far
-    reinforce++           returns (see `returns`), whitened over all tokens at hand that train, arXiv:2501.03262
-    reinforce++-baseline  dr_grpo, whitened over all tokens at hand that train
-    gae                   see `returns`; whitened over all tokens at hand, or not
+    batch                 as grpo, μ and σ over all groups of the stack
+    global                as grpo, μ and σ over all rewards so far
+    reinforce++           returns (see `returns`), whitened over all tokens of the stack that train, arXiv:2501.03262
+    reinforce++-baseline  dr_grpo, whitened over all tokens of the stack that train
+    gae                   see `returns`; whitened over all tokens of the stack, or not
 
 We differ from the libraries where they are wrong: a population of one, and one in which no two rewards differ by more
-than their noise, give exactly 0, where (R − 0) / (1 + ε) or noise divided by noise would come out elsewhere. Where two
-differ by more, all rewards are taken as they are. What the libraries do stands in `presets`.
+than their noise, give exactly 0; elsewhere the result is (R − 0) / (1 + ε), or noise divided by noise. Where two differ
+by more, all rewards are taken as they are. `presets` contains the rules of the libraries.
 
-Two values differ by more than their noise if the one's least possible value lies above the other's greatest: so all
+Two values differ by more than their noise if the least possible value of one is above the greatest of the other. So all
 are equal if, and only if, the highest of the least values is not above the lowest of the greatest.
 """
 
@@ -56,7 +56,7 @@ Mode: TypeAlias = Literal[
     "reinforce++-baseline",
     "gae",
 ]
-"""How advantages are made."""
+"""The ways to compute advantages."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Rewards: TypeAlias = NDArray[np.float32] | Floats
@@ -68,7 +68,7 @@ EPSILON = 1e-6
 
 
 class Groups:
-    """Rewards beside those of their group, with exact zeros where nothing can be told apart.
+    """Rewards beside those of their group, with exact zeros where the rewards of a group do not differ.
 
     `noise` [B] is how far rounding may have moved each reward.
     """
@@ -92,7 +92,7 @@ class Groups:
 
 
 def _differ(values: Floats, noise: Floats, live: Flags, sizes: Counts) -> Flags:
-    """[G] in which groups two live values [B] differ by more than the noise [B] of these two."""
+    """Return [G] true on groups in which two live values [B] differ by more than the noise [B] of these two."""
     filled = sizes > 0
     starts = (sizes.cumsum() - sizes)[filled]
     differ = np.zeros(len(sizes), np.bool_)
@@ -103,22 +103,22 @@ def _differ(values: Floats, noise: Floats, live: Flags, sizes: Counts) -> Flags:
 
 
 def grpo(groups: Groups, epsilon: float = EPSILON) -> Floats:
-    """[B] (R − μ) / (σ + ε) within each group."""
+    """Return [B] (R − μ) / (σ + ε) within each group."""
     return groups.centred / (groups.deviations + epsilon)[groups.owners]
 
 
 def dr_grpo(groups: Groups) -> Floats:
-    """[B] R − μ within each group."""
+    """Return [B] R − μ within each group."""
     return groups.centred
 
 
 def rloo(groups: Groups) -> Floats:
-    """[B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
+    """Return [B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
     return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
 
 
 def opo(groups: Groups, lengths: Counts) -> Floats:
-    """[B] R − the mean of the group in which each sequence counts by its `lengths` [B], the tokens that train."""
+    """Return [B] R − the mean of the group weighted by `lengths` [B], the tokens of each sequence that train."""
     number = len(groups.counts)
     weighted = np.bincount(groups.owners, groups.centred * lengths, number)
     baselines = weighted / np.maximum(np.bincount(groups.owners, lengths, number), 1)
@@ -133,13 +133,13 @@ def whitened(
     epsilon: float = EPSILON,
     epsilon_of_variance: float = 0.0,
 ) -> Floats:
-    """[M] (x − m) / (√(σ² + ε') + ε) with m and σ over all values [M], of which each counts `weights` [M] times.
+    """Return [M] (x − m) / (√(σ² + ε') + ε), with m and σ over all values [M], each counted `weights` [M] times.
 
     Exactly 0 where the weight is 0, and everywhere if no two values differ by more than the `noise` [M] of these two.
     """
     counted = weights > 0
     kept = np.where(counted, values, 0.0)
-    if not _differ(kept, noise, counted, np.array([len(kept)])).any():  # so it is where there is only one
+    if not _differ(kept, noise, counted, np.array([len(kept)])).any():  # true also for a single value
         return np.zeros(len(values))
     number = int(weights.sum())
     mean = (kept * weights).sum() / number
@@ -150,9 +150,9 @@ def whitened(
 
 @dataclass(frozen=True, slots=True)
 class RunningStatistics:
-    """Mean and deviation of everything seen so far, merged batch by batch (Chan, Golub and LeVeque 1979).
+    """Mean and deviation of all rewards so far, merged batch by batch (Chan, Golub and LeVeque 1979).
 
-    A value, so that whoever saves it in a thread while more is seen has all of it as of one moment.
+    Immutable, so that a thread that saves it while more rewards arrive has a consistent state.
     """
 
     count: int = 0
@@ -160,12 +160,12 @@ class RunningStatistics:
     squares: float = 0.0
     """Σ (x − mean)²."""
     lowest: float = 0.0
-    """Of the greatest that any value may have been before it was rounded."""
+    """Minimum over the values of the greatest that each may have been before rounding."""
     highest: float = 0.0
-    """Of the least that any value may have been."""
+    """Maximum over the values of the least that each may have been."""
 
     def including(self, values: Rewards, noise: Floats) -> RunningStatistics:
-        """These and `values` [n], each of which rounding may have moved by its `noise` [n]."""
+        """Return the statistics with `values` [n] added, each of which rounding may have moved by its `noise` [n]."""
         if not len(values):
             return self
         new = values.astype(np.float64)
@@ -184,13 +184,13 @@ class RunningStatistics:
 
     @property
     def deviation(self) -> float:
-        """σ with ddof = 1; exactly 0 where no two that were seen differ by more than their noise."""
+        """Return σ with ddof = 1; exactly 0 where no two values differ by more than their noise."""
         if self.highest <= self.lowest:
             return 0.0
         return float(np.sqrt(self.squares / (self.count - 1)))
 
     def whitened(self, rewards: Rewards, live: Flags) -> Floats:
-        """[B] (R − mean) / (σ + ε); 0 where masked, and 0 while everything seen was the same."""
+        """Return [B] (R − mean) / (σ + ε); 0 where masked, and 0 while all values so far are equal."""
         deviation = self.deviation
         if not deviation:
             return np.zeros(len(rewards))

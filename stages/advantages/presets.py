@@ -1,8 +1,8 @@
-"""What the trainer libraries compute where they differ from each other, and from us: ε, groups of one, what is masked.
+"""Rules of the trainer libraries where they differ from each other and from us: ε, groups of one, masked sequences.
 
-Read off the sources of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL (main of 2026), and compared with what the first
-three compute. σ has ddof = 1 in all of them. A preset gives their numbers in float64: the noise of their float32 sums
-(in verl seven rewards of 1/3 have advantages of 0.03) is left out, and where they raise or give NaN it gives 0.
+Taken from the sources of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL (main of 2026), and compared with the results of
+the first three. σ has ddof = 1 in all of them. A preset gives their numbers in float64: the noise of their float32 sums
+(in verl seven rewards of 1/3 have advantages of 0.03) is left out, and where they raise or return NaN it gives 0.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from .returns import Observations
 __all__ = ["OURS", "PRESETS", "Library", "Preset"]
 
 Library: TypeAlias = Literal["verl", "skyrl", "trl", "roll"]
-"""Whose numbers are wanted."""
+"""A library whose results can be computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """How advantages are made by one library."""
+    """The computation of advantages by one library."""
 
     modes: tuple[Mode, ...]
-    """What it has."""
+    """Modes of the library."""
     epsilon: float = EPSILON
     """Added to σ where rewards are divided by it."""
     token_epsilon: float = 0.0
     """Added to σ where tokens are whitened."""
     token_epsilon_of_variance: float = 1e-8
     """Added to σ² where tokens are whitened."""
-    tells_noise: bool = False
-    """Whether rewards that differ by no more than their noise are equal."""
+    separates_noise: bool = False
+    """Whether rewards that differ by no more than their noise count as equal."""
     least_deviation: float = 0.0
-    """A σ up to here counts as none: the advantages are 0."""
+    """With a σ up to this value, the advantages are 0."""
     masked_count: bool = True
     """Whether sequences without a token that trains enter the statistics, and tokens that do not train the reward of
     their sequence; and whether groups in which nothing differs enter those of reinforce++-baseline."""
-    lone_keep: tuple[Mode, ...] = ()
-    """Where a group of one has μ = 0 and σ = 1, which leaves it its reward."""
+    modes_keeping_lone_rewards: tuple[Mode, ...] = ()
+    """Modes in which a group of one has μ = 0 and σ = 1, so that its advantage is its reward."""
     returns: Observations
-    """What tokens that do not train are to reinforce++."""
+    """Treatment of tokens that do not train, in reinforce++."""
     gae: Observations
-    """What they are to gae."""
+    """Treatment of tokens that do not train, in gae."""
     gae_is_whitened: bool = True
-    """Whether gae never comes without whitening."""
+    """Whether gae always whitens."""
     batch_deviation_only: bool = False
     """Whether mode batch takes μ over the group, and only σ over the batch."""
 
@@ -54,7 +54,7 @@ OURS = Preset(
     modes=get_args(Mode),
     token_epsilon=EPSILON,
     token_epsilon_of_variance=0.0,
-    tells_noise=True,
+    separates_noise=True,
     masked_count=False,
     returns="skipped",
     gae="skipped",
@@ -65,13 +65,13 @@ OURS = Preset(
 PRESETS: dict[Library, Preset] = {
     "verl": Preset(
         modes=("grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "gae"),
-        lone_keep=("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"),
+        modes_keeping_lone_rewards=("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"),
         returns="skipped",
         gae="skipped",
     ),
     "skyrl": Preset(
         modes=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
-        lone_keep=("grpo", "dr_grpo"),
+        modes_keeping_lone_rewards=("grpo", "dr_grpo"),
         returns="severing",
         gae="counted",
     ),

@@ -1,4 +1,4 @@
-"""What each token earns: discounted sums over packed sequences, backwards, in float64, without loops over tokens.
+"""Returns and advantages of tokens: discounted sums over packed sequences, in float64, without loops over tokens.
 
 Axes: B sequences lying one after another, N tokens in all, of which M are *steps*: tokens at which a reward may fall
 and between which time passes. Steps form chains; nothing is carried from one chain to another. For a discount γ and a
@@ -10,7 +10,7 @@ step t with the next step t' of its chain:
 
 A chain of T steps takes ⌈log₂ T⌉ passes over all steps (Hillis and Steele, "Data Parallel Algorithms", 1986): after
 pass k every sum reaches 2ᵏ steps ahead. Sums are added in pairs, so errors do not grow with T where γ = 1, and where γ
-is small its powers vanish, which is what they should do.
+is small its powers underflow to 0, as they should.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 Places: TypeAlias = NDArray[np.int64]
 
 Observations: TypeAlias = Literal["skipped", "severing", "blank", "valued", "counted"]
-"""What a token is that does not train, between two that do or behind them (an environment's answer, say).
+"""Treatment of a token that does not train, between two that do or behind them (an observation, for example).
 
 skipped   no step: the tokens around it follow each other, as if it were not there
 severing  no step, and what comes after it does not reach what came before
@@ -38,16 +38,16 @@ counted   a step like any other
 
 
 class Steps(NamedTuple):
-    """Where the steps are."""
+    """The steps of packed sequences."""
 
     places: Places
-    """[M] which token each step is."""
+    """[M] index of the token of each step."""
     remaining: Places
-    """[M] how many steps follow in the same chain."""
+    """[M] number of steps that follow in the same chain."""
 
     @classmethod
     def of(cls, loss_mask: Flags, lengths: Places, observations: Observations) -> Steps:
-        """Those of sequences of `lengths` [B] tokens, of which those train where `loss_mask` [N] is true."""
+        """Return the steps of sequences of `lengths` [B] tokens, which train where `loss_mask` [N] is true."""
         ends = lengths.cumsum()
         trained = np.flatnonzero(loss_mask)
         if observations in ("skipped", "severing"):
@@ -62,7 +62,7 @@ class Steps(NamedTuple):
 
 
 def last_places(flags: Flags, lengths: Places) -> Places:
-    """[B] the last token of each sequence, of `lengths` [B] tokens, for which `flags` [N] is true; −1 if for none."""
+    """Return [B] the last token of each sequence of `lengths` [B] tokens with `flags` [N] true; −1 if there is none."""
     ends = lengths.cumsum()
     places = np.flatnonzero(flags)
     if not len(places):
@@ -72,7 +72,7 @@ def last_places(flags: Flags, lengths: Places) -> Places:
 
 
 def discounted_sums(values: Floats, discount: float, remaining: Places) -> Floats:
-    """[M] Σ discountⁱ · value of the i-th step from here on, to the end of the chain."""
+    """Return [M] Σ discountⁱ · value of the i-th step from here on, to the end of the chain."""
     sums, later = values.copy(), np.empty_like(values)  # one buffer for all passes: fresh memory costs more than sums
     ahead, power = 1, discount
     longest = int(remaining.max(initial=0))
@@ -85,14 +85,14 @@ def discounted_sums(values: Floats, discount: float, remaining: Places) -> Float
 
 
 def generalized_advantages(rewards: Floats, values: Floats, discount: float, decay: float, remaining: Places) -> Floats:
-    """[M] the advantage of each step, not whitened, from rewards [M] and values [M]; `decay` is λ."""
+    """Return [M] the advantage of each step, not whitened, from rewards [M] and values [M]; `decay` is λ."""
     following = np.append(values[1:], 0.0)
     following[remaining == 0] = 0.0
     return discounted_sums(rewards + discount * following - values, discount * decay, remaining)
 
 
 def _remaining(counts: Places) -> Places:
-    """[M] steps that follow in chains of `counts` steps."""
+    """Return [M] the number of steps that follow, in chains of `counts` steps."""
     remaining = counts.cumsum().repeat(counts)
     remaining -= np.arange(1, len(remaining) + 1)
     return remaining

@@ -1,8 +1,8 @@
-"""What a sender says of single sequences in `meta`: `{"overrides": [{}, {"set_advantage_to_zero": true}]}`.
+"""Overrides of single sequences by their sender, in `meta`: `{"overrides": [{}, {"set_advantage_to_zero": true}]}`.
 
-The list is indexed by repetition id. A sequence that is marked so has entered every statistic, and nothing is learned
-from it: its advantage is 0, and none of its tokens trains, so that no other term of a loss moves it either. Who makes
-advantages sees to that once it has compared, and who makes batches for those that nobody compared.
+The list is indexed by repetition id. A marked sequence enters every statistic and does not train: its advantage is 0,
+and its loss mask is false, so that no other term of a loss trains it either. AdvantageNormalizer applies the overrides
+after it has compared the rewards, and Batcher to groups that no normalizer has compared.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["zero_advantages"]
 
 
 def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
-    """`group` as its sender wants it trained: itself where nothing is marked, or all of that trains nothing already."""
+    """Return `group` with the overrides of its sender applied; itself where they change nothing."""
     overrides = group.meta.get("overrides")
     if not isinstance(overrides, list):
         return group
-    marked = {number for number, said in enumerate(overrides) if _silences(said)}
+    marked = {number for number, override in enumerate(overrides) if _is_marked(override)}
     rows = np.array([repetition in marked for repetition in group.repetition_ids.tolist()], np.bool_)
-    heard = ~rows.repeat(group.lengths())
-    columns: dict[str, NDArray[Any]] = {"loss_mask": group.loss_mask & heard}
+    kept = ~rows.repeat(group.lengths())
+    columns: dict[str, NDArray[Any]] = {"loss_mask": group.loss_mask & kept}
     if group.advantages is not None:
-        columns["advantages"] = np.where(heard, group.advantages, np.float32(0))
+        columns["advantages"] = np.where(kept, group.advantages, np.float32(0))
     if all(np.array_equal(column, getattr(group, name)) for name, column in columns.items()):
         return group
     freeze(columns.values())
     return msgspec.structs.replace(group, **columns)
 
 
-def _silences(said: object) -> bool:
-    return isinstance(said, dict) and bool(said.get("set_advantage_to_zero"))
+def _is_marked(override: object) -> bool:
+    return isinstance(override, dict) and bool(override.get("set_advantage_to_zero"))

@@ -1,1 +1,1 @@
-"""Who generates: policies, and engines whose weights can be brought up to date; in torch, or behind a server."""
+"""Policies and their engines, whose weights can be updated: in torch, or at an inference server."""

@@ -1,8 +1,8 @@
-"""A completion as servers stream it: bytes to events, events to token ids with log-probabilities. Does no I/O.
+"""Streamed completions: bytes to server-sent events, events to token ids with log-probabilities. Does no I/O.
 
-The format is that of OpenAI's completions, with what vLLM and SGLang add: `token_ids` beside the text, and an `error`
-in the midst of a stream. Text is never made into tokens: the ids that a tokenizer gives for a text need not be those
-that were sampled. Log-probabilities are those that the server gave, or none.
+The format is that of OpenAI's completions with the additions of vLLM and SGLang: `token_ids` beside the text, and an
+`error` within a stream. Text is never tokenized: the ids that a tokenizer makes of a text may differ from those that
+were sampled. Log-probabilities are those of the server, or none. docs/decisions/0015 says why no library parses events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .server_client import RequestFailed
 __all__ = ["Events", "StreamedCompletion"]
 
 LONGEST_EVENT = 64 * 2**20
-"""Bytes: more than any event of a completion."""
+"""Bound in bytes; more than any event of a completion."""
 
 STOP_REASONS = {
     "stop": StopReason.STOP,
@@ -33,25 +33,25 @@ STOP_REASONS = {
 }
 
 AS_IDS = "token_id:"
-"""How vLLM writes a token where its id is wanted for its text."""
+"""Prefix of a token that vLLM returns as an id in place of its text."""
 
 
 class Events:
-    """The `data` of server-sent events, out of bytes that may be cut anywhere."""
+    """A parser of server-sent events, for bytes that may be cut anywhere; returns their `data`."""
 
     def __init__(self) -> None:
         self._line: list[bytes] = []
-        """Pieces of the line that has begun."""
+        """Pieces of the incomplete line."""
         self._data: list[bytes] = []
-        """What the event that has begun says so far."""
+        """Data lines of the incomplete event."""
         self._nbytes = 0
-        """Of that event."""
+        """Size of the incomplete event."""
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The data of every event that `received` completes.
+        """Yield the data of every event that `received` completes.
 
         Raises:
-            ProtocolMismatch: an event is longer than any that a completion has.
+            ProtocolMismatch: an event is longer than `LONGEST_EVENT`.
         """
         for number, piece in enumerate(received.split(b"\n")):
             if number and (event := self._end_line()) is not None:
@@ -62,7 +62,7 @@ class Events:
                 raise ProtocolMismatch(f"expected events of at most {LONGEST_EVENT} bytes, got {self._nbytes} and more")
 
     def _end_line(self) -> bytes | None:
-        """Take in the line that has come to its end; the data of the event that ends with it."""
+        """Parse the line that is complete; return the data of the event that ends with it, if any."""
         line = b"".join(self._line).removesuffix(b"\r")
         self._line.clear()
         if line:
@@ -77,10 +77,10 @@ class Events:
 
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""As records hold it."""
+"""A token id within the range of records."""
 
 Logprob: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
-"""Finite, also in single precision; above 0 by no more than rounding does."""
+"""Finite, also in single precision; above 0 only by rounding."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -105,24 +105,24 @@ _id_decoder = msgspec.json.Decoder(TokenId)
 
 
 class StreamedCompletion:
-    """One completion, event by event."""
+    """One completion, parsed event by event."""
 
     def __init__(self, max_completion_tokens: int) -> None:
         self._max_completion_tokens = max_completion_tokens
-        """What was asked for at most."""
+        """Bound of the request."""
         self.done = False
-        """Whether the server has said why it stopped."""
+        """Whether the finish_reason has arrived."""
         self._tokens: list[int] = []
         self._logprobs: list[float | None] | None = []
-        """None once the server has left them out."""
+        """None once a chunk came without them."""
         self._stop_reason = StopReason.ERROR
 
     def take(self, data: bytes) -> None:
-        """Take in the data of one event.
+        """Add the data of one event.
 
         Raises:
-            ProtocolMismatch: it is not what a server of completions says, or has text without token ids.
-            RequestFailed: it tells of an error.
+            ProtocolMismatch: it is not part of a completion, or has text without token ids.
+            RequestFailed: it contains an error.
         """
         if data == b"[DONE]":
             return
@@ -131,9 +131,9 @@ class StreamedCompletion:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolMismatch(f"expected a part of a completion as JSON, got {data[:200]!r}: {error}") from None
         if chunk.error is not None:
-            told = chunk.error if isinstance(chunk.error, dict) else {"message": chunk.error}
-            status = told.get("code")
-            raise RequestFailed(status if isinstance(status, int) else 500, str(told.get("message")))
+            reported = chunk.error if isinstance(chunk.error, dict) else {"message": chunk.error}
+            status = reported.get("code")
+            raise RequestFailed(status if isinstance(status, int) else 500, str(reported.get("message")))
         for choice in chunk.choices[:1]:
             self._take(choice)
 
@@ -145,31 +145,31 @@ class StreamedCompletion:
         if len(self._tokens) > self._max_completion_tokens:
             raise ProtocolMismatch(f"expected at most {self._max_completion_tokens} tokens, got {len(self._tokens)}")
         if ids and self._logprobs is not None:
-            given = choice.logprobs.token_logprobs if choice.logprobs else None
-            if given is None:
+            logprobs = choice.logprobs.token_logprobs if choice.logprobs else None
+            if logprobs is None:
                 self._logprobs = None
             else:
-                self._logprobs += _as_many(given, ids)
+                self._logprobs += _check_count(logprobs, ids)
         if choice.finish_reason is not None:
             if choice.finish_reason not in STOP_REASONS:
-                wanted = ", ".join(STOP_REASONS)
-                raise ProtocolMismatch(f"expected a finish_reason among {wanted}, got {choice.finish_reason!r}")
+                known = ", ".join(STOP_REASONS)
+                raise ProtocolMismatch(f"expected a finish_reason among {known}, got {choice.finish_reason!r}")
             self._stop_reason = STOP_REASONS[choice.finish_reason]
             self.done = True
 
     def completion(self, version: int) -> Completion:
-        """What was said, sampled with weights of `version`."""
-        known = self._logprobs is not None and None not in self._logprobs
+        """Return the completion, sampled with weights of `version`."""
+        complete = self._logprobs is not None and None not in self._logprobs
         return Completion(
             tokens=np.array(self._tokens, np.int32),
-            logprobs=np.array(self._logprobs, np.float32) if known else None,
+            logprobs=np.array(self._logprobs, np.float32) if complete else None,
             stop_reason=self._stop_reason,
             policy_versions=np.full(len(self._tokens), version, np.int64),
         )
 
 
 def _ids(choice: _Choice) -> list[int]:
-    """The sampled ids: as such, or as vLLM writes them in the place of tokens."""
+    """Return the sampled ids, from `token_ids` or from tokens that vLLM returned as ids."""
     if choice.token_ids is not None:
         return choice.token_ids
     tokens = choice.logprobs.tokens if choice.logprobs else []
@@ -179,12 +179,12 @@ def _ids(choice: _Choice) -> list[int]:
             return ids
     raise ProtocolMismatch(
         f"expected the ids of sampled tokens (`token_ids`, or tokens written as `token_id:…`), got text alone, "
-        f"{choice.text!r}: use a server that returns ids, as vLLM and SGLang do where they are known to be such "
-        f'(HttpPolicy\'s server="auto")'
+        f"{choice.text!r}: use a server that returns ids; vLLM and SGLang do if HttpPolicy knows them "
+        f'(server="auto")'
     )
 
 
-def _as_many(logprobs: list[float | None], ids: list[int]) -> list[float | None]:
+def _check_count(logprobs: list[float | None], ids: list[int]) -> list[float | None]:
     if len(logprobs) != len(ids):
         raise ProtocolMismatch(f"expected a log-probability for each of {len(ids)} tokens, got {len(logprobs)}")
     return logprobs

@@ -1,6 +1,6 @@
-"""`EnginePublisher`: publishes weights and tells engines of them, where those do not look for themselves: servers.
+"""`EnginePublisher`: publishes weights and has engines load them, for engines that do not poll: inference servers.
 
-Stands where a `WeightPublisher` stands, between the trainer and those who sample. Knows no trainer and no framework.
+It takes the place of a `WeightPublisher` between the trainer and the engines. Knows no trainer and no framework.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["EnginePublisher", "Weights"]
 
 log = get_logger("penstock.engine_publisher")
 
-RESUME_S = 30.0
-"""How long engines may take to go on after a pause."""
+RESUME_TIMEOUT_S = 30.0
+"""Bound on the time that engines take to resume after a pause."""
 
 
 class Weights(Published, Protocol):
-    """Where versions of the weights lie: a `WeightFolder`, a `WeightPublisher`."""
+    """Published versions of the weights: a `WeightFolder`, a `WeightPublisher`."""
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
         """Make `tensors` the newest weights."""
@@ -36,31 +36,31 @@ class Weights(Published, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnginePublisher:
-    """What `SinkTrainer(trainer, publisher)` takes, for engines that have to be told: they are, after every version."""
+    """A publisher for `SinkTrainer(trainer, publisher)` that has each engine load every version."""
 
     weights: Weights
     engines: Sequence[Engine]
 
     @property
     def version(self) -> int:
-        """The newest version that was published; −1 before the first."""
+        """Return the newest version that was published; −1 before the first."""
         return self.weights.version
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
-        """Make `tensors` the newest weights; returns when every engine samples with them.
+        """Make `tensors` the newest weights; return when every engine samples with them.
 
         Raises:
-            PenstockError: an engine could not take them; those that could sample with them.
+            PenstockError: an engine could not load them; the others sample with them.
         """
         await self.weights.publish(tensors, version)
         await self._each(lambda engine: engine.update_weights(self.weights.url, version))
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
-        """Within the body no engine samples. Sampling goes on when the body ends, however it does.
+        """Pause every engine within the body; sampling resumes however the body ends.
 
         Raises:
-            PenstockError: an engine could not pause, or does not go on; the others do.
+            PenstockError: an engine could not pause, or does not resume; the others do.
         """
         try:
             await self._each(lambda engine: engine.pause())
@@ -75,28 +75,30 @@ class EnginePublisher:
 
     async def _resume(self) -> None:
         with anyio.CancelScope(shield=True):
-            await self._each(_resumed)
+            await self._each(_resume)
 
-    async def _each(self, ask: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-        """Ask all engines at once, and every one to the end, whatever becomes of the others."""
+    async def _each(self, request: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        """Send a request to all engines at once, and await every one, even if others fail."""
         failures: list[Exception] = []
 
-        async def asked(engine: Engine) -> None:
+        async def send(engine: Engine) -> None:
             try:
-                await ask(engine)
-            except Exception as error:  # noqa: BLE001 (raised below, when all have been asked)
+                await request(engine)
+            except Exception as error:  # noqa: BLE001 (raised below, when all requests are done)
                 failures.append(error)
 
         async with anyio.create_task_group() as tasks:
             for engine in self.engines:
-                tasks.start_soon(asked, engine)
+                tasks.start_soon(send, engine)
         if failures:
             raise first_exception(ExceptionGroup("engines", failures), PenstockError) from None
 
 
-async def _resumed(engine: Engine) -> None:
+async def _resume(engine: Engine) -> None:
     try:
-        with anyio.fail_after(RESUME_S):
+        with anyio.fail_after(RESUME_TIMEOUT_S):
             await engine.resume()
     except TimeoutError:
-        raise EngineTimedOut(f"expected {engine!r} to sample again within {RESUME_S:g} s, got no answer") from None
+        raise EngineTimedOut(
+            f"expected {engine!r} to sample again within {RESUME_TIMEOUT_S:g} s, got no response"
+        ) from None

@@ -1,4 +1,4 @@
-"""A gate that generation passes through, and that can be closed for several reasons at once.
+"""GenerationGate: admits generation, and can be closed for several reasons at once.
 
 It is open when no reason is left. Closing it waits for the work inside to end. Knows nothing about that work.
 """
@@ -15,15 +15,15 @@ from ..._pipeline.waiting import Waiters
 __all__ = ["GenerationGate", "Reason"]
 
 Reason: TypeAlias = Literal["paused", "asleep", "updating", "no_weights"]
-"""Why nothing may be sampled now."""
+"""A reason to sample nothing now."""
 
 
 class GenerationGate:
-    """Admit work while there is no reason against it. One event loop uses it."""
+    """Admits work while it is open. One event loop uses it."""
 
     def __init__(self) -> None:
         self.closed_for: set[Reason] = set()
-        """Reasons to admit nothing; empty while the gate is open."""
+        """Reasons for which the gate is closed; empty while it is open."""
         self._closing: Counter[Reason] = Counter()
         """Calls of `close` that wait, by reason, for the work inside to end."""
         self._completed: set[Reason] = set()
@@ -33,13 +33,13 @@ class GenerationGate:
         """Wakes tasks that wait for the gate to open, or for the last work inside to end."""
 
     async def opened(self) -> None:
-        """Wait until the gate is open. It may close again before the caller enters `inside`, unless that is at once."""
+        """Wait until the gate is open. It may close again unless the caller enters `inside` without awaiting."""
         while self.closed_for:
             await self._changed.wait()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Work within the body; `close` waits for its end."""
+        """Count the body as work inside; `close` waits for its end."""
         self._inside += 1
         try:
             yield
@@ -48,7 +48,7 @@ class GenerationGate:
             self._changed.wake_all()
 
     async def close(self, reason: Reason) -> None:
-        """Admit nothing more for `reason`, and wait for the work inside to end.
+        """Close the gate for `reason`, and wait for the work inside to end.
 
         The gate reopens if every call for `reason` is cancelled while it waits.
         """

@@ -24,33 +24,33 @@ __all__ = ["HttpPolicy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPolicy:
-    """A recipe for sampling at an inference server."""
+    """A picklable description of sampling at an inference server."""
 
     url: str
-    """Of the server, without a path: `http://127.0.0.1:8000`."""
+    """URL of the server, without a path: `http://127.0.0.1:8000`."""
     model: str
-    """What the server calls the model."""
+    """Name of the model at the server."""
     server: Server = "auto"
-    """Which server it is; `auto` asks it. vLLM and SGLang can be told to pause, to sleep, and to take new weights."""
+    """Kind of server; `auto` detects it. vLLM and SGLang can pause, sleep, and load new weights."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as a bearer token."""
     concurrency: int = 64
-    """Requests at once; those beyond wait here, where they cost nothing."""
+    """Requests at once; others wait in this process, at no cost to the server."""
     request_timeout_s: float = 600.0
-    """How long one attempt may take, from the request to the last token."""
+    """Bound on the time of one attempt, from the request to the last token."""
     backoff: Backoff = field(default_factory=Backoff)
-    """How often what fails in passing is tried, and how long is waited in between."""
+    """Number of attempts after temporary failures, and the pauses between them."""
     tempered_logprobs: bool | None = None
-    """Whether the server's log-probabilities are those of the tempered distribution; by default what it does unless
-    told otherwise: SGLang yes, vLLM no (started with `--logprobs-mode processed_logprobs`: yes), others no."""
+    """Whether the server's log-probabilities are those of the tempered distribution; by default as the
+    server does by default: SGLang yes, vLLM no (started with `--logprobs-mode processed_logprobs`: yes), others no."""
     versions: Literal["told", "asked"] = "told"
-    """How the engine knows the version of the server's weights: from its own `update_weights`, or by asking the server
-    before every completion, where somebody else may have updated them."""
+    """Source of the version of the server's weights: `told`, the engine's own `update_weights`; or `asked`, a request
+    before every completion, for a server that others may update."""
     tokenizer: Any = field(default=None, repr=False)
-    """What the server's model reads, or its `TokenizerIdentity`: `pipeline.check()` holds it to those of the others."""
+    """Tokenizer of the server's model, or its `TokenizerIdentity`; `pipeline.check()` compares it with the others."""
 
     def __post_init__(self) -> None:
-        """Refuse what can never sample anything.
+        """Check the fields.
 
         Raises:
             InvalidConfig: naming the field.
@@ -65,12 +65,12 @@ class HttpPolicy:
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
-        """Connect, make sure that the server knows the model, and ask which server it is where that is `auto`.
+        """Connect, check that the server has the model, and detect the kind of server if it is `auto`.
 
         Raises:
-            NobodyListens: nothing answers at `url`.
+            NobodyListens: no server responds at `url`.
             EngineRefused: the server has another model.
-            InvalidConfig: `versions` is "asked", and this server cannot be asked.
+            InvalidConfig: `versions` is "asked", and this server does not report versions.
             MissingExtra: aiohttp is not installed.
         """
         with extra("http", "HttpPolicy"):
@@ -79,10 +79,10 @@ class HttpPolicy:
             yield engine
 
     def check_versions(self, server: KnownServer) -> None:
-        """Hold `versions` to what a server of that kind can do.
+        """Check that a server of this kind supports `versions`.
 
         Raises:
-            InvalidConfig: `versions` is "asked", and such a server cannot be asked.
+            InvalidConfig: `versions` is "asked", and such a server does not report versions.
         """
         if self.versions == "asked" and SERVERS[server].version is None:
-            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {server} cannot be asked')
+            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {server} does not report versions')

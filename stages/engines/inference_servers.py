@@ -1,6 +1,6 @@
-"""What servers of OpenAI's completions understand beyond those: what `HttpPolicy` asks of each, and how.
+"""Requests beyond OpenAI's completions that `HttpPolicy` sends to each kind of server, as data.
 
-All of it is data. The endpoints are those that vLLM has where it is started with VLLM_SERVER_DEV_MODE=1, and SGLang.
+The endpoints are those of SGLang, and of vLLM started with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["SERVERS", "SIGNS", "Call", "Dialect", "KnownServer", "Server"]
+__all__ = ["PROBES", "SERVERS", "Call", "KnownServer", "Server", "ServerRequests"]
 
 KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
-"""Which server answers; `openai` is any other that speaks OpenAI's completions."""
+"""A kind of server; `openai` is any other with OpenAI's completions."""
 
 Server: TypeAlias = KnownServer | Literal["auto"]
-"""`auto` asks the server."""
+"""`auto` detects the kind."""
 
 
-class Sign(NamedTuple):
-    """What only one kind of server answers."""
+class Probe(NamedTuple):
+    """A request that only one kind of server supports."""
 
     path: str
     field: str
-    """Of the JSON object that is answered."""
+    """Field of the JSON object in the response."""
     server: KnownServer
 
 
-SIGNS = (
-    Sign("/model_info", "model_path", "sglang"),
-    Sign("/get_model_info", "model_path", "sglang"),  # SGLang before 0.5
-    Sign("/version", "version", "vllm"),
+PROBES = (
+    Probe("/model_info", "model_path", "sglang"),
+    Probe("/get_model_info", "model_path", "sglang"),  # SGLang before 0.5
+    Probe("/version", "version", "vllm"),
 )
-"""In the order in which a server is asked. One that answers none is `openai`."""
+"""In the order of the attempts. A server without any of them is `openai`."""
 
 
 class Call(NamedTuple):
-    """A request that is answered at once."""
+    """A request without a stream."""
 
     path: str
     body: Mapping[str, Any] = {}
     confirmed_by: tuple[str, str] | None = None
-    """Where the server then says whether it did so: a path, and the field that is true."""
+    """Path and field that report whether the request took effect; the field must be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """What one kind of server understands. What is None it has no word for."""
+class ServerRequests:
+    """The requests of one kind of server; None for those that it lacks."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Added to every request for completions: ids wanted, and nothing between the model and the sample. A server would
-    otherwise take top_p, top_k and penalties from the model's own generation configuration."""
+    """Added to every request for a completion: return ids, and do not change the model's distribution. A server would
+    otherwise take top_p, top_k and penalties from the model's generation configuration."""
     tempered_logprobs: bool = False
     """Whether log-probabilities are those of the tempered distribution; else they are the model's own."""
     update: Callable[[str, int], list[Call]] | None = None
-    """Loads the weights in a folder, of a version, and drops what was cached with those before."""
+    """Loads the weights of a version from a folder, and drops caches of earlier weights."""
     pause: Call | None = None
     resume: Call | None = None
     untouched: frozenset[int] = frozenset({400, 401, 403, 404, 405, 422})
@@ -62,15 +62,15 @@ class Dialect:
     sleep: Call | None = None
     wake_up: Call | None = None
     settings: str | None = None
-    """Where it can be read whether a server that sleeps gives memory back, as vLLM's `enable_sleep_mode`."""
+    """Path of the settings with vLLM's `enable_sleep_mode`, without which a sleeping server keeps its memory."""
     keeps_weights_asleep: bool = True
-    """Whether a server that was woken has the weights that it went to sleep with."""
+    """Whether a server keeps its weights while it sleeps."""
     version: str | None = None
-    """Where the version of its weights can be read, as `weight_version`."""
+    """Path of the version of its weights, in the field `weight_version`."""
     set_version: Callable[[int], Call] | None = None
-    """Notes the version of its weights; None where `update` does."""
+    """Sets the version of its weights; None where `update` does."""
     needs: str = ""
-    """What the server must have been started with to know all this."""
+    """Options that the server must be started with to support these requests."""
 
 
 _UNALTERED = {
@@ -97,8 +97,8 @@ def _version_vllm(version: int) -> Call:
     return Call("/update_weight_version", {"new_version": str(version)})
 
 
-SERVERS: Mapping[KnownServer, Dialect] = {
-    "vllm": Dialect(
+SERVERS: Mapping[KnownServer, ServerRequests] = {
+    "vllm": ServerRequests(
         sampling=_UNALTERED | {"return_token_ids": True, "return_tokens_as_token_ids": True},
         update=_update_vllm,
         pause=Call("/pause?mode=wait"),
@@ -110,11 +110,11 @@ SERVERS: Mapping[KnownServer, Dialect] = {
         set_version=_version_vllm,
         needs="VLLM_SERVER_DEV_MODE=1, and --enable-sleep-mode for sleep",
     ),
-    "sglang": Dialect(
+    "sglang": ServerRequests(
         sampling=_UNALTERED | {"return_token_ids": True, "no_stop_trim": True},
         tempered_logprobs=True,
         update=_update_sglang,
-        untouched=frozenset({401, 403, 404, 405, 422}),  # 400 also tells of weights that were loaded by half
+        untouched=frozenset({401, 403, 404, 405, 422}),  # 400 also follows a partial load of weights
         pause=Call("/pause_generation", {"mode": "retract"}),
         resume=Call("/continue_generation"),
         sleep=Call("/release_memory_occupation"),
@@ -123,5 +123,5 @@ SERVERS: Mapping[KnownServer, Dialect] = {
         version="/model_info",
         needs="--enable-memory-saver for sleep",
     ),
-    "openai": Dialect(sampling={"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}),
+    "openai": ServerRequests(sampling={"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}),
 }

@@ -1,9 +1,8 @@
-"""What a policy is to the rest of penstock: prompts in, completions with log-probabilities and versions out.
+"""The protocols of policies: prompts in, completions with log-probabilities and versions out.
 
-A `Policy` is a recipe that can be pickled; `open` makes an `Engine` of it inside the process that samples. Whoever
-samples calls `generate` and nothing else; whoever trains says when there are newer weights, when to stop and when to
-let go of memory. Knows no environment and no framework: `TorchPolicy` lives in `torch_policy.py`, `HttpPolicy` in
-`http_policy.py`.
+A `Policy` is a picklable description; each worker calls `open` to create its `Engine`. The sampler calls `generate`
+only; the trainer's side updates the weights, pauses, and releases memory. Knows no environment and no framework:
+`TorchPolicy` is in `torch_policy.py`, `HttpPolicy` in `http_policy.py`.
 """
 
 from __future__ import annotations
@@ -34,41 +33,41 @@ __all__ = [
 
 
 class GenerationIsOutside(PenstockError):
-    """A NoOpPolicy was asked for completions: in its runs somebody else samples."""
+    """A completion was requested of a NoOpPolicy, in whose runs an external system samples."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Any tokenizer with these three fits."""
+    """A tokenizer: text to token ids and back."""
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a completion."""
+        """Return the token that ends a completion."""
         ...
 
     def encode(self, text: str, /) -> Sequence[int]:
-        """The ids of `text`, with no token added at either end."""
+        """Return the ids of `text`, with no token added at either end."""
         ...
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
         ...
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the policy said to one prompt; C tokens."""
+    """C tokens that the policy sampled for one prompt."""
 
     tokens: NDArray[np.int32]
     """[C] sampled ids, the end-of-sequence token included where it was sampled."""
     logprobs: NDArray[np.float32] | None
-    """[C] log-probability of each under the distribution it was drawn from; none where whoever sampled does not say."""
+    """[C] log-probability of each under the distribution it was drawn from; None where unknown."""
     stop_reason: StopReason
-    """STOP after the end-of-sequence token, LENGTH where the allowance ran out."""
+    """STOP after the end-of-sequence token, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
-    """[C] optimizer step of the weights that sampled each."""
+    """[C] version (optimizer step) of the weights that sampled each."""
 
 
 class Engine(Protocol):
-    """An opened policy: what samples, and what whoever trains can ask of it. Every method may be called by any task."""
+    """An opened policy. Every method may be called by any task."""
 
     async def generate(
         self,
@@ -78,67 +77,67 @@ class Engine(Protocol):
         temperature: float = 1.0,
         greedy: bool = False,
     ) -> list[Completion]:
-        """One completion a prompt, in order. Many tasks may call it at once, and are sampled together.
+        """Return one completion for each prompt, in order. Prompts of concurrent calls may be sampled together.
 
         Args:
             prompts: [P] token ids each, at least one.
-            max_completion_tokens: what a completion may have at most, the end-of-sequence token included.
+            max_completion_tokens: bound on a completion, the end-of-sequence token included.
             temperature: divides the logits; `logprobs` are those of the tempered distribution.
-            greedy: take the most probable token; `temperature` is left aside, and `logprobs` are the model's own.
+            greedy: take the most probable token, ignoring `temperature`; `logprobs` are the model's own.
         """
         ...
 
     async def update_weights(self, url: str, version: int) -> None:
-        """Sample whatever is begun from now on with the weights published at `url`, of `version` or newer.
+        """Use the weights published at `url`, of `version` or newer, for all later completions.
 
-        Returns when they are in place. A completion that is being sampled is finished first, with the weights that it
-        began with; an engine that was made to update in flight goes on with it, and says which version sampled what.
+        Returns when they are loaded. Completions in flight are finished first, with the weights that they began with;
+        an engine that updates in flight continues them, and reports the version of each token.
         """
         ...
 
     async def pause(self) -> None:
-        """Sample nothing more until `resume`; returns when nothing is being sampled. What is asked meanwhile waits."""
+        """Stop sampling until `resume`; return when no completion is in flight. Later requests wait."""
         ...
 
     async def resume(self) -> None:
-        """End the pause; where there is none, do nothing."""
+        """End the pause, if there is one."""
         ...
 
     async def sleep(self) -> None:
-        """As `pause`, until `wake_up`, and let go of the memory that `wake_up` can fill again."""
+        """Pause until `wake_up`, and release the memory that `wake_up` can restore."""
         ...
 
     async def wake_up(self) -> None:
-        """Take the memory back; where the engine is awake, do nothing."""
+        """Restore the memory and end the pause, if the engine sleeps."""
         ...
 
 
 class Policy(Protocol):
-    """A recipe for an engine."""
+    """A picklable description of an engine."""
 
     def open(self, worker: Worker, /) -> AbstractAsyncContextManager[Engine]:
-        """Load weights, start what has to run, and sample until the body ends. Seeds differ from worker to worker."""
+        """Load weights and start an engine that samples until the body ends. Seeds differ from worker to worker."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoOpPolicy:
-    """For runs whose generation is outside: it holds no weights and samples nothing.
+    """A policy without weights, for runs in which an external system samples.
 
-    Its environments bring finished rollouts (`environments.OutsideEnvironment`); one that waits for completions gets
+    Its environments return finished rollouts (`environments.OutsideEnvironment`); requesting a completion raises
     `GenerationIsOutside`.
     """
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:  # noqa: ARG002 (a policy may need to know)
-        """There is nothing to open."""
+        """Yield a NoOpEngine."""
         yield NoOpEngine()
 
 
 class NoOpEngine:
-    """An engine for runs whose generation is outside: there are no weights here, nothing to stop, nothing to let go of.
+    """An engine without weights, for runs in which an external system samples.
 
-    An engine of your own whose weights never change is a `NoOpEngine` with a `generate`.
+    To write an engine whose weights never change, subclass it and define `generate`.
     """
 
     async def generate(
@@ -149,7 +148,7 @@ class NoOpEngine:
         temperature: float = 1.0,  # noqa: ARG002 (the protocol's)
         greedy: bool = False,  # noqa: ARG002 (the protocol's)
     ) -> list[Completion]:
-        """Refuse.
+        """Raise GenerationIsOutside.
 
         Raises:
             GenerationIsOutside: always.
@@ -160,23 +159,23 @@ class NoOpEngine:
         )
 
     async def update_weights(self, url: str, version: int) -> None:
-        """Leave it to whoever samples."""
+        """Do nothing."""
 
     async def pause(self) -> None:
-        """Leave it to whoever samples."""
+        """Do nothing."""
 
     async def resume(self) -> None:
-        """Leave it to whoever samples."""
+        """Do nothing."""
 
     async def sleep(self) -> None:
-        """Leave it to whoever samples."""
+        """Do nothing."""
 
     async def wake_up(self) -> None:
-        """Leave it to whoever samples."""
+        """Do nothing."""
 
 
 def check_request(prompts: Sequence[NDArray[np.int32]], max_completion_tokens: int, temperature: float) -> None:
-    """Refuse what no engine can generate.
+    """Check the arguments of `Engine.generate`.
 
     Raises:
         ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.

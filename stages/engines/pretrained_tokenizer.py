@@ -1,7 +1,7 @@
 """`PretrainedTokenizer`: the tokenizer in a folder, as transformers saves it, between text and token ids.
 
-Nothing is ever fetched: the folder is there, or it is an error. Knows no chat: a template is a part of the tokenizer's
-identity, and applied by whoever makes prompts.
+No file is downloaded: a missing folder is an error. Applies no chat template: a template is part of the tokenizer's
+identity, and the code that makes prompts applies it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ __all__ = ["PretrainedTokenizer"]
 
 
 class PretrainedTokenizer:
-    """A `Tokenizer` out of a folder with `tokenizer.json` and `tokenizer_config.json`.
+    """A `Tokenizer` from a folder with `tokenizer.json` and `tokenizer_config.json`.
 
-    Pickled, it is the folder: a worker reads it anew. Blocks while it reads: make it before the run begins.
+    It is pickled as its path, and read again in a worker. Reading blocks: make it before the run begins.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """Read the folder.
 
         Raises:
-            InvalidConfig: there is no tokenizer in it, or a broken one, or one that does not say which token ends a
-                completion.
+            InvalidConfig: it contains no tokenizer, or a broken one, or one without the token that ends a completion.
         """
         self.name_or_path: str = str(folder)
         """The folder."""
         path = Path(folder).absolute()
         self.revision: str | None = path.name if path.parent.name == "snapshots" else None
-        """The commit, where the folder lies in the cache of Hugging Face's hub."""
+        """The commit, if the folder is in the cache of Hugging Face's hub."""
         self._tokenizer = _loaded(path / "tokenizer.json")
         config = _config(path / "tokenizer_config.json")
         self.eos_id: int = self._end(config.get("eos_token"), path)
         """The token that ends a completion."""
         template = path / "chat_template.jinja"
         self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")
-        """What makes a prompt of messages; None where there is nothing."""
+        """The template that makes a prompt of messages; None if there is none."""
 
     def __repr__(self) -> str:
         return f"PretrainedTokenizer({self.name_or_path!r})"
@@ -51,31 +50,31 @@ class PretrainedTokenizer:
         return PretrainedTokenizer, (self.name_or_path,)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no token added at either end."""
+        """Return the ids of `text`, with no token added at either end."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Return the text of `ids`, special tokens included."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Every token and its id."""
+        """Return every token with its id."""
         vocabulary: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
     def get_added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Tokens that were added to the vocabulary, by id."""
+        """Return the tokens that were added to the vocabulary, by id."""
         added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return added
 
-    def _end(self, told: Any, path: Path) -> int:
-        token = told.get("content") if isinstance(told, dict) else told
+    def _end(self, eos_token: Any, path: Path) -> int:
+        token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
         index = None if token is None else self._tokenizer.token_to_id(token)
         if index is None:
             raise InvalidConfig(
-                f"{path / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, got {told!r}"
+                f"{path / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, got {eos_token!r}"
             )
         return int(index)
 
@@ -88,7 +87,7 @@ def _loaded(path: Path) -> Any:
     try:
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
-        raise InvalidConfig(f"{path}: expected a tokenizer, got {error}: save it anew") from error
+        raise InvalidConfig(f"{path}: expected a tokenizer, got {error}: save it again") from error
     loaded.no_padding()
     loaded.no_truncation()
     return loaded
@@ -100,4 +99,4 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it anew") from error
+        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error

@@ -1,4 +1,4 @@
-"""Retry what fails for a while, a bounded number of times; wait for an unreachable peer by the clock.
+"""Retry temporary failures a bounded number of times; wait for an unreachable peer until a timeout.
 
 Knows neither the attempt nor its errors. docs/decisions/0015 says why no library does this.
 """
@@ -25,7 +25,7 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """Say how to go on after an attempt that failed."""
+    """The decision after a failed attempt."""
 
     error: Exception
     """Raised if there is no further attempt."""
@@ -34,7 +34,7 @@ class RetryDecision:
     unreachable: bool = False
     """Whether the peer could not be reached: retried until a timeout, and not counted as an attempt."""
     retry_after_s: float = 0.0
-    """Pause that the peer asked for; respected up to the longest pause of the backoff."""
+    """Pause that the peer requested; respected up to the longest pause of the backoff."""
 
 
 async def retry(
@@ -48,7 +48,7 @@ async def retry(
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Return the result of `attempt`, retried as `backoff` says.
+    """Return the result of `attempt`, retried according to `backoff`.
 
     Args:
         attempt: called for each attempt.

@@ -1,7 +1,7 @@
 """Send HTTP requests to one server, retry temporary failures, and translate all others into penstock's errors.
 
-A response that is not read to its end is closed at once, by which a server knows that its client has gone. Knows
-nothing about the requests.
+A response that is not read to its end is closed at once, so that the server stops its work. Knows nothing about
+the requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RequestFailed(Exception):
         super().__init__(f"{status}: {message}")
         self.status = status
         self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
-        """Pause that the server asked for."""
+        """Pause that the server requested."""
 
 
 @asynccontextmanager
@@ -116,34 +116,34 @@ class ServerClient:
             case aiohttp.ClientConnectorError() | aiohttp.ServerTimeoutError():
                 return NobodyListens(f"{request}: expected a server, got no connection ({error})")
             case TimeoutError():
-                return EngineTimedOut(f"{request}: expected an answer within {self._timeout_s:g} s, got none")
+                return EngineTimedOut(f"{request}: expected a response within {self._timeout_s:g} s, got none")
             case RequestFailed() if error.status not in retryable:
                 return EngineRefused(f"{request}: {error}")
             case RequestFailed():
                 return EngineFailed(f"{request}: {error}")
         return EngineFailed(f"{request}: {type(error).__name__}: {error}")
 
-    async def answer(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-        """Return the JSON object that answers a request; an empty one if the answer is another kind of JSON.
+    async def request_json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+        """Return the JSON object of the response to a request; an empty one if it is another kind of JSON.
 
         Raises:
-            ProtocolMismatch: the answer is not JSON.
+            ProtocolMismatch: the response is not JSON.
         """
-        answered = await self.body(method, path, body)
+        received = await self.body(method, path, body)
         try:
-            answer = msgspec.json.decode(answered or b"{}")
+            response = msgspec.json.decode(received or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolMismatch(f"expected JSON from {self.url}{path}, got {answered[:200]!r}: {error}") from None
-        return answer if isinstance(answer, dict) else {}
+            raise ProtocolMismatch(f"expected JSON from {self.url}{path}, got {received[:200]!r}: {error}") from None
+        return response if isinstance(response, dict) else {}
 
     async def body(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-        """Return the body of the answer to a request."""
+        """Return the body of the response to a request."""
         async with self._response(method, path, body, headers) as response:
             return await response.read()
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
-        """Yield the chunks of the answer to a request as they arrive."""
+        """Yield the chunks of the response to a request as they arrive."""
         async with self._response("POST", path, body) as response:
             yield response.content.iter_any()
 
@@ -163,7 +163,7 @@ class ServerClient:
 
 
 def retry_after_s(error: Exception) -> float:
-    """Return the pause that the server asked for, 0 if none."""
+    """Return the pause that the server requested, 0 if none."""
     return error.retry_after_s if isinstance(error, RequestFailed) else 0.0
 
 
@@ -177,11 +177,13 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         raise RequestFailed(response.status, _message(await response.read()), response.headers.get("Retry-After"))
 
 
-def _message(answered: bytes) -> str:
-    """Return the error message of an answer, in any of the forms that servers use."""
+def _message(received: bytes) -> str:
+    """Return the error message of a response, in any of the forms that servers use."""
     try:
-        answer = msgspec.json.decode(answered)
+        response = msgspec.json.decode(received)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return answered[:500].decode(errors="replace").strip()
-    error = answer.get("error") or answer.get("message") or answer.get("detail") if isinstance(answer, dict) else answer
+        return received[:500].decode(errors="replace").strip()
+    error = response
+    if isinstance(response, dict):
+        error = response.get("error") or response.get("message") or response.get("detail")
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

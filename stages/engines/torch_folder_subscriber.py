@@ -1,6 +1,6 @@
-"""The samplers' end of a folder of weights: a model is brought to the newest version that lies in it.
+"""FolderSubscriber: loads the newest version in a folder of weights into a model.
 
-As `WeightSubscriber`, where there is no memory to share and nobody to be asked: the folder is looked at.
+Like `WeightSubscriber`, for a publisher without shared memory or connection: the folder is polled.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = ["FolderSubscriber", "Subscriber", "subscriber"]
 S = TypeVar("S", Manifest, Owner)
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes that are read before they are hashed."""
+"""Number of bytes that are read and hashed at once."""
 
-LOOK_S = 0.25
-"""How often the folder is looked at: a file system that hosts share tells nobody what others do in it."""
+POLL_S = 0.25
+"""Interval at which the folder is polled: a file system that hosts share sends no notifications."""
 
 
 class FolderSubscriber:
-    """The weights of a `WeightFolder`, and a model that is brought to the newest."""
+    """Loads the newest weights of a `WeightFolder` into a model."""
 
     def __init__(self, url: str) -> None:
         """Prepare to subscribe at `url`."""
@@ -52,23 +52,23 @@ class FolderSubscriber:
         self._folder = Path(url.removeprefix(FOLDER_SCHEME))
         self._owner: Owner | None = None
         self._layout: TensorLayout
-        """Of every version."""
+        """Layout of every version."""
         self._target: CopiedModel | MappedModel | None = None
         self._version = NO_VERSION
         self._latest = NO_VERSION
         self._newest = self._folder
-        """Where the newest version lies, once there is one."""
-        self._looked = float("-inf")
-        """When the folder was looked at."""
+        """Path of the newest version, once there is one."""
+        self._polled = float("-inf")
+        """Time of the last poll."""
 
     def __repr__(self) -> str:
         return f"<FolderSubscriber {self.url}: version {self._version} of {self._latest}>"
 
     async def __aenter__(self) -> Self:
-        """See who publishes there.
+        """Read the publisher of the folder.
 
         Raises:
-            NobodyListens: nobody ever did.
+            NobodyListens: the folder has had no publisher.
         """
         try:
             owner = await anyio.to_thread.run_sync(_decoded, self._folder / OWNER, Owner)
@@ -80,47 +80,47 @@ class FolderSubscriber:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave. The model keeps its weights."""
+        """Do nothing: the model keeps its weights."""
 
     device = "cpu"
-    """As `WeightSubscriber.device`."""
+    """See `WeightSubscriber.device`."""
 
     paused = False
-    """Nobody can pause those who read a folder."""
+    """A folder has no pauses."""
 
     intact = True
-    """What was read is this process' own: nobody writes over it."""
+    """Weights that were read are copies of this process, and never overwritten."""
 
     @property
     def latest(self) -> int:
-        """The newest version at the last look; −1 before the first."""
+        """Return the newest version at the last poll; −1 before the first."""
         return self._latest
 
     @property
     def version(self) -> int:
-        """The version that the attached tensors hold; −1 before the first `refresh`."""
+        """Return the version that the attached tensors hold; −1 before the first `refresh`."""
         return self._version
 
     def attach(
         self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[FusedTensor] = (), copied: bool = False
     ) -> None:
-        """As `WeightSubscriber.attach`: a module's tensors become views of this process' one copy.
+        """Attach a model; see `WeightSubscriber.attach`. A module's tensors become views of this process' copy.
 
         Raises:
-            WeightsMismatch: what is published differs; lists every difference.
+            WeightsMismatch: the published tensors differ; lists every difference.
             TypeError: a value is no tensor.
         """
         owner, manifest = self._opened(), self._layout.manifest
-        whose = f"weights of {owner.name} do not fit the model"
-        self._target = attached(model, manifest, fused, whose, device=self.device, copied=copied)
+        what = f"weights of {owner.name} do not fit the model"
+        self._target = attached(model, manifest, fused, what, device=self.device, copied=copied)
         self._version = NO_VERSION
 
     def detach(self) -> None:
-        """Let go of what was attached."""
+        """Detach the model."""
         self._target = None
 
     def refresh(self) -> int:
-        """As `WeightSubscriber.refresh`; reads the disk.
+        """Load the newest version from the disk; see `WeightSubscriber.refresh`.
 
         Raises:
             WeightsDamaged: the newest version is torn, absent or altered; the tensors stay as they were.
@@ -130,43 +130,43 @@ class FolderSubscriber:
         """
         if self._target is None:
             raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
-        if time.monotonic() - self._looked > LOOK_S:
-            self._look()
+        if time.monotonic() - self._polled > POLL_S:
+            self._poll()
         while self._latest > self._version:
             try:
                 version, tensors = self._read(self._newest)
             except WeightsDamaged:
                 damaged = self._latest
-                self._look()
-                if self._latest == damaged:  # else it was deleted, for there are newer ones
+                self._poll()
+                if self._latest == damaged:  # else it was deleted, because there are newer ones
                     raise
             else:
                 self._target.load(tensors)
                 self._version = version
         return self._version
 
-    def _look(self) -> None:
-        """See what is newest.
+    def _poll(self) -> None:
+        """Find the newest version.
 
         Raises:
             StaleHandle: another publisher has taken the folder.
-            PeerLost: the publisher died, and nothing newer is there.
+            PeerLost: the publisher died, and there is no newer version.
         """
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         alive = is_published_into(self._folder)
         owner = _decoded(self._folder / OWNER, Owner)
         if owner.generation != self._opened().generation:
-            raise StaleHandle(f"expected weights of {self._opened().name}, got those of {owner.name}: subscribe anew")
+            raise StaleHandle(f"expected weights of {self._opened().name}, got those of {owner.name}: subscribe again")
         self._owner = owner
         newest = latest_checkpoint(self._folder)
         if newest is not None:
             self._newest = newest
         self._latest = NO_VERSION if newest is None else step_of(newest)
         if not (alive or owner.closed or self._latest > self._version):
-            raise PeerLost(f"{owner.name} died: {self._folder} is locked by nobody")
+            raise PeerLost(f"{owner.name} died: its lock on {self._folder} is released")
 
     async def newer(self, than: int | None = None) -> int:
-        """As `WeightSubscriber.newer`.
+        """Wait for a newer version and return it; see `WeightSubscriber.newer`.
 
         Raises:
             PeerLost: the publisher died.
@@ -175,21 +175,21 @@ class FolderSubscriber:
         """
         bound = self._version if than is None else than
         while True:
-            await anyio.to_thread.run_sync(self._look)
+            await anyio.to_thread.run_sync(self._poll)
             if self._latest > bound:
                 return self._latest
             owner = self._opened()
             if owner.closed:
-                raise PeerClosed(f"{owner.name} closed at version {self._latest}: nothing above {bound} will come")
-            await anyio.sleep(LOOK_S)
+                raise PeerClosed(f"{owner.name} closed at version {self._latest}: no version above {bound} will follow")
+            await anyio.sleep(POLL_S)
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Sample within the body; it is never waited for."""
+        """Enter the body at once: the publisher does not wait for samplers."""
         yield
 
     def _read(self, folder: Path) -> tuple[int, TensorBuffer]:
-        """Read a version, whole.
+        """Read and check a version.
 
         Raises:
             WeightsDamaged: it is torn, absent or altered.
@@ -197,7 +197,7 @@ class FolderSubscriber:
         """
         manifest, owner = _decoded(folder / MANIFEST, Manifest), self._opened()
         if manifest.generation != owner.generation:
-            raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe anew")
+            raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe again")
         path, start = folder / WEIGHTS, len(self._layout.header)
         expected = start + self._layout.nbytes
         try:
@@ -238,9 +238,9 @@ def _decoded(path: Path, kind: type[S]) -> S:
 
 
 Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber
-"""Whoever brings a model to the newest weights."""
+"""A subscriber to published weights."""
 
 
 def subscriber(url: str) -> Subscriber:
-    """Who brings the weights that are published at `url`, by a WeightPublisher or into a WeightFolder."""
+    """Return a subscriber to the weights at `url`, of a WeightPublisher or a WeightFolder."""
     return FolderSubscriber(url) if url.startswith(FOLDER_SCHEME) else WeightSubscriber(url)

@@ -1,4 +1,4 @@
-"""`TorchPolicy`: the recipe for sampling a torch model in the process that wants completions.
+"""`TorchPolicy`: the description of sampling a torch model in the process of the sampler.
 
 The engine that it opens is in `torch_engine`.
 """
@@ -22,35 +22,35 @@ from .torch_engine import TorchEngine, as_seed
 __all__ = ["TorchPolicy", "WeightUpdates"]
 
 WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]
-"""When other weights are taken up: a batch is sampled with one version as a whole, or every token with the newest."""
+"""When newer weights are loaded: each batch is sampled with one version, or every token with the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPolicy:
-    """A recipe for sampling a torch model."""
+    """A picklable description of sampling a torch model."""
 
     make_model: Callable[[], CausalModel]
-    """Makes the model, in the process that samples; a module-level function, so that the recipe can be pickled."""
+    """Makes the model in the process that samples; a module-level function, so that the policy can be pickled."""
     eos_id: int
     """The token that ends a completion."""
     weights: str | None = None
     """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with; without one the model
-    stays as it was made, version 0, until `update_weights` brings others."""
+    keeps its initial weights, version 0, until `update_weights`."""
     seed: int = 0
-    """Makes sampling repeatable where the order of requests is; every worker draws numbers of its own, and with every
-    version of the weights others."""
+    """Makes sampling repeatable if the order of requests is; the random numbers differ between workers, and between
+    versions of the weights."""
     max_rows: int = 256
-    """Rows of one batch at most: bounds the memory of the cache."""
+    """Bound on the rows of a batch, and so on the memory of the cache."""
     weight_updates: WeightUpdates = "between_batches"
-    """`in_flight`: a completion goes on with newer weights as soon as there are some, on the keys and values that the
-    older ones computed, and `policy_versions` says which sampled each token; a pause does not wait for its end."""
+    """`in_flight`: a completion continues with newer weights as soon as they are published, on the keys and values of
+    the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "max_rows")
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
-        """Make the model and answer requests until the body ends."""
+        """Make the model, and yield an engine that samples until the body ends."""
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(False)
         stack = AsyncExitStack()
@@ -71,9 +71,9 @@ class TorchPolicy:
             tasks.start_soon(engine.serve)
             yield engine
         finally:
-            await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
+            await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body
 
 
 def _seed(seed: int, worker: Worker) -> int:
-    """A seed of its own for every worker, also after a restart."""
+    """Return a seed that differs between workers, and after a restart."""
     return as_seed([seed, worker.index, worker.restart])

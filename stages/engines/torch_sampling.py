@@ -1,9 +1,9 @@
 """Completions sampled from a torch model: many requests as one batch, a cache of keys and values, log-probabilities.
 
-Equal prompts, as those of a group, are read once. The weights may change between two tokens; whoever changes them says
-which version they are. Knows the model only by `CausalModel`, and nothing about where weights come from.
+Equal prompts, as those of a group, are read once. The weights may change between two tokens; the caller passes their
+version. Knows the model only by `CausalModel`, and nothing about the source of the weights.
 
-Axes: B rows of a batch, b rows still being sampled, P tokens of the longest prompt, A of the largest allowance,
+Axes: B rows of a batch, b rows still being sampled, P tokens of the longest prompt, A of the largest bound,
 M of the longest completion, V vocabulary.
 """
 
@@ -37,31 +37,31 @@ class Request(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What was sampled for a batch of requests; B rows, M tokens of the longest completion."""
+    """Completions of a batch of requests; B rows, M tokens of the longest completion."""
 
     tokens: NDArray[np.int32]
-    """[B, M]; row b counts up to lengths[b]."""
+    """[B, M]; row b is valid up to lengths[b]."""
     logprobs: NDArray[np.float32]
     """[B, M] under the tempered distribution, or the model's own where greedy."""
     lengths: NDArray[np.int64]
-    """[B] tokens of each completion, its end-of-sequence token included."""
+    """[B] length of each completion, its end-of-sequence token included."""
     ended: NDArray[np.bool_]
-    """[B] whether the last token is the end-of-sequence token."""
+    """[B] true if the last token is the end-of-sequence token."""
     versions: NDArray[np.int64]
-    """[M] of the weights that the tokens of each position were sampled with."""
+    """[M] version of the weights that sampled the tokens of each position."""
 
 
 def generate(
     model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator, version: int = 0
 ) -> Sampled:
-    """Sample one completion a request, all of them together.
+    """Sample one completion for each request, all of them together.
 
     Args:
         model: on any device, in evaluation mode.
         requests: at least one.
         eos_id: the token that ends a completion.
         generator: on the model's device.
-        version: of the model's weights, which stay as they are.
+        version: of the model's weights, which do not change.
     """
     batch = Batch(model, requests, eos_id=eos_id, generator=generator)
     while (sampled := batch.step(version)) is None:
@@ -75,7 +75,7 @@ class Batch:
     def __init__(
         self, model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator
     ) -> None:
-        """As `generate`. Nothing is computed yet."""
+        """Prepare a batch, without any computation; arguments as of `generate`."""
         self._model = model
         self._requests = requests
         self._eos_id = eos_id
@@ -83,14 +83,14 @@ class Batch:
         self._rows: _Rows | None = None
         """None before the first pass."""
         self._chosen = torch.empty(0)
-        """[b] the tokens that were drawn last."""
+        """[b] the tokens drawn last."""
         self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
         """For each position [b]: rows, tokens, log-probabilities."""
         self._versions: list[int] = []
 
     @torch.inference_mode()
     def step(self, version: int) -> Sampled | None:
-        """Draw a token a row, with weights of `version`; all completions once the last has ended."""
+        """Draw a token for each row, with weights of `version`; return all completions once the last has ended."""
         if self._rows is None:
             rows = self._rows = _Rows.of(self._requests, self._generator.device)
             logits = rows.read_prompts(self._model, [request.prompt for request in self._requests])
@@ -120,7 +120,7 @@ def _cut(
     limits: NDArray[np.int64],
     eos_id: int,
 ) -> Sampled:
-    """Each row ends with its first end-of-sequence token, or at its limit."""
+    """Cut each row after its first end-of-sequence token, or at its limit."""
     ends = tokens == eos_id
     first = np.where(ends.any(axis=1), ends.argmax(axis=1), limits)
     return Sampled(tokens, logprobs, np.minimum(first + 1, limits), first < limits, np.array(versions, np.int64))
@@ -130,12 +130,12 @@ def _cut(
 class _Rows:
     """The rows still being sampled, and those that finished and were not dropped yet."""
 
-    allowance: int
-    """A: tokens that any row may get at most."""
+    max_limit: int
+    """A: the largest of `limits`."""
     live: Tensor
-    """[b] int64, which request each row answers."""
+    """[b] int64 index of the request of each row."""
     limits: Tensor
-    """[b] int64 tokens that each row may get."""
+    """[b] int64 bound on the tokens of each row."""
     inverse_temperature: Tensor
     """[b, 1]."""
     noise: Tensor
@@ -143,7 +143,7 @@ class _Rows:
     finished: Tensor
     """[b] bool."""
     visible: Tensor = field(init=False)
-    """[b, P + A] bool: keys a row may see, its padding on the left left out."""
+    """[b, P + A] bool: keys that a row may see, without its left padding."""
     position: Tensor = field(init=False)
     """[b, 1] int64 position of the next token."""
     cache: KVCache = field(init=False)
@@ -153,7 +153,7 @@ class _Rows:
         greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
         temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
         return cls(
-            allowance=max(request.max_completion_tokens for request in requests),
+            max_limit=max(request.max_completion_tokens for request in requests),
             live=torch.arange(len(requests), device=device),
             limits=torch.tensor([request.max_completion_tokens for request in requests], device=device),
             inverse_temperature=torch.where(greedy, 1.0, 1.0 / temperature),
@@ -162,24 +162,24 @@ class _Rows:
         )
 
     def read_prompts(self, model: CausalModel, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Read each different prompt once, then give every row its copy. Returns logits [b, V]."""
+        """Read each different prompt once, then copy the cache for every row. Return logits [b, V]."""
         tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(prompts))
-        self.cache = model.new_cache(len(tokens), mask.shape[1] + self.allowance)
+        self.cache = model.new_cache(len(tokens), mask.shape[1] + self.max_limit)
         logits = model(tokens, positions=positions_of(mask), attend=causal_attend(mask), cache=self.cache)[:, -1]
         self.cache.keep(owner)
         self.position = mask.sum(dim=1, keepdim=True)[owner]
-        self.visible = torch.nn.functional.pad(mask[owner], (0, self.allowance), value=True)
+        self.visible = torch.nn.functional.pad(mask[owner], (0, self.max_limit), value=True)
         return logits[owner]
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One token a row and its log-probability, [b] each, by the Gumbel trick."""
+        """Return one token for each row and its log-probability, [b] each, drawn by the Gumbel trick."""
         logprobs = torch.log_softmax(logits.float() * self.inverse_temperature, dim=-1)
         gumbel = -torch.empty_like(logprobs).exponential_(generator=generator).log_()
         chosen = (logprobs + gumbel * self.noise).argmax(dim=-1, keepdim=True)
         return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
 
     def drop_finished(self, chosen: Tensor, ended: Tensor) -> Tensor:
-        """Note which rows `ended` [b]; once enough have, go on without them. Returns `chosen` of the rows that stay."""
+        """Mark rows that `ended` [b]; drop them once there are enough. Return `chosen` of the rows that stay."""
         self.finished |= ended
         count = int(self.finished.sum())
         if count == len(self.finished):
@@ -193,7 +193,7 @@ class _Rows:
         return chosen[stay]
 
     def step(self, model: CausalModel, chosen: Tensor) -> Tensor:
-        """Feed one token a row. Returns logits [b, V]."""
+        """Feed one token for each row. Return logits [b, V]."""
         attend = self.visible[:, None, : self.cache.length + 1]
         logits = model(chosen[:, None], positions=self.position, attend=attend, cache=self.cache)[:, 0]
         self.position = self.position + 1
@@ -203,7 +203,7 @@ class _Rows:
 def _left_padded(
     prompts: Sequence[NDArray[np.int32]],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """The different prompts as tokens and mask [U, P], padded on the left, and which of them each prompt is [B]."""
+    """Return tokens and mask [U, P] of the different prompts, left-padded, and the index of each prompt in them [B]."""
     first: dict[bytes, int] = {}
     owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
     unique = [np.frombuffer(key, np.int32) for key in first]

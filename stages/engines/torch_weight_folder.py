@@ -1,9 +1,8 @@
-"""Weights for samplers that share no memory with the trainer: a folder of versions, on a disk that both can see.
+"""WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
-A version is a directory that is there whole or not at all: a safetensors file, and a manifest with its publisher and
-its hash. The publisher holds a lock for as long as it lives, by which a reader sees whether it is still there. A
-version is read into memory and hashed on the way; a model's tensors are views of that memory, so each process has one
-copy.
+A version is a directory that is written atomically: a safetensors file, and a manifest with its publisher and its hash.
+The publisher holds a lock while it lives, so that a reader can check whether it does. A version is read into memory and
+hashed; a model's tensors are views of that memory, so each process has one copy.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -52,22 +51,22 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 
 KEPT = 2
-"""Versions that stay: the newest, and the one that somebody may be reading."""
+"""Versions that are kept: the newest, and one that a sampler may be reading."""
 
 _WHOLE_FILE = struct.Struct("hhqqi4x")
-"""A lock (struct flock) of an open file: unlike flock, it works on NFS, and one can look at it without taking it."""
+"""A lock (struct flock) of an open file: unlike flock, it works on NFS and can be tested without taking it."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who publishes into a folder."""
+    """The publisher of a folder."""
 
     name: str
     generation: int
-    """Drawn when the folder was taken: versions that say another are another publisher's."""
+    """Drawn when the folder was taken; versions with another one are another publisher's."""
     header: msgspec.Raw
     """The header of each version's file."""
     closed: bool = False
-    """Whether it said that there will be nothing newer."""
+    """Whether it closed, so that no newer version follows."""
 
     def layout(self) -> TensorLayout:
         """Return the layout of each version's file.
@@ -79,16 +78,16 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The version in a directory."""
+    """The manifest of a version."""
 
     version: int
     generation: int
     xxh3: str
-    """Of the file of weights (128 bits, hexadecimal)."""
+    """Hash of the file of weights (128 bits, hexadecimal)."""
 
 
 class WeightFolder:
-    """Publishes versions of one set of tensors into a folder; as `WeightPublisher`, for samplers on other hosts."""
+    """Publishes versions of one set of tensors into a folder; like `WeightPublisher`, for samplers on other hosts."""
 
     def __init__(
         self,
@@ -99,12 +98,12 @@ class WeightFolder:
         cast: Mapping[str, str] = MappingProxyType({}),
         name: str | None = None,
     ) -> None:
-        """Prepare for tensors like these; they are not published yet. The arguments are those of `WeightPublisher`.
+        """Prepare for tensors like these, without publishing. The arguments are those of `WeightPublisher`.
 
         Raises:
-            TypeError: a value is no tensor, or has a dtype that does not travel; or a buffer is on the meta device.
+            TypeError: a value is no tensor, or has an unsupported dtype; or a buffer is on the meta device.
             WeightsMismatch: `fused` does not fit the tensors.
-            ValueError: `cast` names a dtype that does not travel.
+            ValueError: `cast` names an unsupported dtype.
         """
         self.folder: Path = Path(folder).absolute()
         self.name: str = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
@@ -119,11 +118,11 @@ class WeightFolder:
         return f"<WeightFolder {self.folder} {state}: version {self._version}>"
 
     async def __aenter__(self) -> Self:
-        """Take the folder, which is made where there is none. What an earlier publisher left in it is removed.
+        """Lock the folder, which is created if missing. The versions of an earlier publisher are removed.
 
         Raises:
-            WeightsInUse: another publisher has it.
-            ValueError: it holds something else than published weights.
+            WeightsInUse: another publisher has locked it.
+            ValueError: it contains other files than published weights.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be used.
         """
         await anyio.to_thread.run_sync(self._take)
@@ -132,27 +131,27 @@ class WeightFolder:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Say that there will be nothing newer. The last versions stay in the folder."""
+        """Mark the folder as closed: no newer version follows. The last versions stay in it."""
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._leave)
+            await anyio.to_thread.run_sync(self._close)
 
     @property
     def url(self) -> str:
-        """Where samplers find it, on every host that sees the folder under this path."""
+        """Return the URL for samplers on hosts that have the folder under this path."""
         return f"{FOLDER_SCHEME}{self.folder}"
 
     @property
     def version(self) -> int:
-        """The newest version that was published; −1 before the first."""
+        """Return the newest version that was published; −1 before the first."""
         return self._version
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Make `tensors` the newest weights; as `WeightPublisher.publish`.
+        """Make `tensors` the newest weights; see `WeightPublisher.publish`.
 
         Raises:
-            WeightsMismatch: the tensors are others than at construction; lists them all.
+            WeightsMismatch: the tensors differ from those at construction; lists every difference.
             ValueError: `version` is not newer than the last.
-            anyio.ClosedResourceError: the folder was not taken.
+            anyio.ClosedResourceError: the folder is not locked.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
         """
         async with self._publishing:
@@ -163,17 +162,17 @@ class WeightFolder:
             self._version = version
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
-        """Within the body `engine` is awake and has the newest version; as `WeightPublisher.sync`."""
+        """Keep `engine` awake within the body, with the newest version; see `WeightPublisher.sync`."""
         return synced(self, engine)
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """Refuse: nobody hears what happens in a folder.
+        """Raise RuntimeError: samplers that read a folder cannot be paused.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"expected samplers that can be told to stop, got those that read {self.folder}: let them go on, with "
+            f"expected samplers that can be paused, got those that read {self.folder}: use "
             f"SinkTrainer(sampling='overlap')"
         )
 
@@ -183,34 +182,36 @@ class WeightFolder:
 
     def _locked(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
-        strange = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
-        if strange:
-            raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {strange} in it")
+        foreign = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
+        if foreign:
+            raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {foreign} in it")
         lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _WHOLE_FILE.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
             for left in self.folder.glob("*/"):
                 shutil.rmtree(left)
-            self._say(self._owner)
+            self._write_owner(self._owner)
         except BlockingIOError:
             os.close(lock)
-            raise WeightsInUse(f"expected {self.folder} to be nobody's, but somebody publishes into it") from None
+            raise WeightsInUse(
+                f"expected {self.folder} without a publisher, but another process publishes into it"
+            ) from None
         except BaseException:
             os.close(lock)
             raise
         return lock
 
-    def _say(self, owner: Owner) -> None:
+    def _write_owner(self, owner: Owner) -> None:
         unfinished = self.folder / f".{OWNER}"
         unfinished.write_bytes(msgspec.json.encode(owner))
         unfinished.rename(self.folder / OWNER)
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         if self._lock < 0:
             return
         try:
-            self._say(msgspec.structs.replace(self._owner, closed=True))
-        except OSError as error:  # samplers learn it from the lock
+            self._write_owner(msgspec.structs.replace(self._owner, closed=True))
+        except OSError as error:  # samplers see it by the lock
             log.warning("weights_not_closed", folder=str(self.folder), reason=str(error))
         finally:
             os.close(self._lock)
@@ -236,14 +237,14 @@ class WeightFolder:
 
 
 def _ours(path: Path) -> bool:
-    """Whether a publisher made this; a version that was not finished has no manifest yet."""
+    """Return whether a publisher created `path`; an unfinished version has no manifest yet."""
     if path.is_dir():
         return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
     return path.name in {LOCK, OWNER, f".{OWNER}"}
 
 
 def is_published_into(folder: Path) -> bool:
-    """Whether the publisher of `folder` lives, as its lock tells: the kernel drops the lock of a killed process."""
+    """Return whether the publisher of `folder` lives, by its lock, which the kernel releases when a process dies."""
     with (folder / LOCK).open("rb") as lock:
         found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _WHOLE_FILE.pack(fcntl.F_RDLCK, 0, 0, 0, 0))
     kind, *_ = _WHOLE_FILE.unpack(found)

@@ -1,4 +1,4 @@
-"""Refuse a folder of weights that no server could load, before a server is told of it.
+"""Reject a folder of weights that no server could load, before a request to load it.
 
 Reads the headers of safetensors files, and nothing else. Knows neither models nor servers.
 """
@@ -16,15 +16,15 @@ __all__ = ["check_weight_files"]
 
 
 class _Index(msgspec.Struct):
-    """Of weights in several files: the file of each tensor."""
+    """The index of weights in several files: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def check_weight_files(folder: Path) -> None:
-    """Make sure that the safetensors files in `folder` are all there and whole. Blocks.
+    """Check that the safetensors files in `folder` are complete. Blocks.
 
-    A folder that is not seen here is left to the server, which may be on another host.
+    A folder that does not exist on this host is not checked: the server may be on another.
 
     Raises:
         EngineRefused: there are none, one is cut off or is no safetensors file, or one that an index names is missing.
@@ -41,19 +41,19 @@ def check_weight_files(folder: Path) -> None:
         for tensor, name in _index_in(path).weight_map.items():
             if tensor not in files.get(name, {}):
                 raise EngineRefused(
-                    f"expected {tensor} in {folder / name}, as {path.name} says, got none: write it anew"
+                    f"expected {tensor} in {folder / name}, according to {path.name}, got none: write it again"
                 )
 
 
 def _tensors_in(path: Path) -> dict[str, TensorEntry]:
-    """Return the entries of a file, all of whose tensors are there."""
+    """Return the entries of a file, after checking that all its tensors are in it."""
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         try:
             header = file.read(header_bytes(file.read(LENGTH.size), nbytes))
         except ValueError:
             raise EngineRefused(
-                f"expected a whole safetensors file, got {path} of {nbytes} bytes: write it anew"
+                f"expected a whole safetensors file, got {path} of {nbytes} bytes: write it again"
             ) from None
     try:
         tensors, _ = parse_header(header)
@@ -61,7 +61,7 @@ def _tensors_in(path: Path) -> dict[str, TensorEntry]:
         raise EngineRefused(f"expected a safetensors file, got {path}: {error}") from None
     whole = LENGTH.size + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if whole != nbytes:
-        raise EngineRefused(f"expected {whole} bytes in {path}, as its header says, got {nbytes}: write it anew")
+        raise EngineRefused(f"expected {whole} bytes in {path}, according to its header, got {nbytes}: write it again")
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""What a trainer minimises: terms that say what each token costs, and how they become one number."""
+"""Losses of a trainer: terms with a value for each token, and their aggregation to one number."""
 
 from .diagnostics import diagnostics
 from .distillation import TOKENS_USED, Distillation, Divergence, Rest, SampledDistillation

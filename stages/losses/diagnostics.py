@@ -1,4 +1,4 @@
-"""What a trainer reports of every micro-batch, whatever it minimises."""
+"""Metrics that a trainer reports of every micro-batch, with any loss."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .scored import Scored, entropy_of
 __all__ = ["diagnostics"]
 
 ROWS_AT_ONCE = 1024
-"""Tokens whose entropy is taken at once: it needs the memory of their distributions several times over."""
+"""Tokens whose entropy is computed at once; it takes several times the memory of their distributions."""
 
 
 @torch.no_grad()
 def diagnostics(scored: Scored) -> dict[str, Metric]:
-    """`entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
+    """Return `entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
     entropy = torch.cat([entropy_of(rows) for rows in torch.split(scored.predicted, ROWS_AT_ONCE)])
-    said: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
+    metrics: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
     if scored.behavior_logprobs is not None:
         log_ratio = scored.log_ratio("behavior")
-        said["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3", torch.exp)))
-        said["kl_k1"] = Mean(scored.token_mean(-log_ratio))
-        said |= weights_metrics("ratio", scored.ratio("behavior"), scored)
+        metrics["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3", torch.exp)))
+        metrics["kl_k1"] = Mean(scored.token_mean(-log_ratio))
+        metrics |= weights_metrics("ratio", scored.ratio("behavior"), scored)
     if scored.ref_logprobs is not None:
-        apart = scored.logprobs - scored.ref_logprobs
-        said["ref_kl"] = Mean(scored.token_mean(kl_estimate(apart, "k3", torch.exp)))
-    return said
+        ref_log_ratio = scored.logprobs - scored.ref_logprobs
+        metrics["ref_kl"] = Mean(scored.token_mean(kl_estimate(ref_log_ratio, "k3", torch.exp)))
+    return metrics

@@ -15,11 +15,11 @@ __all__ = ["Entropy"]
 class Entropy(Term):
     """The entropy in nats of the distribution each token was drawn from, over the whole vocabulary.
 
-    What a loss adds is made smaller, so a bonus is subtracted: `PPOClip() - 0.01 * Entropy()`.
+    A loss is minimised, so a bonus is subtracted: `PPOClip() - 0.01 * Entropy()`.
     """
 
     name: ClassVar[str] = "entropy"
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`."""
+        """Return the entropy at each token; see `Term`."""
         return PerToken(entropy_of(scored.predicted), {})

@@ -1,7 +1,7 @@
-"""Importance weights: what makes up for samples of a policy that is not the one a term takes them to be of.
+"""Importance weights: a correction for samples of another policy than the one that a term assumes.
 
-Samples are of another policy where they are stale, and where the engine that sampled computes otherwise than the
-trainer does. The weight is a number: no gradient flows through it.
+Samples are of another policy if they are stale, or if the numerics of the engine differ from those of the trainer. No
+gradient flows through the weight.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .terms import PerToken, Term
 __all__ = ["Beyond", "ImportanceWeight", "Level", "Weighted"]
 
 Level: TypeAlias = Literal["token", "sequence"]
-"""Whose ratio a weight is: the token's, or the product over the sequence's tokens that train."""
+"""The ratio of a weight: the token's, or the product over the sequence's tokens that train."""
 
 Beyond: TypeAlias = Literal["truncate", "mask"]
-"""What becomes of a weight beyond its bounds: it is the bound, or it is 0."""
+"""The rule for a weight beyond its bounds: set it to the bound, or to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeight:
-    """w = π_t/π_behavior within [low, high], where π_t is the policy that the weighted term takes for the sampling one.
+    """w = π_t/π_behavior within [low, high], where π_t is the policy that the term assumes to have sampled.
 
     π_t is the proximal policy for terms with `old="proximal"`, and the current one for `AdvantageWeighted`. "truncate"
     is truncated importance sampling (Ionides, 2008; Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", 2025), "mask" with both bounds that of IcePop (Ling team, 2025): a token out of bounds
-    trains nothing, and still counts in what a mean divides by, so that micro-batches add up. The bounds are on w, not
-    on its logarithm. A sequence's w is a product of many ratios: bound it generously, or hardly any is within.
+    has weight 0, and still counts in the denominator of a mean, so that micro-batches add up. The bounds are on w, not
+    on its logarithm. A sequence's w is a product of many ratios: use wide bounds, or few are within.
 
     Raises:
         ValueError: bounds with no 1 between them, or an unknown level or form.
@@ -54,13 +54,13 @@ class ImportanceWeight:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.beyond == "mask" and self.low == 0 and math.isinf(self.high):
-            raise ValueError("expected a bound where what is beyond it is masked, got none")
+            raise ValueError("expected a bound with beyond='mask', got none")
 
     def of(self, term: PolicyTerm) -> Weighted:
-        """`term`, weighted.
+        """Return `term` with this weight.
 
         Raises:
-            ValueError: the term corrects for samples of another policy by itself.
+            ValueError: the term itself corrects for samples of another policy.
         """
         return Weighted(term, self)
 
@@ -76,7 +76,7 @@ class Weighted(Term):
         if self.term.corrects:
             raise ValueError(
                 f"{self.term!r}: expected a term that leaves samples of another policy uncorrected, got one whose "
-                f'ratio is π/π_behavior: a weight would correct twice. Take old="proximal", or leave the weight out'
+                f'ratio is π/π_behavior: a weight would correct twice. Use old="proximal", or omit the weight'
             )
 
     def __repr__(self) -> str:
@@ -84,11 +84,11 @@ class Weighted(Term):
 
     @property
     def reported_as(self) -> str:
-        """See `Term`: that of what is weighted."""
+        """Return the name of the weighted term; see `Term`."""
         return self.term.reported_as
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`. `importance/…`: the weights before they are bounded, and the share that is `/low` and `/high`."""
+        """Return weighted values; see `Term`. `importance/…`: unbounded weights, shares beyond `/low` and `/high`."""
         values, metrics = self.term.per_token(scored)
         log_ratio = self.term.uncorrected(scored)
         if self.weight.level == "sequence":
@@ -98,10 +98,10 @@ class Weighted(Term):
         weights = ratio.clamp(self.weight.low, self.weight.high)
         if self.weight.beyond == "mask":
             weights = torch.where(low | high, 0.0, weights)
-        return PerToken(values * weights, {**metrics, **_said(ratio, low, high, scored)})
+        return PerToken(values * weights, {**metrics, **_metrics(ratio, low, high, scored)})
 
 
-def _said(ratio: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scored: Scored) -> dict[str, Metric]:
+def _metrics(ratio: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scored: Scored) -> dict[str, Metric]:
     beyond: dict[str, Metric] = {
         f"importance/{name}": Mean(scored.token_mean(which.to(ratio.dtype)))
         for name, which in (("low", low), ("high", high))

@@ -1,8 +1,8 @@
 """KL: how far the policy is from a reference policy, estimated from the tokens that were sampled; see `kl_estimate`.
 
-What is said there is about values. As a term of a loss, it is the gradient that counts, and on policy (Tang and Munos,
+That module is about values. In a term of a loss the gradient counts, and on policy (Tang and Munos,
 "On a few pitfalls in KL divergence gradient estimation for RL", 2025) k2's is that of the divergence, k3's is that of
-the divergence the other way round, and k1's is 0 on average: it pulls nowhere. In the reward the value counts.
+the divergence the other way round, and k1's is 0 on average. In the reward the value counts.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ class KL(Term):
             raise ValueError(f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`."""
+        """Return the estimate of each token; see `Term`."""
         return PerToken(kl_estimate(scored.logprobs - scored.reference(), self.estimator, torch.exp), {})

@@ -1,6 +1,7 @@
-"""Metrics of a loss, in the form in which micro-batches and ranks can be put together: shares add up, extremes do not.
+"""Metrics of a loss, in a form that can be merged over micro-batches and ranks.
 
-A mean of means is not the mean: what is a mean over the tokens that train travels as a share of the global one.
+A mean of means is not the mean: a mean over the tokens that train is represented as its share of the global one, and
+shares add up.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ __all__ = ["EffectiveSamples", "Max", "Mean", "Metric", "Min", "TokensUsed", "ch
 
 
 class Metric(Protocol):
-    """A part of a number."""
+    """The part of a metric that comes from one micro-batch or rank."""
 
     def merged(self, other: Self, /) -> Self:
-        """What this part and another come to."""
+        """Return the merge of this part and `other`."""
         ...
 
     def over(self, updates: int, /) -> Self:
-        """This part where the number is one over so many updates on the same batch."""
+        """Return this part of a mean over so many updates on the same batch."""
         ...
 
     def value(self) -> float:
-        """The number, of all parts merged. Waits for the device."""
+        """Return the metric, if this is the merge of all parts. Waits for the device."""
         ...
 
 
@@ -39,18 +40,18 @@ class Mean:
     """A mean over the global batch."""
 
     share: Tensor
-    """[] detached."""
+    """[] without gradient."""
 
     def merged(self, other: Mean, /) -> Mean:
-        """See `Metric`."""
+        """Merge; see `Metric`."""
         return Mean(self.share + other.share)
 
     def over(self, updates: int, /) -> Mean:
-        """See `Metric`."""
+        """Divide by the number of updates; see `Metric`."""
         return Mean(self.share / updates)
 
     def value(self) -> float:
-        """See `Metric`."""
+        """Return the number; see `Metric`."""
         return self.share.item()
 
 
@@ -59,18 +60,18 @@ class Max:
     """The largest of the global batch."""
 
     found: Tensor
-    """[] detached."""
+    """[] without gradient."""
 
     def merged(self, other: Max, /) -> Max:
-        """See `Metric`."""
+        """Merge; see `Metric`."""
         return Max(torch.maximum(self.found, other.found))
 
-    def over(self, updates: int, /) -> Max:  # noqa: ARG002 (an extreme is one over any number of updates)
-        """See `Metric`."""
+    def over(self, updates: int, /) -> Max:  # noqa: ARG002 (an extreme does not depend on it)
+        """Return self; see `Metric`."""
         return self
 
     def value(self) -> float:
-        """See `Metric`."""
+        """Return the number; see `Metric`."""
         return self.found.item()
 
 
@@ -79,18 +80,18 @@ class Min:
     """The smallest of the global batch."""
 
     found: Tensor
-    """[] detached."""
+    """[] without gradient."""
 
     def merged(self, other: Min, /) -> Min:
-        """See `Metric`."""
+        """Merge; see `Metric`."""
         return Min(torch.minimum(self.found, other.found))
 
     def over(self, updates: int, /) -> Min:  # noqa: ARG002 (as above)
-        """See `Metric`."""
+        """Return self; see `Metric`."""
         return self
 
     def value(self) -> float:
-        """See `Metric`."""
+        """Return the number; see `Metric`."""
         return self.found.item()
 
 
@@ -105,67 +106,67 @@ class EffectiveSamples:
     mean_square: Mean
 
     def merged(self, other: EffectiveSamples, /) -> EffectiveSamples:
-        """See `Metric`."""
+        """Merge; see `Metric`."""
         return EffectiveSamples(self.mean.merged(other.mean), self.mean_square.merged(other.mean_square))
 
     def over(self, updates: int, /) -> EffectiveSamples:
-        """See `Metric`."""
+        """Divide by the number of updates; see `Metric`."""
         return EffectiveSamples(self.mean.over(updates), self.mean_square.over(updates))
 
     def value(self) -> float:
-        """See `Metric`."""
+        """Return the number; see `Metric`."""
         square = self.mean_square.value()
         return self.mean.value() ** 2 / square if square else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokensUsed:
-    """How many tokens of the global batch a term could do something with. None is an error: see `check_used`."""
+    """The number of tokens of the global batch that a term used. 0 is an error: see `check_used`."""
 
     count: Tensor
-    """[] detached."""
-    otherwise: str
-    """What may be wrong where it is none."""
+    """[] without gradient."""
+    hint: str
+    """Possible causes of 0, for the error."""
 
     def merged(self, other: TokensUsed, /) -> TokensUsed:
-        """See `Metric`."""
-        return TokensUsed(self.count + other.count, self.otherwise)
+        """Merge; see `Metric`."""
+        return TokensUsed(self.count + other.count, self.hint)
 
     def over(self, updates: int, /) -> TokensUsed:
-        """See `Metric`."""
-        return TokensUsed(self.count / updates, self.otherwise)
+        """Divide by the number of updates; see `Metric`."""
+        return TokensUsed(self.count / updates, self.hint)
 
     def value(self) -> float:
-        """See `Metric`."""
+        """Return the number; see `Metric`."""
         return self.count.item()
 
 
 def check_used(metrics: Mapping[str, Metric]) -> None:
-    """Make sure that no term of the loss did nothing at all; to be called with the metrics of a whole batch.
+    """Check that every term of the loss used some token; the metrics must be those of a whole batch.
 
     Raises:
-        InvalidRecord: one did, which would otherwise look as if it had been trained.
+        InvalidRecord: a term used none.
     """
     for name, metric in metrics.items():
         if isinstance(metric, TokensUsed) and not metric.value():
-            raise InvalidRecord(f"{name}: expected some of the tokens that train, got none: {metric.otherwise}")
+            raise InvalidRecord(f"{name}: expected some of the tokens that train, got none: {metric.hint}")
 
 
 def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
-    """Merge every metric of `more`, of another micro-batch or update, with that of its name."""
+    """Merge every metric of `more`, of another micro-batch or update, with the one of the same name."""
     for name, metric in more.items():
         into[name] = into[name].merged(metric) if name in into else metric
 
 
 def weights_metrics(name: str, weights: Tensor, scored: Scored) -> dict[str, Metric]:
-    """What there is to say of `weights` [T]: `<name>/{mean,max,min,effective_sample_size}`."""
+    """Return `<name>/{mean,max,min,effective_sample_size}` of `weights` [T]."""
     kept = weights.detach()
     mean = Mean(scored.token_mean(kept))
-    said: dict[str, Metric] = {
+    metrics: dict[str, Metric] = {
         f"{name}/mean": mean,
         f"{name}/effective_sample_size": EffectiveSamples(mean, Mean(scored.token_mean(kept**2))),
     }
-    if len(kept):  # of nothing there is no largest
+    if len(kept):  # an empty tensor has no extremes
         lowest, highest = kept.aminmax()
-        said |= {f"{name}/max": Max(highest), f"{name}/min": Min(lowest)}
-    return said
+        metrics |= {f"{name}/max": Max(highest), f"{name}/min": Min(lowest)}
+    return metrics

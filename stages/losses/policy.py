@@ -1,9 +1,8 @@
-"""Policy terms: what makes good tokens likelier and bad ones less likely. A is the advantage of a token.
+"""Policy terms: they make tokens likelier or less likely, according to the advantage A of each token.
 
-Every ratio is π/π_old. `old` says which policy that is: "behavior", the one that sampled, whose log-probabilities came
-with the data, or "proximal", the one that stood when training on the batch began. With the former, the ratio bounds the
-step and corrects for stale samples at once; with the latter it bounds the step alone, and what it leaves uncorrected
-can be had from an `ImportanceWeight`.
+Every ratio is π/π_old. `old` is "behavior", the policy that sampled, whose log-probabilities came with the data, or
+"proximal", the policy when training on the batch began. With the former, the ratio both bounds the step and corrects
+for stale samples; with the latter it only bounds the step, and an `ImportanceWeight` can correct for stale samples.
 
 Knows no model, no optimizer, no batch.
 """
@@ -38,13 +37,13 @@ class PolicyTerm(Term):
     @property
     @abstractmethod
     def corrects(self) -> bool:
-        """Whether the term corrects for samples of another policy by itself: a weight would do so twice."""
+        """Return whether the term itself corrects for samples of another policy, so that a weight would do it twice."""
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
-        """[T] log of what a weight has to make up for: the policy that the term takes for the sampling one, over it.
+        """Return [T] the log-ratio that a weight must correct: of the assumed to the actual sampling policy.
 
         Raises:
-            InvalidRecord: the batch does not tell the behavior log-probabilities.
+            InvalidRecord: the batch lacks the behavior log-probabilities.
         """
         return scored.proximal() - scored.behavior()
 
@@ -56,21 +55,21 @@ class PolicyTerm(Term):
 class AdvantageWeighted(PolicyTerm):
     """−A · log π(token): the plain policy gradient, REINFORCE with whatever baseline is in the advantages.
 
-    Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. Right
-    on policy only: where the samples are stale, weight it (`* ImportanceWeight()`), or take one that bounds the step.
+    Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. It is
+    correct on policy only: with stale samples, weight it (`* ImportanceWeight()`), or use a term that bounds the step.
     """
 
     @property
     def corrects(self) -> bool:
-        """See `PolicyTerm`."""
+        """Return False; see `PolicyTerm`."""
         return False
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
-        """See `PolicyTerm`: here it is the policy as it is now."""
+        """Return the log-ratio of the current policy; see `PolicyTerm`."""
         return scored.log_ratio("behavior").detach()
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`."""
+        """Return the value of each token; see `Term`."""
         return PerToken(-scored.advantage() * scored.logprobs, {})
 
 
@@ -79,8 +78,8 @@ class PPOClip(PolicyTerm):
     """−min(r · A, clip(r, 1 − clip_low, 1 + clip_high) · A), where r = π/π_old of each token.
 
     Schulman et al., "Proximal Policy Optimization" (2017). `clip_high` above `clip_low` is clip-higher of DAPO (Yu et
-    al., 2025). `dual_clip` c bounds what a token costs by −c · A where A < 0 (Ye et al., "Mastering Complex Control in
-    MOBA Games", 2020); c is above 1, and 3 is usual. Against the proximal policy and weighted, it is the decoupled
+    al., 2025). `dual_clip` c bounds the value of a token by −c · A where A < 0 (Ye et al., "Mastering Complex Control
+    in MOBA Games", 2020); c is above 1, and 3 is usual. Against the proximal policy and weighted, it is the decoupled
     objective of Hilton et al., "Batch size-invariance for policy optimization" (2021). Log-ratios are clamped to ±20.
     """
 
@@ -96,11 +95,11 @@ class PPOClip(PolicyTerm):
 
     @property
     def corrects(self) -> bool:
-        """See `PolicyTerm`."""
+        """Return whether `old` is "behavior"; see `PolicyTerm`."""
         return self.old == "behavior"
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`. `pg_clipfrac`: share of tokens that are clipped; `/low`, `/high`, `/dual`: at which bound."""
+        """Return token values; see `Term`. `pg_clipfrac`: share clipped; by bound `/low`, `/high`, `/dual`."""
         ratio, advantages = scored.ratio(self.old), scored.advantage()
         values, at = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         if self.dual_clip is not None:
@@ -115,11 +114,11 @@ class GSPO(PolicyTerm):
     """−min(s · A, clip(s, 1 − clip_low, 1 + clip_high) · A), where s = exp(mean log π/π_old over a sequence's tokens).
 
     Zheng et al., "Group Sequence Policy Optimization" (2025), in the form they call GSPO-token: the value of s is the
-    sequence's, its gradient that of the token, so that tokens of one sequence may have advantages of their own. Where
-    they do not, it is GSPO. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper.
+    sequence's, its gradient that of the token, so that tokens of one sequence may have advantages of their own. If
+    they are equal, it is GSPO. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper.
 
-    Bounds as narrow as these are meant for an old policy that the trainer itself scored, hence "proximal": what lies
-    between an engine's log-probabilities and the trainer's is wider, and would clip tokens that have not moved.
+    Bounds as narrow as these require an old policy that the trainer itself scored, hence "proximal": the difference
+    between the log-probabilities of an engine and of the trainer is larger, and would clip unchanged tokens.
     """
 
     clip_low: float = 3e-4
@@ -131,11 +130,11 @@ class GSPO(PolicyTerm):
 
     @property
     def corrects(self) -> bool:
-        """See `PolicyTerm`."""
+        """Return whether `old` is "behavior"; see `PolicyTerm`."""
         return self.old == "behavior"
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`. Metrics as of `PPOClip`."""
+        """Return the value of each token; see `Term`. Metrics as of `PPOClip`."""
         log_ratio = scored.log_ratio(self.old).detach()
         of_sequence = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
         ratio = scored.spread(clamped(of_sequence).exp())
@@ -148,7 +147,7 @@ class GSPO(PolicyTerm):
 class CISPO(PolicyTerm):
     """−clip(r, lowest, highest) · A · log π(token), where r = π/π_old of each token, and no gradient flows through it.
 
-    MiniMax, "MiniMax-M1" (2025). No token loses its gradient, be it clipped. The bounds are on the ratio itself: what
+    MiniMax, "MiniMax-M1" (2025). Clipped tokens keep their gradient. The bounds are on the ratio itself: what
     verl and SkyRL call ε is `lowest` = 1 − ε, `highest` = 1 + ε; TRL's epsilon_high is `highest`.
     """
 
@@ -162,11 +161,11 @@ class CISPO(PolicyTerm):
 
     @property
     def corrects(self) -> bool:
-        """See `PolicyTerm`."""
+        """Return whether `old` is "behavior"; see `PolicyTerm`."""
         return self.old == "behavior"
 
     def per_token(self, scored: Scored, /) -> PerToken:
-        """See `Term`. Metrics as of `PPOClip`; they tell of either sign of the advantage."""
+        """Return the value of each token; see `Term`. Metrics as of `PPOClip`, for either sign of the advantage."""
         ratio = scored.ratio(self.old).detach()
         values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
         return PerToken(values, _clip_fractions({"low": ratio < self.lowest, "high": ratio > self.highest}, scored))
@@ -178,17 +177,17 @@ def _check_clip(low: float, high: float) -> None:
 
 
 def _clipped(
-    ratio: Tensor, of_which: Tensor, bounds: tuple[float, float], scored: Scored
+    ratio: Tensor, detached: Tensor, bounds: tuple[float, float], scored: Scored
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """[T] −min(r · A, clip(r) · A), which bounds what is gained and never what is lost; and [T] who is at a bound."""
+    """Return [T] −min(r · A, clip(r) · A), and [T] true on tokens at each bound."""
     low, high = bounds
     advantages = scored.advantage()
     values = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    return values, {"low": (of_which < low) & (advantages < 0), "high": (of_which > high) & (advantages > 0)}
+    return values, {"low": (detached < low) & (advantages < 0), "high": (detached > high) & (advantages > 0)}
 
 
 def _clip_fractions(at: Mapping[str, Tensor], scored: Scored) -> dict[str, Metric]:
-    """Of bounds at which no token is twice: how many are at each, and at any."""
+    """Return the share of tokens at each bound, and at any; no token is at two."""
     shares = {name: scored.token_mean(which.to(scored.logprobs.dtype)) for name, which in at.items()}
     every = Mean(sum(shares.values(), scored.logprobs.new_zeros(())))
     return {"pg_clipfrac": every, **{f"pg_clipfrac/{name}": Mean(share) for name, share in shares.items()}}

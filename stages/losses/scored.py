@@ -1,7 +1,7 @@
-"""What a loss sees of a micro-batch: the tokens that train, one sequence after another, and nothing else.
+"""The argument of a loss: the tokens of a micro-batch that train, one sequence after another.
 
-No prompt, no padding and no mask gets here, so none can leak into a loss. Whose logits predict which token, the trainer
-has settled: row t of `predicted` is the distribution that token t was drawn from.
+It contains no prompt, no padding and no mask, so none can leak into a loss. The trainer has aligned the logits: row t
+of `predicted` is the distribution that token t was drawn from.
 
 Axes: T tokens that train, S sequences of the micro-batch, V vocabulary, K candidates of a teacher.
 """
@@ -20,7 +20,7 @@ from ..kl_estimate import LOG_RATIO_BOUND
 __all__ = ["OldPolicy", "Scored", "clamped", "entropy_of"]
 
 OldPolicy: TypeAlias = Literal["behavior", "proximal"]
-"""Against which policy a ratio is: the one that sampled, or the one that stood when training on the batch began."""
+"""The denominator of a ratio: the policy that sampled, or the policy when training on the batch began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class Scored:
     """The tokens of one micro-batch that train, scored by the policy."""
 
     predicted: Tensor
-    """[T, V] log-probability of the whole vocabulary where each token stands; the gradient flows through it."""
+    """[T, V] log-probability of the whole vocabulary at each token; the gradient flows through it."""
     logprobs: Tensor
     """[T] log-probability of each token itself; the gradient flows through it."""
     tokens: Tensor
-    """[T] int64, which tokens they are."""
+    """[T] int64 token ids."""
     lengths: Tensor
-    """[S] int64, how many of the T tokens each sequence has; they lie one sequence after another."""
+    """[S] int64 number of the T tokens in each sequence; they lie one sequence after another."""
     loss_tokens: int
     """Tokens that train in the *global* batch."""
     loss_sequences: int
@@ -42,7 +42,7 @@ class Scored:
     total_sequences: int
     """Sequences of the *global* batch, those without such a token included."""
     temperature: float | Tensor = 1.0
-    """At which `predicted` and `logprobs` are taken; [T, 1] where tokens have temperatures of their own."""
+    """Temperature of `predicted` and `logprobs`; [T, 1] where tokens have temperatures of their own."""
     advantages: Tensor | None = None
     """[T]."""
     behavior_logprobs: Tensor | None = None
@@ -50,61 +50,61 @@ class Scored:
     ref_logprobs: Tensor | None = None
     """[T] log-probability under the reference policy."""
     proximal_logprobs: Tensor | None = None
-    """[T] log-probability under the policy that stood when training on this batch began. None in the first update on a
-    batch, where that is the policy itself."""
+    """[T] log-probability under the policy when training on this batch began. None in the first update on a batch,
+    where that is the policy itself."""
     teacher_ids: Tensor | None = None
     """[T, K] candidates of the teacher, −1 where there are fewer."""
     teacher_logprobs: Tensor | None = None
     """[T, K]."""
 
     def advantage(self) -> Tensor:
-        """[T] the advantage of each token.
+        """Return [T] the advantage of each token.
 
         Raises:
-            InvalidRecord: the batch does not tell it.
+            InvalidRecord: the batch lacks it.
         """
         remedy = "put an AdvantageNormalizer before the trainer, or train with Distillation alone"
         return _present(self.advantages, "advantages", remedy)
 
     def log_ratio(self, old: OldPolicy) -> Tensor:
-        """[T] log π/π_old of each token.
+        """Return [T] log π/π_old of each token.
 
         Raises:
-            InvalidRecord: the batch does not tell the behavior log-probabilities.
+            InvalidRecord: the batch lacks the behavior log-probabilities.
         """
         return self.logprobs - (self.proximal() if old == "proximal" else self.behavior())
 
     def ratio(self, old: OldPolicy) -> Tensor:
-        """[T] π/π_old of each token, its logarithm clamped to ±20; raises what `log_ratio` does."""
+        """Return [T] π/π_old of each token, its logarithm clamped to ±20; raises what `log_ratio` does."""
         return clamped(self.log_ratio(old)).exp()
 
     def proximal(self) -> Tensor:
-        """[T] log-probability under the policy that stood when training on this batch began; no gradient flows."""
+        """Return [T] log-probability under the policy when training on this batch began, without gradient."""
         return self.logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
 
     def behavior(self) -> Tensor:
-        """[T] log-probability under the policy that sampled.
+        """Return [T] log-probability under the policy that sampled.
 
         Raises:
-            InvalidRecord: the batch does not tell it.
+            InvalidRecord: the batch lacks it.
         """
         remedy = "have the sampler record them, or train with AdvantageWeighted, which needs none"
         return _present(self.behavior_logprobs, "behavior_logprobs", remedy)
 
     def reference(self) -> Tensor:
-        """[T] log-probability under the reference policy.
+        """Return [T] log-probability under the reference policy.
 
         Raises:
-            InvalidRecord: neither the batch nor the trainer tells it.
+            InvalidRecord: neither the batch nor the trainer has it.
         """
         remedy = "give the TorchTrainer a `reference` model, or leave KL out of the loss"
         return _present(self.ref_logprobs, "ref_logprobs", remedy)
 
     def teacher(self) -> tuple[Tensor, Tensor]:
-        """[T, K] the teacher's candidates, and their log-probabilities.
+        """Return [T, K] the teacher's candidates, and their log-probabilities.
 
         Raises:
-            InvalidRecord: the batch does not tell them.
+            InvalidRecord: the batch lacks them.
         """
         remedy = "put a Teacher before the Batcher, or leave distillation out of the loss"
         return (
@@ -113,34 +113,34 @@ class Scored:
         )
 
     def untempered(self) -> Tensor:
-        """[T, V] `predicted` at temperature 1."""
+        """Return [T, V] `predicted` at temperature 1."""
         if not isinstance(self.temperature, Tensor) and self.temperature == 1:
             return self.predicted
         return torch.log_softmax(self.predicted * self.temperature, dim=-1)
 
     def token_mean(self, values: Tensor) -> Tensor:
-        """[] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""
+        """Return [] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""
         return values.sum() / max(1, self.loss_tokens)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """[S] the sum of `values` [T] over each sequence."""
+        """Return [S] the sum of `values` [T] over each sequence."""
         sums: Tensor = torch.segment_reduce(
             values, "sum", lengths=self.lengths, unsafe=True
-        )  # which allows none at all
+        )  # unsafe: also without sequences
         return sums
 
     def spread(self, values: Tensor) -> Tensor:
-        """[T] of `values` [S], that of each token's sequence."""
+        """Return [T] the value of each token's sequence, of `values` [S]."""
         return values.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
 
 def clamped(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` within what may be exponentiated."""
+    """Return `log_ratio` clamped to the bound for exponentiation."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def entropy_of(predicted: Tensor) -> Tensor:
-    """[T] entropy in nats of distributions given as log-probabilities [T, V]; what is impossible adds nothing."""
+    """Return [T] entropy in nats of distributions given as log-probabilities [T, V], which may be −inf."""
     finite = torch.where(predicted.isneginf(), 0.0, predicted)
     return -(predicted.exp() * finite).sum(-1)
 

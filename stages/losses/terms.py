@@ -1,8 +1,8 @@
-"""What is minimised, written as the sum that it is: `PPOClip() + 0.001 * KL("k3") - 0.01 * Entropy()`.
+"""Losses as sums of terms: `PPOClip() + 0.001 * KL("k3") - 0.01 * Entropy()`.
 
-A term says what each token costs; the sum is made one number by `aggregated`, in one way for all its terms, and every
-such number is a share of the *global* batch's: losses and gradients of micro-batches and of ranks add up to those of
-the whole (a mean of means does not).
+A term has a value for each token; `aggregated` makes one number of the sum, in the same way for all its terms. The
+number is a share of the *global* batch's: losses and gradients of micro-batches and of ranks add up to those of the
+whole (means of means do not).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .scored import Scored
 __all__ = ["Aggregated", "Aggregation", "Counted", "Loss", "LossTerm", "LossValue", "PerToken", "Sum", "Term"]
 
 Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""How what the tokens cost becomes one number, by the names verl and ROLL use: the mean over all tokens; the mean over
-sequences of their sums; of their means; of their sums divided by a constant."""
+"""The aggregation of token values to one number, under the names of verl and ROLL: the mean over all tokens; the mean
+over sequences of their sums; of their means; of their sums divided by a constant."""
 
 Counted: TypeAlias = Literal["trained", "all"]
-"""Which sequences a mean over sequences divides by: those with a token that trains, or all that came."""
+"""The sequences in the denominator of a mean: those with a token that trains, or all."""
 
 
 class PerToken(NamedTuple):
-    """What a term makes of a micro-batch."""
+    """The values of a term for a micro-batch."""
 
     values: Tensor
-    """[T] what each token costs."""
+    """[T] value of each token."""
     metrics: Mapping[str, Metric]
     """The same names for every micro-batch in which something trains."""
 
 
 class LossValue(NamedTuple):
-    """What a loss makes of a micro-batch."""
+    """The value of a loss for a micro-batch."""
 
     loss: Tensor
     """[] to be differentiated; adds up over micro-batches."""
@@ -46,10 +46,10 @@ class LossValue(NamedTuple):
 
 
 class Loss(Protocol):
-    """What a trainer minimises."""
+    """A function that a trainer minimises."""
 
     def __call__(self, scored: Scored, /) -> LossValue:
-        """The loss of one micro-batch, as a share of the global batch's.
+        """Return the loss of one micro-batch, as a share of the global batch's.
 
         Raises:
             InvalidRecord: the batch lacks a column that this loss needs.
@@ -58,22 +58,22 @@ class Loss(Protocol):
 
 
 class LossTerm(ABC):
-    """What can be added and scaled: a term, or a sum of them. As a loss, it is the mean over all tokens."""
+    """A term or a sum of terms, which can be added and scaled. As a loss, it is the mean over all tokens."""
 
     __slots__ = ()
 
     @abstractmethod
     def parts(self) -> tuple[tuple[float, Term], ...]:
-        """Each term with its factor."""
+        """Return each term with its factor."""
 
     def aggregated(
         self, aggregation: Aggregation, *, longest: int | None = None, counted: Counted = "trained"
     ) -> Aggregated:
-        """The loss that this sum comes to; `longest` and `counted` as in `Aggregated`."""
+        """Return this sum as a loss; `longest` and `counted` as in `Aggregated`."""
         return Aggregated(Sum(self.parts()), aggregation, longest, counted)
 
     def __call__(self, scored: Scored, /) -> LossValue:
-        """See `Loss`."""
+        """Return the mean over all tokens; see `Loss`."""
         return self.aggregated("token-mean")(scored)
 
     def __add__(self, other: LossTerm) -> Sum:
@@ -87,28 +87,28 @@ class LossTerm(ABC):
 
 
 class Term(LossTerm):
-    """One thing that is minimised, token by token. To make one of your own, say `per_token` and a `name`."""
+    """A term of a loss, with a value for each token. To write one, define `per_token` and a `name`."""
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """Under which a loss of several terms reports what this one comes to: `loss/<name>`."""
+    """Name under which a loss of several terms reports this one: `loss/<name>`."""
 
     @property
     def reported_as(self) -> str:
-        """The name; of a term that stands for another, that one's."""
+        """Return the name; for a wrapper, that of the wrapped term."""
         return self.name
 
     @abstractmethod
     def per_token(self, scored: Scored, /) -> PerToken:
-        """What each token costs.
+        """Return the value of each token.
 
         Raises:
             InvalidRecord: the batch lacks a column that this term needs.
         """
 
     def parts(self) -> tuple[tuple[float, Term], ...]:
-        """See `LossTerm`."""
+        """Return this term with factor 1; see `LossTerm`."""
         return ((1.0, self),)
 
 
@@ -123,7 +123,7 @@ class Sum(LossTerm):
         return signed.removeprefix(" + ").strip()
 
     def parts(self) -> tuple[tuple[float, Term], ...]:
-        """See `LossTerm`."""
+        """Return each term with its factor; see `LossTerm`."""
         return self.terms
 
 
@@ -136,12 +136,12 @@ class Aggregated:
     """A sum of terms as one number. A `Loss`.
 
     Args:
-        total: what is summed.
-        aggregation: how; see `Aggregation`.
-        longest: what `seq-mean-token-sum-norm` divides by besides: the budget of tokens of a completion. A constant of
-            the run, for the longest completion at hand would differ from one micro-batch to the next.
-        counted: which sequences a mean over sequences divides by: those with a token that trains, as verl does, or all,
-            as SkyRL and TRL do, so that a batch of which much is masked makes a smaller step.
+        total: the sum of terms.
+        aggregation: see `Aggregation`.
+        longest: the constant that `seq-mean-token-sum-norm` also divides by: the bound on the tokens of a completion.
+            The longest completion of a micro-batch would differ from one micro-batch to the next.
+        counted: the sequences in the denominator of a mean: those with a token that trains, as in verl, or all, as in
+            SkyRL and TRL, so that a batch with many masked sequences makes a smaller step.
 
     Raises:
         ValueError: an unknown aggregation or count, or `longest` or `counted` missing or without use.
@@ -174,29 +174,29 @@ class Aggregated:
         return f"({self.total!r}).aggregated({self.aggregation!r}{longest}{counted})"
 
     def __call__(self, scored: Scored, /) -> LossValue:
-        """See `Loss`. Of several terms, each is reported by itself, before its factor.
+        """Return the loss; see `Loss`. With several terms, each is reported separately, without its factor.
 
-        What two of them say under one name, the first says under it, and the other under `<its name>/<that name>`.
+        If two terms report a metric of the same name, the second reports it as `<name of the term>/<name>`.
         """
         shares = self._shares(scored)
         loss, metrics = scored.logprobs.new_zeros(()), dict[str, Metric]()
         for name, (factor, term) in zip(self._names(), self.total.terms, strict=True):
-            values, said = term.per_token(scored)
-            costs = (values * shares).sum()
-            loss = loss + factor * costs
-            metrics |= {f"{name}/{each}" if each in metrics else each: metric for each, metric in said.items()}
+            values, reported = term.per_token(scored)
+            share = (values * shares).sum()
+            loss = loss + factor * share
+            metrics |= {f"{name}/{each}" if each in metrics else each: metric for each, metric in reported.items()}
             if len(self.total.terms) > 1:
-                metrics[f"loss/{name}"] = Mean(costs.detach())
+                metrics[f"loss/{name}"] = Mean(share.detach())
         return LossValue(loss, metrics)
 
     def _names(self) -> list[str]:
-        """Of each term one of its own: the second of a name is `<name>_2`."""
+        """Return a unique name for each term: the second of a name is `<name>_2`."""
         names = [term.reported_as for _, term in self.total.terms]
         nth = [names[: place + 1].count(name) for place, name in enumerate(names)]
         return [name if n == 1 else f"{name}_{n}" for name, n in zip(names, nth, strict=True)]
 
     def _shares(self, scored: Scored) -> Tensor | float:
-        """[T] or one for all: what a token's cost is multiplied by."""
+        """Return the factor of each token's value: [T], or one number for all."""
         if self.aggregation == "token-mean":
             return 1 / max(1, scored.loss_tokens)
         one = 1 / max(1, scored.total_sequences if self.counted == "all" else scored.loss_sequences)

@@ -1,1 +1,1 @@
-"""What a reward is made of: shaping by configuration, and functions of the user's own."""
+"""Components of a reward: shaping by configuration, and functions of the user."""

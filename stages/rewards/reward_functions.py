@@ -1,8 +1,8 @@
-"""Python functions as components of a reward: sync or async, so many at a time, each with a deadline.
+"""Python functions as components of a reward: sync or async, with bounded concurrency and a timeout for each call.
 
-An async function runs on the event loop, any other in a thread. A sync function that is past its deadline cannot be
-stopped: it is left to itself and keeps its thread, so that one that hangs again and again fails by timeout in the end
-instead of taking ever more threads. No failure goes unaccounted: see `RewardFunction.on_failure`.
+An async function runs on the event loop, any other in a thread. A sync function that exceeds its timeout cannot be
+stopped: it is abandoned and keeps its thread, so that one that hangs repeatedly makes all calls time out instead of
+taking more and more threads. Every failure is accounted: see `RewardFunction.on_failure`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ log = get_logger("penstock.reward")
 
 
 class RewardInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a reward function judges."""
+    """The argument of a reward function."""
 
     trajectory: Trajectory
-    """The tokens, and everything else that travels with them."""
+    """The tokens, with all other columns of the trajectory."""
     score: float
     """The raw score, from the environment."""
     text: str
-    """What the policy said, one line break between turns; empty where the function does not read text."""
+    """The text of the completion, with a line break between turns; empty if the function does not read text."""
     meta: dict[str, Any]
-    """The meta of the group, e.g. the question."""
+    """The `meta` of the group, for example the question."""
 
 
 Judge: TypeAlias = Callable[[RewardInput], float | Awaitable[float]]
@@ -51,21 +51,21 @@ Judge: TypeAlias = Callable[[RewardInput], float | Awaitable[float]]
 class RewardFunction:
     """A Python function as one component of the reward.
 
-    >>> RewardFunction(lambda answer: 0.1 * answer.text.count("because"), name="reasons").name
+    >>> RewardFunction(lambda completion: 0.1 * completion.text.count("because"), name="reasons").name
     'reasons'
 
     Args:
         function: takes a `RewardInput`, returns a finite number.
         name: of the component; the function's own by default.
-        concurrency: calls at a time.
-        reward_timeout_s: how long one call may take.
-        on_failure: what becomes of a trajectory for which the function raises, times out or returns no finite number.
+        concurrency: bound on concurrent calls.
+        reward_timeout_s: bound on the time of one call.
+        on_failure: the rule for a trajectory for which the function raises, times out or returns no finite number.
             "drop": it ends as failed, with the function's name and the error as reason; the rest of its group goes on.
             "raise": the pipeline fails. A number: that is the component's value, and the failure is counted.
-        reads_text: whether the function looks at `RewardInput.text`; where nobody does, nothing is decoded.
+        reads_text: whether the function reads `RewardInput.text`; if no component does, no token is decoded.
 
     Raises:
-        ValueError: a number that makes no sense, or a function without a name.
+        ValueError: a number out of range, or a function without a name.
     """
 
     function: Judge
@@ -92,7 +92,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no value for a trajectory, which is to be dropped."""
+    """The reason for which a trajectory has no value and is to be dropped."""
 
     reason: str
 
@@ -102,27 +102,27 @@ class Calls:
 
     def __init__(self, rule: RewardFunction) -> None:
         self._rule = rule
-        self._gate = anyio.Semaphore(rule.concurrency)
-        """A call that waits here has not begun, so its deadline does not run."""
+        self._permits = anyio.Semaphore(rule.concurrency)
+        """A call that waits here has not begun, so its timeout does not run."""
         self._threads = Threads(rule.concurrency)
         self._errors = RepeatedErrors(log, "reward_function_failed")
         self._failed_in_a_row = 0
 
-    async def value(self, answer: RewardInput) -> float | Failure:
-        """Return what the function says of `answer`, or what its failure counts as.
+    async def value(self, completion: RewardInput) -> float | Failure:
+        """Return the value of the function for `completion`, or the result of its failure.
 
         Raises:
             RewardFunctionFailed: the function has failed too many times in a row.
-            Exception: what the function raised, where `on_failure` is "raise".
+            Exception: raised by the function, if `on_failure` is "raise".
         """
         rule = self._rule
         try:
-            async with self._gate:
-                value = await self._finite(answer)
-        except Exception as error:  # whatever a user's function raises is one trajectory's failure
+            async with self._permits:
+                value = await self._finite(completion)
+        except Exception as error:  # any exception of a user's function is the failure of one trajectory
             if rule.on_failure == "raise":
                 raise
-            self._count_failure(error, answer)
+            self._count_failure(error, completion)
             if isinstance(rule.on_failure, str):
                 message = str(error).removeprefix(f"{rule.name}: ")
                 return Failure(f"{rule.name}: {type(error).__name__}: {message}".rstrip(": "))
@@ -130,48 +130,48 @@ class Calls:
         self._failed_in_a_row = 0
         return value
 
-    def _count_failure(self, error: Exception, answer: RewardInput) -> None:
+    def _count_failure(self, error: Exception, completion: RewardInput) -> None:
         """Log and count a failure.
 
         Raises:
             RewardFunctionFailed: it is the last of too many in a row.
         """
         name = self._rule.name
-        self._errors.record(error, function=name, trajectory=answer.trajectory.id, error=repr(error))
+        self._errors.record(error, function=name, trajectory=completion.trajectory.id, error=repr(error))
         current().metrics.total(f"rewards/{name}/failed")
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= FAILURE_LIMIT:
             raise RewardFunctionFailed(
-                f"expected {name} to return a number for at least one of {FAILURE_LIMIT} answers in a row, got a "
-                f"failure for each, the last one {type(error).__name__}: {error}. Mend the function; the first "
+                f"expected {name} to return a number for at least one of {FAILURE_LIMIT} completions in a row, got a "
+                f"failure for each, the last one {type(error).__name__}: {error}. Fix the function; the first "
                 f"traceback of each error is in the log"
             ) from error
 
-    async def _finite(self, answer: RewardInput) -> float:
+    async def _finite(self, completion: RewardInput) -> float:
         rule = self._rule
         with anyio.move_on_after(rule.reward_timeout_s):
-            number = float(await self._called(answer))
+            number = float(await self._called(completion))
             if not math.isfinite(number):
                 raise ValueError(f"{rule.name}: expected a finite number, got {number}")
             return number
-        raise TimeoutError(f"{rule.name}: expected an answer within {rule.reward_timeout_s} s, got none")
+        raise TimeoutError(f"{rule.name}: expected a value within {rule.reward_timeout_s} s, got none")
 
-    async def _called(self, answer: RewardInput) -> float:
+    async def _called(self, completion: RewardInput) -> float:
         function = self._rule.function
         if _is_async(function):
-            value = function(answer)
+            value = function(completion)
         else:
-            value = await self._threads.call(lambda: function(answer))
+            value = await self._threads.call(lambda: function(completion))
         return await value if inspect.isawaitable(value) else value
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads, each after its current call."""
         self._threads.close()
 
 
 @contextmanager
 def calling(functions: Sequence[RewardFunction]) -> Iterator[dict[str, Calls]]:
-    """The calls of each function, by name; threads end with the body."""
+    """Yield the calls of each function, by name; threads end with the body."""
     calls = {rule.name: Calls(rule) for rule in functions}
     try:
         yield calls
@@ -181,5 +181,5 @@ def calling(functions: Sequence[RewardFunction]) -> Iterator[dict[str, Calls]]:
 
 
 def _is_async(function: Judge) -> bool:
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 (asked, not called)
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 (inspected, not called)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

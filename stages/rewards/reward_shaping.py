@@ -1,6 +1,6 @@
-"""What shapes a reward, and the arithmetic of it: pure functions of a raw score and of what the policy said.
+"""The configuration and the arithmetic of shaped rewards: pure functions of a raw score and of a completion's text.
 
-    format_markers:                 # text that pays
+    format_markers:                 # text that is rewarded
       - {marker: <think>, closing: </think>, reward: 0.1}
       - {marker: <answer>, closing: </answer>, reward: 0.1}
     ordered: true                   # only in the order listed
@@ -8,8 +8,8 @@
     combine: add                    # or fallback
     clip: [-1, 2]
 
-The reward is the raw score plus the components, monotone in the raw score whatever is configured. Every component and
-every correction (`fallback`, `clip`) is a part of its own, so that the parts always sum to the reward.
+The reward is the raw score plus the components, monotone in the raw score with every configuration. Every component
+and every correction (`fallback`, `clip`) is a separate part, so that the parts always sum to the reward.
 """
 
 from __future__ import annotations
@@ -38,74 +38,74 @@ __all__ = [
 
 Floats: TypeAlias = NDArray[np.float64]
 
-TURN_SEAM = "\0"
-"""Stands between the turns of a conversation, so that no marker is made of the end of one and the start of the next."""
+TURN_SEPARATOR = "\0"
+"""Inserted between the turns of a conversation, so that no marker is found across the end of a turn."""
 
 RIGHT_FROM = 1.0
-"""The raw score of a right answer, where the configuration does not say."""
+"""Default of the raw score from which a completion is right."""
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class FormatMarker(Config, frozen=True):
-    """Text that pays when the policy says it."""
+    """Text whose occurrence in a completion is rewarded."""
 
     marker: Text
-    """What is looked for, e.g. `<answer>`."""
+    """The text, for example `<answer>`."""
     reward: float
-    """What one occurrence pays; negative to discourage."""
+    """Reward of one occurrence; negative to discourage it."""
     counted: Literal["once", "each"] = "once"
-    """Whether only the first occurrence pays, or each."""
+    """Whether only the first occurrence counts, or each."""
     closing: Text | None = None
-    """Text that must follow for an occurrence to count, e.g. `</answer>`. Each closing closes one marker."""
+    """Text that must follow for an occurrence to count, for example `</answer>`. Each closing closes one marker."""
 
     def __post_init__(self) -> None:
-        """Hold the values to their rules."""
+        """Check the values."""
         check_finite(reward=self.reward)
         for name in ("marker", "closing"):
-            if TURN_SEAM in (getattr(self, name) or ""):
+            if TURN_SEPARATOR in (getattr(self, name) or ""):
                 raise ValueError(f"{name}: expected text without the character NUL, got {getattr(self, name)!r}")
 
 
 class LengthBounty(Config, frozen=True):
-    """Pay, or charge, for the length of a completion."""
+    """Reward or penalise the length of a completion."""
 
     reward: float
-    """What one unit pays; negative to charge for it."""
+    """Reward of one unit; negative to penalise it."""
     cap: float
-    """The most that is paid or charged for one completion."""
+    """Largest magnitude of the sum for one completion."""
     unit: Literal["token", "character"] = "token"
-    """What is counted: tokens that train, or characters of the completion."""
+    """The unit: tokens that train, or characters of the completion."""
 
     def __post_init__(self) -> None:
-        """Hold the values to their rules."""
+        """Check the values."""
         check_finite(reward=self.reward, cap=self.cap)
         if self.cap <= 0:
             raise ValueError(f"cap: expected more than 0, got {self.cap}")
 
 
 class RewardConfig(Config, frozen=True):
-    """How `RewardBridge` shapes rewards. With everything left out, the reward is the raw score."""
+    """The shaping of rewards by `RewardBridge`. By default, the reward is the raw score."""
 
     format_markers: tuple[FormatMarker, ...] = ()
     ordered: bool = False
-    """Whether markers pay only in the order listed: an occurrence counts where it begins after the first counted one
-    of every marker listed before it. A marker that is missing holds up none after it."""
+    """Whether markers count only in the order listed: an occurrence counts if it begins after the first counted one of
+    every marker listed before it. A missing marker does not affect those after it."""
     length_bounty: LengthBounty | None = None
     combine: Literal["add", "fallback"] = "add"
-    """add: the components are added to every raw score. fallback: only to those of failed answers, and never beyond
-    `right_from`, so that no failed answer is ranked above a right one."""
+    """add: the components are added to every raw score. fallback: only to those of failed completions, and never
+    beyond `right_from`, so that no failed completion is ranked above a right one."""
     right_from: float | None = None
-    """With fallback: the raw score from which an answer is right; 1 unless said."""
+    """With fallback: the raw score from which a completion is right; 1 by default."""
     clip: tuple[float, float] | None = None
     """Bounds on the reward."""
 
     def __post_init__(self) -> None:
-        """Hold the values to their rules."""
+        """Check the values."""
         check_finite(right_from=self.right_from)
         if self.right_from is not None and self.combine != "fallback":
             raise ValueError(f"right_from: expected only with combine: fallback, got {self.right_from}")
-        if self.ordered and len(self.format_markers) < 2:  # noqa: PLR2004 (an order takes two)
+        if self.ordered and len(self.format_markers) < 2:  # noqa: PLR2004 (an order needs two)
             raise ValueError(f"ordered: expected two markers or more, got {len(self.format_markers)}")
         if self.clip is not None:
             check_finite(clip=self.clip[0])
@@ -115,8 +115,8 @@ class RewardConfig(Config, frozen=True):
 
 
 def reward_of_format(turns: Sequence[str], config: RewardConfig) -> float:
-    """What the markers in `turns`, the texts of one completion, pay."""
-    text = TURN_SEAM.join(turns)
+    """Return the reward of the markers in `turns`, the texts of one completion."""
+    text = TURN_SEPARATOR.join(turns)
     total, start = 0.0, 0
     for marker in config.format_markers:
         found = _occurrences(text, marker, start)
@@ -128,7 +128,7 @@ def reward_of_format(turns: Sequence[str], config: RewardConfig) -> float:
 
 
 def _occurrences(text: str, marker: FormatMarker, start: int) -> Iterator[int]:
-    """Where each occurrence of `marker` that counts ends, closing included."""
+    """Yield the end of each occurrence of `marker` that counts, closing included."""
     while (found := text.find(marker.marker, start)) >= 0:
         start = found + len(marker.marker)
         if marker.closing is not None:
@@ -140,34 +140,34 @@ def _occurrences(text: str, marker: FormatMarker, start: int) -> Iterator[int]:
 
 
 def bounty_of_lengths(lengths: NDArray[np.int64], bounty: LengthBounty) -> Floats:
-    """[S] what completions of `lengths` [S] units are paid."""
+    """Return [S] the reward of completions of `lengths` [S] units."""
     return np.clip(lengths * np.float64(bounty.reward), -bounty.cap, bounty.cap).astype(np.float64)
 
 
 def failed(scores: Floats, config: RewardConfig) -> NDArray[np.bool_]:
-    """[S] which answers the components apply to: all of them, or with fallback those that are not right."""
+    """Return [S] true on completions that components apply to: all, or with fallback those that are not right."""
     if config.combine == "add":
         return np.ones(len(scores), np.bool_)
     return scores < _right_from(config)
 
 
 class Shaped(NamedTuple):
-    """What became of raw scores."""
+    """Rewards after shaping."""
 
     rewards: Floats
-    """[S] where a bound decided, that bound exactly, however much was cut off."""
+    """[S] exactly the bound where a bound applied."""
     noise: Floats
-    """[S] how far rounding may have moved each of them."""
+    """[S] bound on the rounding error of each."""
     parts: dict[str, Floats]
-    """[S] each: what every component, and every correction, added."""
+    """[S] each: the contribution of every component and correction."""
 
 
 def combined(scores: Floats, noise: Floats, components: Mapping[str, Floats], config: RewardConfig) -> Shaped:
-    """Add `components` ([S] each) to `scores` [S], which have that `noise` [S], and correct the sum."""
-    shaped, nothing = failed(scores, config), np.zeros(len(scores))
+    """Add `components` ([S] each) to `scores` [S], which have rounding `noise` [S], and correct the sum."""
+    shaped, zeros = failed(scores, config), np.zeros(len(scores))
     parts = {name: np.where(shaped, component, 0.0) for name, component in components.items()}
-    total = scores + sum(parts.values(), nothing)
-    result = Shaped(total, noise + sum(map(rounding, parts.values()), nothing), parts)
+    total = scores + sum(parts.values(), zeros)
+    result = Shaped(total, noise + sum(map(rounding, parts.values()), zeros), parts)
     if config.combine == "fallback":
         highest = np.where(shaped, _right_from(config), np.inf)
         result = _bounded(result, "fallback", np.minimum(total, highest))
@@ -177,7 +177,7 @@ def combined(scores: Floats, noise: Floats, components: Mapping[str, Floats], co
 
 
 def _bounded(shaped: Shaped, name: str, bounded: Floats) -> Shaped:
-    """`shaped` with rewards `bounded` [S] by the correction `name`: a bound has no noise but its own rounding."""
+    """Return `shaped` with rewards `bounded` [S] by the correction `name`; a bound has only rounding noise."""
     noise = np.where(bounded == shaped.rewards, shaped.noise, rounding(bounded))
     return Shaped(bounded, noise, shaped.parts | {name: bounded - shaped.rewards})
 

@@ -1,1 +1,1 @@
-"""Who tells how likely a teacher finds tokens: in torch, or behind a server."""
+"""Teachers, which return the likeliest tokens and their log-probabilities: in torch, or at an inference server."""

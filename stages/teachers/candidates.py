@@ -1,6 +1,6 @@
-"""What a teacher says of a sequence, as it comes: for every token some candidates, of any number and in any order.
+"""TeacherCandidates: the candidates of a teacher for every token of a sequence, of any number and in any order.
 
-Here they are checked and laid out in the columns of a group. Knows no teacher.
+This module checks them and lays them out in the columns of a group. Knows no teacher.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from ..._schemas import InvalidRecord
 __all__ = ["TeacherCandidates"]
 
 ROUNDING = 1e-3
-"""A log-probability may be that much above 0: engines compute in bfloat16, too."""
+"""Tolerance above 0 for a log-probability, because engines may compute in bfloat16."""
 
 
 class TeacherCandidates(NamedTuple):
     """Tokens that a teacher finds likely, for each of the T tokens of a sequence; C in all.
 
-    Those of token t are what the teacher expects there, given the tokens before it; the first has none.
+    Those of token t are predictions given the tokens before it; the first token has none.
     """
 
     counts: NDArray[np.int64]
-    """[T] how many each token has."""
+    """[T] number of candidates of each token."""
     ids: NDArray[np.int32]
-    """[C] one token's after another's."""
+    """[C] candidates, token after token."""
     logprobs: NDArray[np.float32]
     """[C]."""
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float] | None]) -> Self:
-        """From one mapping of ids to log-probabilities a token, or None where there are none.
+        """Make candidates of one mapping from ids to log-probabilities for each token, or None for a token without any.
 
         >>> TeacherCandidates.of([None, {7: -0.5, 3: -1.0}]).ids.tolist()
         [7, 3]
         """
-        told = [row or {} for row in rows]
+        known = [row or {} for row in rows]
         return cls(
-            np.array([len(row) for row in told], np.int64),
-            np.array([index for row in told for index in row], np.int32),
-            np.array([logprob for row in told for logprob in row.values()], np.float32),
+            np.array([len(row) for row in known], np.int64),
+            np.array([index for row in known for index in row], np.int32),
+            np.array([logprob for row in known for logprob in row.values()], np.float32),
         )
 
     def columns(self, tokens: NDArray[np.int32], width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -52,7 +52,7 @@ class TeacherCandidates(NamedTuple):
         Where a token has fewer than `width`, the rest is −1 and 0. A log-probability of −inf is no candidate.
 
         Raises:
-            InvalidRecord: they are not what can be said of `tokens` [T].
+            InvalidRecord: they are not valid candidates for `tokens` [T].
         """
         self._check(len(tokens))
         filled = np.arange(max(width, int(self.counts.max(initial=0)))) < self.counts[:, None]
@@ -88,5 +88,5 @@ def _check_once(ids: NDArray[np.int32]) -> None:
     if twice.any():
         token, rank = np.argwhere(twice)[0]
         raise InvalidRecord(
-            f"expected each candidate of a token once, got {ordered[token, rank]} more often for token {token}"
+            f"expected each candidate of a token once, got {ordered[token, rank]} repeatedly for token {token}"
         )

@@ -1,4 +1,4 @@
-"""TorchTeacher: a torch model in this process as a teacher. What is asked while it scores is scored together next.
+"""TorchTeacher: a torch model in this process as a teacher. Concurrent requests are scored together.
 
 Knows the model only by `CausalModel`, and no stage.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import anyio
@@ -29,7 +29,7 @@ __all__ = ["TorchTeacher"]
 
 @dataclass(frozen=True, slots=True)
 class TorchTeacher:
-    """A recipe for a teacher that is a torch model. It tells log-probabilities at temperature 1."""
+    """A picklable description of a teacher that is a torch model, with log-probabilities at temperature 1."""
 
     make_model: Callable[[], CausalModel]
     """Makes the model with its weights, in the process where the stage runs."""
@@ -43,61 +43,60 @@ class TorchTeacher:
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)
-        """Make the model."""
+        """Make the model, and yield its engine."""
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(mode=False)
         yield _Engine(model, self.micro_batch_tokens)
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Request:
     tokens: NDArray[np.int32]
     wanted: NDArray[np.bool_]
     top_k: int
-    answers: list[TeacherCandidates] = field(default_factory=list)
-    """The answer, once there is one."""
+    candidates: TeacherCandidates | None = None
+    """The result, once there is one."""
 
 
 class _Engine:
-    """See `TeacherEngine`. Whoever finds the model free has it score everything that is asked at that moment."""
+    """See `TeacherEngine`. The task that acquires the model scores all pending requests."""
 
     def __init__(self, model: CausalModel, micro_batch_tokens: int) -> None:
         self._model = model
         self._micro_batch_tokens = micro_batch_tokens
-        self._asked: list[_Question] = []
-        """Without an answer."""
+        self._pending: list[_Request] = []
+        """Requests without a result."""
         self._free = anyio.Lock()
 
     async def candidates(self, tokens: NDArray[np.int32], wanted: NDArray[np.bool_], top_k: int) -> TeacherCandidates:
-        """See `TeacherEngine`."""
-        question = _Question(tokens, wanted, top_k)
-        self._asked.append(question)
+        """Return candidates; see `TeacherEngine.candidates`."""
+        request = _Request(tokens, wanted, top_k)
+        self._pending.append(request)
         try:
             async with self._free:
-                if not question.answers:
-                    await anyio.to_thread.run_sync(self._answer, list(self._asked))
+                if request.candidates is None:
+                    await anyio.to_thread.run_sync(self._score, list(self._pending))
         finally:
-            self._asked.remove(question)
-        return question.answers[0]
+            self._pending.remove(request)
+        assert request.candidates is not None  # noqa: S101 (set by `_score`, of this task or another)
+        return request.candidates
 
     @torch.inference_mode()
-    def _answer(self, asked: list[_Question]) -> None:
-        """Answer all of `asked` that have no answer yet."""
-        questions = [question for question in asked if not question.answers]
-        lengths = np.array([len(question.tokens) for question in questions])
-        packed = Packed.of([q.tokens for q in questions], [q.wanted for q in questions], lengths)
-        width = 1 + max(question.top_k for question in questions)
+    def _score(self, pending: list[_Request]) -> None:
+        """Score all of `pending` that have no result yet."""
+        requests = [request for request in pending if request.candidates is None]
+        lengths = np.array([len(request.tokens) for request in requests])
+        packed = Packed.of([request.tokens for request in requests], [request.wanted for request in requests], lengths)
+        width = 1 + max(request.top_k for request in requests)
         ids = np.full((len(packed.tokens), width), -1, np.int32)
         logprobs = np.zeros(ids.shape, np.float32)
         for places, targets, likelihood in scored_tokens(self._model, packed, self._micro_batch_tokens):
             found = _likeliest(likelihood, targets, width - 1)
             at = places[:, None], np.arange(found.ids.shape[1])
             ids[at], logprobs[at] = found.ids.cpu().numpy(), found.logprobs.float().cpu().numpy()
-        for question, first, last in zip(questions, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
+        for request, first, last in zip(requests, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
             known = ids[first:last] >= 0
-            question.answers.append(
-                TeacherCandidates(known.sum(1), ids[first:last][known], logprobs[first:last][known])
-            )
+            request.candidates = TeacherCandidates(known.sum(1), ids[first:last][known], logprobs[first:last][known])
 
 
 class _Likeliest(NamedTuple):
@@ -108,7 +107,7 @@ class _Likeliest(NamedTuple):
 
 
 def _likeliest(found: Likelihood, targets: Tensor, top_k: int) -> _Likeliest:
-    """The likeliest `top_k` tokens, and in the first column the token itself where it is none of them."""
+    """Return the likeliest `top_k` tokens, with the token itself in the first column if it is none of them."""
     likeliest = found.predicted.topk(min(top_k, found.predicted.shape[1]))
     among = (likeliest.indices == targets[:, None]).any(-1)
     return _Likeliest(

@@ -1,1 +1,1 @@
-"""The torch trainer and what it stands on: micro-batches, scoring, checkpoints, ranks."""
+"""The torch trainer and its parts: micro-batches, scoring, checkpoints, ranks."""

@@ -1,10 +1,10 @@
-"""What a language model must be able to do to sample and to train here: one call, and a cache of keys and values.
+"""CausalModel: the protocol of a language model for sampling and training, with a cache of keys and values.
 
-The caller says who sees whom (`attend`), so that left padding while sampling, packing while training and a plain
-causal pass are the same code in the model, and packed sequences never attend across each other. Knows no policy, no
-weights' versions, no stage.
+The caller passes the attention mask (`attend`), so that left padding while sampling, packing while training and a plain
+causal pass are the same code in the model, and packed sequences never attend to each other. Knows no policy, no
+versions of weights, no stage.
 
-Axes: B rows, T tokens of this call, C keys visible (T, and whatever a cache held before), V vocabulary, H heads,
+Axes: B rows, T tokens of this call, C visible keys (T, and those in a cache), V vocabulary, H heads,
 D width of a head.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["CausalModel", "KVCache", "causal_attend", "packed_attend", "position
 
 
 class KVCache:
-    """Keys and values of the tokens a model has seen, preallocated; every row is filled to the same `length`."""
+    """Keys and values of the tokens that a model has read, preallocated; every row is filled to the same `length`."""
 
     __slots__ = ("_keys", "_values", "length")
 
@@ -39,23 +39,23 @@ class KVCache:
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self.length: int = 0
-        """Tokens a row holds; a call of the model over T tokens adds T."""
+        """Tokens of a row; a call of the model over T tokens adds T."""
 
     def __repr__(self) -> str:
         return f"<KVCache: {self.batch} rows, {self.length} of {self.capacity} tokens>"
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return self._keys.shape[1]
 
     @property
     def capacity(self) -> int:
-        """Tokens a row has room for."""
+        """Return the capacity of a row in tokens."""
         return self._keys.shape[3]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this call's `keys` and `values` [B, H, T, D] of one layer; returns all that the layer may see.
+        """Write this call's `keys` and `values` [B, H, T, D] of one layer; return all that the layer may see.
 
         The model calls it once for each layer, in order; `length` grows with the last.
 
@@ -76,7 +76,7 @@ class KVCache:
         return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with only `rows` [B'] (int64), in that order: finished ones cost nothing any more."""
+        """Keep only `rows` [B'] (int64), in that order, so that finished ones cost no computation."""
         self._keys = self._keys.index_select(1, rows)
         self._values = self._values.index_select(1, rows)
 
@@ -85,41 +85,41 @@ class CausalModel(Protocol):
     """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`."""
 
     def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] float32 of the token that follows each of `tokens`.
+        """Return logits [B, T, V] float32 of the token that follows each of `tokens`.
 
         Args:
             tokens: [B, T] int64.
             positions: [B, T] int64, position of each token within its own sequence.
             attend: [B, T, C] bool, true where token t may see key c. Every token sees at least itself.
-            cache: holds the keys before these tokens and takes theirs; then C = cache.length + T. Without one, C = T.
+            cache: contains the keys before these tokens and stores theirs; then C = cache.length + T. Without, C = T.
         """
         ...
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of the model's own shape, for `batch` rows of at most `capacity` tokens."""
+        """Return an empty cache of the model's own shape, for `batch` rows of at most `capacity` tokens."""
         ...
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 (torch's own signature)
-        """As `torch.nn.Module.train`."""
+        """See `torch.nn.Module.train`."""
         ...
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """As `torch.nn.Module.parameters`."""
+        """See `torch.nn.Module.parameters`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.nn.Module.state_dict`."""
+        """See `torch.nn.Module.state_dict`."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """As `torch.nn.Module.load_state_dict`."""
+        """See `torch.nn.Module.load_state_dict`."""
         ...
 
 
 def causal_attend(mask: Tensor) -> Tensor:
-    """Who sees whom in padded rows: [B, L, L] for `mask` [B, L], true on real tokens; padding may be on either side.
+    """Return the attention mask [B, L, L] of padded rows; `mask` [B, L] is true on real tokens, padding on either side.
 
-    A padding token sees itself: a token that sees nothing has no softmax, and its NaN would reach the others.
+    A padding token attends to itself: without any key its softmax would be NaN, and spread to the others.
 
     >>> causal_attend(torch.tensor([[False, True, True]]))[0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
@@ -131,7 +131,7 @@ def causal_attend(mask: Tensor) -> Tensor:
 
 
 def packed_attend(sequences: Tensor) -> Tensor:
-    """Who sees whom in rows of several sequences: [B, L, L] for `sequences` [B, L], which sequence each token is of.
+    """Return the attention mask [B, L, L] of packed rows; `sequences` [B, L] has the sequence of each token.
 
     >>> packed_attend(torch.tensor([[0, 0, 1]]))[0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -142,7 +142,7 @@ def packed_attend(sequences: Tensor) -> Tensor:
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """[B, L] int64 position of each real token within its row, for `mask` [B, L] true on real tokens; 0 on padding.
+    """Return [B, L] int64 the position of each token in its row, 0 on padding; `mask` [B, L] is true on real tokens.
 
     >>> positions_of(torch.tensor([[False, True, True]])).tolist()
     [[0, 0, 1]]

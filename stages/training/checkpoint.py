@@ -1,9 +1,9 @@
-"""Folders that are there whole or not at all: one a checkpoint, named after its optimizer step.
+"""Checkpoints as folders that are written atomically, named after their optimizer step.
 
-A checkpoint is written under a temporary name, brought to the disk file by file, and renamed. A machine that loses its
-power on the way leaves the checkpoints before. One that is removed loses its name first, then its files. A second one
-of the same step is named `step-00000100.2`, so that the first can stay until it is there: no file system replaces a
-folder in one step but a few. Knows nothing about what is in them.
+A checkpoint is written under a temporary name, synced to the disk file by file, and renamed. After a power failure the
+earlier checkpoints are intact. Removal renames a checkpoint first, then deletes its files. A second checkpoint of the
+same step is named `step-00000100.2`, so that the first is kept until the second is complete: few file systems can
+replace a folder atomically. Knows nothing about the contents.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ..._pipeline.os_errors import explaining_os_errors
 __all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "step_of", "write_checkpoint"]
 
 FOLDER_SCHEME = "file://"
-"""How the URL of a folder begins."""
+"""Scheme of the URL of a folder."""
 
 PREFIX = "step-"
 UNFINISHED = ".unfinished-"
 
-WHOLE = "then run again: what was written there before is whole"
+INTACT = "then run again: what was written there before is whole"
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Make the checkpoint of `step` in `folder` and return its path. `write` fills the directory it is given. Blocks.
+    """Write the checkpoint of `step` into `folder` and return its path. `write` fills a given directory. Blocks.
 
-    One that is there already, of a run that went on from an earlier step or of a moment before, goes when it is there.
+    An existing checkpoint of the same step is removed when the new one is complete.
 
     Raises:
-        DiskFull, NotWritable, OutOfFileDescriptors: the files cannot be written; those before are whole, and nothing of
-            this one takes room.
+        DiskFull, NotWritable, OutOfFileDescriptors: the files cannot be written; earlier checkpoints are intact, and
+            the files of this one are removed.
     """
-    with explaining_os_errors(f"the files of step {step}", folder, or_else=WHOLE):
+    with explaining_os_errors(f"the files of step {step}", folder, or_else=INTACT):
         return _write_checkpoint(folder, step, write)
 
 
@@ -47,7 +47,7 @@ def _write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) ->
     try:
         _fill(unfinished, write)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what has no room now may have it then
+        shutil.rmtree(unfinished, ignore_errors=True)  # makes room for another attempt
         raise
     same_step = [path for path in _checkpoints(folder) if step_of(path) == step]
     finished = folder / _name(step, 1 + max(map(_edition, same_step), default=0))
@@ -65,17 +65,17 @@ def _fill(unfinished: Path, write: Callable[[Path], None]) -> None:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint of the highest step in `folder`, or None where there is none."""
+    """Return the checkpoint of the highest step in `folder`, or None if there is none."""
     return max(_checkpoints(Path(folder)), key=_order, default=None)
 
 
 def remove_old_checkpoints(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all checkpoints in `folder` but `newest`, just written, and the `keep` of the highest steps. Blocks.
+    """Remove all checkpoints in `folder` but `newest` and the `keep` with the highest steps. Blocks.
 
     Raises:
         NotWritable, OutOfFileDescriptors: they cannot be removed.
     """
-    with explaining_os_errors("which checkpoints are kept", folder, or_else=WHOLE):
+    with explaining_os_errors("which checkpoints are kept", folder, or_else=INTACT):
         oldest_first = sorted(_checkpoints(folder), key=_order)
         _remove(folder, [old for old in oldest_first[:-keep] if old.name != newest.name])
 
@@ -94,7 +94,7 @@ def _name(step: int, edition: int) -> str:
 
 
 def _order(checkpoint: Path) -> tuple[int, int]:
-    """Return the step of a checkpoint, and which one of this step it is, from 1."""
+    """Return the step of a checkpoint, and its number among those of the step, from 1."""
     step, _, edition = checkpoint.name.removeprefix(PREFIX).partition(".")
     return int(step), int(edition or 1)
 
@@ -111,7 +111,7 @@ def _remove(folder: Path, checkpoints: list[Path]) -> None:
 
 
 def _renamed(old: Path) -> Path:
-    """Take its name from a checkpoint; `write_checkpoint` sweeps what a kill leaves of it."""
+    """Rename a checkpoint for removal; `write_checkpoint` deletes it if this process is killed."""
     return old.rename(old.with_name(f"{UNFINISHED}{old.name.removeprefix(PREFIX)}-removed"))
 
 

@@ -1,11 +1,11 @@
 """Micro-batches: the sequences of a batch laid out in rows for a model, several in a row where they fit.
 
-A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with positions of its own and
-seeing itself alone, so that little is computed for padding. Long sequences come first, beside others of their kind, and
-each goes to the fullest row that has room for it.
+A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with its own positions and
+attending to itself alone, so that little is computed for padding. Long sequences come first, beside others of similar
+length, and each is put into the fullest row with room for it.
 
-Which logits predict which token is settled here: token t of a sequence is predicted at t − 1, the first by nothing. Of
-everything that is known of tokens, only that of tokens which train goes on.
+The alignment of logits and tokens is computed here: token t of a sequence is predicted at t − 1, and the first token
+has no prediction. Columns keep only the tokens that train.
 
 Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order of their sequences.
 """
@@ -25,28 +25,28 @@ from torch import Tensor
 from ..._schemas import Array, InvalidRecord
 from ..._schemas.columns import count_between
 
-__all__ = ["MicroBatch", "Sequences", "lay_out", "micro_batches", "nothing"]
+__all__ = ["MicroBatch", "Sequences", "empty_micro_batch", "lay_out", "micro_batches"]
 
 Rows: TypeAlias = list[list[int]]
-"""Of each row, the sequences that lie in it."""
+"""The sequences in each row."""
 
 
 class Sequences(Protocol):
-    """What can be laid out: sequences packed one behind the other."""
+    """Sequences packed one behind the other."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[N]."""
+        """Return [N] the tokens."""
         ...
 
     @property
     def cu_seqlens(self) -> NDArray[np.int64]:
-        """[S + 1] where each sequence begins; the last entry is N."""
+        """Return [S + 1] the start of each sequence; the last entry is N."""
         ...
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[N]."""
+        """Return [N] true on the tokens that train."""
         ...
 
 
@@ -58,53 +58,53 @@ class MicroBatch(NamedTuple):
     positions: Tensor
     """[R, W] int64, position of each token within its sequence."""
     sequences: Tensor
-    """[R, W] int64, which sequence each token is of; −1 where there is none."""
+    """[R, W] int64, the sequence of each token; −1 where there is none."""
     predicted_at: Tensor
-    """[T] int64, where in R · W stand the logits that predict each token that trains."""
+    """[T] int64, index in R · W of the logits that predict each token that trains."""
     targets: Tensor
     """[T] int64, the tokens that train."""
     lengths: Tensor
-    """[S] int64, how many tokens of each sequence train."""
+    """[S] int64, number of tokens of each sequence that train."""
     columns: dict[str, Tensor]
-    """[T] or [T, K] each: what is known of the tokens that train, by name."""
+    """[T] or [T, K] each: the columns of the tokens that train, by name."""
 
 
 def micro_batches(
     sequences: Sequences, columns: Mapping[str, Array], max_tokens: int | None, device: torch.device
 ) -> list[MicroBatch]:
-    """`sequences` in which something trains, in micro-batches of at most `max_tokens` tokens, padding included.
+    """Return micro-batches of at most `max_tokens` tokens, padding included, of the sequences with tokens that train.
 
-    See `lay_out`. Nothing is computed for the others, of which nobody would learn the outcome.
+    See `lay_out`. Other sequences are left out, because their results would not be used.
 
     Args:
-        sequences: what is laid out: a TrainBatch, for one.
-        columns: what is known of its tokens, [N] or [N, K] each.
-        max_tokens: rows times width of a micro-batch; None for one of all.
-        device: where the tensors are.
+        sequences: the sequences, for example a TrainBatch.
+        columns: columns over its tokens, [N] or [N, K] each.
+        max_tokens: bound on rows times width of a micro-batch; None for a single micro-batch.
+        device: device of the tensors.
 
     Raises:
-        InvalidRecord: the first token of a sequence is to train.
+        InvalidRecord: the loss mask is true on the first token of a sequence.
     """
     lengths = np.diff(sequences.cu_seqlens)
     if sequences.loss_mask[sequences.cu_seqlens[:-1][lengths > 0]].any():
-        raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which nothing predicts")
+        raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which has no prediction")
     trained = count_between(sequences.loss_mask, sequences.cu_seqlens)
     laid = lay_out(np.where(trained, lengths, 0).tolist(), max_tokens)
     return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
 
 
-def nothing(device: torch.device) -> MicroBatch:
-    """A micro-batch of one token, of which none trains."""
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """Return a micro-batch of one token, which does not train."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     return MicroBatch(one, one, one, predicted_at=none, targets=none, lengths=none, columns={})
 
 
 def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
-    """Sequences of those lengths in micro-batches of rows; empty ones are left out.
+    """Assign sequences of these lengths to micro-batches of rows; leave out empty ones.
 
     Rows times width is at most `max_tokens`, unless the longest sequence is longer: then there is one row of its
-    width. None for one micro-batch of as many rows as it takes.
+    width. None for one micro-batch of any number of rows.
 
     >>> lay_out([3, 8, 5, 2], max_tokens=None)
     [[[1], [2, 0], [3]]]
@@ -118,11 +118,11 @@ def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
 
 
 def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tuple[Rows, list[int]]:
-    """One micro-batch of the longest sequences of `waiting` and what fits beside them; and who goes on waiting."""
+    """Return a micro-batch of the longest sequences of `waiting` and those that fit beside them; and the others."""
     width, shortest = lengths[waiting[0]], lengths[waiting[-1]]
     most = len(waiting) if max_tokens is None else max(1, max_tokens // width)
     rows: Rows = []
-    rooms: list[tuple[int, int]] = []  # of each row, how many more tokens fit, and its number; the fullest comes first
+    rooms: list[tuple[int, int]] = []  # free tokens and number of each row; the fullest comes first
     left: list[int] = []
     for index, sequence in enumerate(waiting):
         length = lengths[sequence]
@@ -172,13 +172,13 @@ def _laid_out(
 
 
 def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 to n − 1 for each n of `counts`, one behind the other."""
+    """Return 0 to n − 1 for each n of `counts`, one behind the other."""
     ends = counts.cumsum()
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def _starts(rows: Iterable[list[int]], lengths: list[int], width: int) -> NDArray[np.int64]:
-    """Where each sequence begins, in the order of the rows, which lie one behind the other."""
+    """Return the start of each sequence, in the order of the rows, which lie one behind the other."""
     starts: list[int] = []
     for number, row in enumerate(rows):
         start = number * width

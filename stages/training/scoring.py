@@ -1,6 +1,6 @@
-"""How likely a model finds tokens: those of a micro-batch that train, or those of many sequences that are asked for.
+"""Log-probabilities of tokens under a model: of the tokens of a micro-batch that train, or of requested tokens.
 
-Axes: S sequences, N tokens, T of them that train or are asked for, V vocabulary.
+Axes: S sequences, N tokens, T of them that train or are requested, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 TEMPERATURE = "temperature"
-"""A column of a micro-batch: at which each of its tokens is scored."""
+"""A column of a micro-batch: the temperature at which each token is scored."""
 
-OWN = "temperatures"
-"""Key of `meta` under which a group says at which temperature each of its sequences is to be scored."""
+TEMPERATURES = "temperatures"
+"""Key of `meta` with the temperature at which each sequence of a group is scored."""
 
 
 class Sampled(Protocol):
@@ -52,31 +52,31 @@ class Sampled(Protocol):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """See `TrajectoryGroup`; a SourceEnv notes the temperature."""
+        """See `TrajectoryGroup`; a SourceEnv adds the temperature."""
         ...
 
 
 class Likelihood(NamedTuple):
-    """What a model says of tokens."""
+    """Log-probabilities of tokens under a model."""
 
     predicted: Tensor
-    """[T, V] log-probability of the whole vocabulary where each token stands."""
+    """[T, V] log-probability of the whole vocabulary at each token."""
     logprobs: Tensor
-    """[T] that of the token itself."""
+    """[T] log-probability of the token itself."""
 
 
 def likelihood(
     model: Callable[..., Tensor], part: MicroBatch, *, temperature: float = 1.0, autocast: torch.dtype | None = None
 ) -> Likelihood:
-    """What `model`, a `CausalModel`, says of the tokens of `part` that train.
+    """Return the log-probabilities under `model`, a `CausalModel`, of the tokens of `part` that train.
 
-    Logits are made float32 before anything is summed over the vocabulary, whatever the model computed in.
+    Logits are converted to float32 before any sum over the vocabulary.
 
     Args:
-        model: is called once.
-        part: its rows.
+        model: called once.
+        part: the rows.
         temperature: logits are divided by it, unless `part` has a column with one for each token.
-        autocast: in which the model computes where that is safe; None leaves it to the model.
+        autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
     """
     with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
         logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
@@ -85,7 +85,7 @@ def likelihood(
     own = part.columns.get(TEMPERATURE)
     if own is not None:
         wanted = wanted / own[:, None]
-    elif temperature != 1:  # which would copy them for nothing
+    elif temperature != 1:  # a division by 1 would only copy them
         wanted = wanted / temperature
     predicted = torch.log_softmax(wanted, dim=-1)
     return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
@@ -102,17 +102,17 @@ class Packed(NamedTuple):
     def of(
         cls, tokens: Sequence[NDArray[np.int32]], wanted: Sequence[NDArray[np.bool_]], lengths: NDArray[np.int64]
     ) -> Self:
-        """Sequences of `lengths` [S], whose tokens come in pieces, and which of them are asked for."""
+        """Return sequences of `lengths` [S] from pieces of tokens and of the mask of requested tokens."""
         return cls(np.concatenate(tokens), np.append(0, lengths.cumsum()), np.concatenate(wanted))
 
 
 class ScoredTokens(NamedTuple):
-    """What a model says of some of the tokens that were asked for."""
+    """Log-probabilities of some of the requested tokens."""
 
     places: NDArray[np.int64]
-    """[T] where among all N they stand."""
+    """[T] index of each among all N."""
     targets: Tensor
-    """[T] which tokens they are."""
+    """[T] the tokens."""
     likelihood: Likelihood
 
 
@@ -124,9 +124,9 @@ def scored_tokens(
     temperature: float = 1.0,
     own: NDArray[np.float32] | None = None,
 ) -> Iterator[ScoredTokens]:
-    """What `model` says of the tokens of `packed` that are asked for, a micro-batch at a time.
+    """Yield the log-probabilities under `model` of the requested tokens of `packed`, a micro-batch at a time.
 
-    `own` [S] are `own_temperatures`, where there are any.
+    `own` [S] are `own_temperatures`, if there are any.
     """
     device = next(model.parameters()).device
     known: dict[str, Array] = {"place": np.arange(len(packed.tokens))}
@@ -138,22 +138,22 @@ def scored_tokens(
 
 
 def own_temperatures(
-    groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], otherwise: float
+    groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], default: float
 ) -> NDArray[np.float32] | None:
-    """[S] at which each sequence is to be scored, where any group says so; None where none does.
+    """Return [S] the temperature at which each sequence is scored; None if no group has its own.
 
     Args:
         groups: one behind the other. `meta["temperatures"]` of a group has one for each repetition id.
         repetitions: ids of the sequences of each group.
-        otherwise: for sequences of groups that say nothing.
+        default: for sequences of groups without.
 
     Raises:
-        InvalidRecord: what a group says is not a positive number for each.
+        InvalidRecord: a group lacks a positive number for a repetition.
     """
-    if not any(OWN in group.meta for group in groups):
+    if not any(TEMPERATURES in group.meta for group in groups):
         return None
     found = [
-        _own(group, repetition) if OWN in group.meta else otherwise
+        _own(group, repetition) if TEMPERATURES in group.meta else default
         for group, ids in zip(groups, repetitions, strict=True)
         for repetition in ids.tolist()
     ]
@@ -161,26 +161,27 @@ def own_temperatures(
 
 
 def _own(group: Sampled, repetition: int) -> float:
-    said = group.meta[OWN]
-    found = said[repetition] if isinstance(said, list) and repetition < len(said) else None
+    temperatures = group.meta[TEMPERATURES]
+    listed = isinstance(temperatures, list) and repetition < len(temperatures)
+    found = temperatures[repetition] if listed else None
     if not isinstance(found, int | float) or not 0 < found < math.inf:
         raise InvalidRecord(
-            f"{group.env}/{group.instance_id}: {OWN}: expected a positive number for repetition {repetition}, "
+            f"{group.env}/{group.instance_id}: {TEMPERATURES}: expected a positive number for repetition {repetition}, "
             f"got {found!r}"
         )
     return float(found)
 
 
 def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:
-    """Hold groups that say at which temperature they were sampled to that at which `scorer` scores them.
+    """Check that groups were sampled at the temperature at which `scorer` scores them, where they contain it.
 
     Raises:
-        InvalidRecord: a group says another one; every ratio to its log-probabilities would be off.
+        InvalidRecord: a group was sampled at another; every ratio to its log-probabilities would be wrong.
     """
     for group in groups:
         sampled_at = group.meta.get("temperature", temperature)
         if sampled_at != temperature:
             raise InvalidRecord(
                 f"{group.env}/{group.instance_id}: temperature: expected {temperature}, which this {scorer} was given, "
-                f"got {sampled_at}, at which the group was sampled: give both the same"
+                f"got {sampled_at}, at which the group was sampled: set both to the same"
             )

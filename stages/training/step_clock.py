@@ -1,4 +1,4 @@
-"""StepClock: where the time of an optimizer step goes, part by part, without making the device wait."""
+"""StepClock: measures the time of each part of an optimizer step, without making the device wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["StepClock"]
 
 
 class _Mark(Protocol):
-    """A moment."""
+    """A point in time."""
 
     def seconds_to(self, later: Any, /) -> float:
-        """How much later the other is."""
+        """Return the time from this mark to `later`, in seconds."""
         ...
 
 
@@ -30,7 +30,7 @@ class _HostMark:
 
 
 class _DeviceMark:
-    """When the device came to this point of its work, which the host only queues."""
+    """The time at which the device reaches this point of its queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.Event(device, enable_timing=True)
@@ -42,7 +42,7 @@ class _DeviceMark:
 
 
 class StepClock:
-    """Runs from when it is made; `lap` ends a part."""
+    """A clock that starts when it is made; `lap` ends a part."""
 
     def __init__(self, device: torch.device) -> None:
         self._mark: Callable[[], _Mark] = _HostMark if device.type == "cpu" else partial(_DeviceMark, device)
@@ -50,14 +50,14 @@ class StepClock:
         self._marks: list[_Mark] = [self._mark()]
 
     def lap(self, part: str) -> None:
-        """What was done since the last lap was `part`; a part may have many."""
+        """Add the time since the last lap to `part`."""
         self._parts.append(part)
         self._marks.append(self._mark())
 
     def seconds(self) -> dict[str, float]:
-        """`timing_s/<part>` of each part. Waits for the device."""
+        """Return `timing_s/<part>` of each part. Waits for the device."""
         sums: dict[str, float] = {}
-        for part, (begun, ended) in zip(self._parts, pairwise(self._marks), strict=True):
+        for part, (start, end) in zip(self._parts, pairwise(self._marks), strict=True):
             name = f"timing_s/{part}"
-            sums[name] = sums.get(name, 0.0) + begun.seconds_to(ended)
+            sums[name] = sums.get(name, 0.0) + start.seconds_to(end)
         return sums

@@ -1,9 +1,9 @@
 """RankedTrainer: several ranks train on one stream of batches, with DistributedDataParallel or FSDP2.
 
 Rank 0 runs the pipeline. Its SinkTrainer feeds this trainer as it would a TorchTrainer; the others `follow`: each gets
-its share of every batch, balanced by tokens, and runs as many micro-batches as any other, empty ones if need be, so
-that what all do together matches. The totals that a loss divides by are those of the whole batch, so the step is the
-one that a single process makes, but for rounding.
+its share of every batch, balanced by tokens, and all run the same number of micro-batches, some of them empty, so that
+their collective operations match. The totals in the denominator of a loss are those of the whole batch, so the step
+equals that of a single process up to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RankedTrainer"]
 R = TypeVar("R")
 
 STEP, GATHER, SAVE, RESUME, END, FAILED = range(6)
-"""What the leader orders."""
+"""Commands of the leader."""
 
 
 class RankedTrainer:
@@ -38,8 +38,8 @@ class RankedTrainer:
             trainer.follow()
 
     Args:
-        trainer: made alike on every rank, of a model that is wrapped in DistributedDataParallel or was given to
-            `fully_shard`; all begin with the same weights.
+        trainer: made in the same way on every rank, of a model that is wrapped in DistributedDataParallel or was given
+            to `fully_shard`; all begin with the same weights.
 
     Raises:
         ValueError: its model is neither.
@@ -58,33 +58,33 @@ class RankedTrainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let the others end: as this process does."""
+        """End the other ranks, with an error if the body raised one."""
         if self.leads:
             failed = kind is not None and issubclass(kind, Exception)
             with suppress(RuntimeError, PeerLost):
-                self._ranks.order(FAILED if failed else END)
+                self._ranks.send_command(FAILED if failed else END)
         self._ranks.close()
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that runs the pipeline."""
+        """Return whether this is the rank that runs the pipeline."""
         return self._ranks.index == 0
 
-    # -- as the leader -------------------------------------------------------------------------------------------------
+    # -- on the leader -------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """See `TorchTrainer.tokenizer`."""
+        """Return the identity of the tokenizer; see `TorchTrainer.tokenizer`."""
         return self._trainer.tokenizer
 
     @property
     def steps(self) -> int:
-        """See `TorchTrainer.steps`."""
+        """Return the number of steps; see `TorchTrainer.steps`."""
         return self._trainer.steps
 
     @property
     def committed(self) -> Mapping[GroupId, int]:
-        """See `TorchTrainer.committed`."""
+        """Return the trained trajectories; see `TorchTrainer.committed`."""
         return self._trainer.committed
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
@@ -92,66 +92,66 @@ class RankedTrainer:
 
         Raises:
             PeerLost: a rank died; the message names it.
-            Exception: what `TorchTrainer.step` raises.
+            Exception: see `TorchTrainer.step`.
         """
         taken = owners(batch.lengths(), self._ranks.count)
         mine, *theirs = (batch.share(taken == rank) for rank in range(self._ranks.count))
-        self._ranks.order(STEP, [encode_share(share) for share in theirs])
+        self._ranks.send_command(STEP, [encode_share(share) for share in theirs])
         return self._together(lambda: self._trainer.step(mine))
 
     def weights(self) -> Mapping[str, Any]:
-        """See `TorchTrainer.weights`; what is sharded is gathered."""
-        self._ranks.order(GATHER)
+        """Return the tensors, sharded ones gathered; see `TorchTrainer.weights`."""
+        self._ranks.send_command(GATHER)
         return self._together(self._trainer.weights)
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
-        """See `TorchTrainer.save`: the checkpoint is one of a single process, which can resume from it."""
-        self._ranks.order(SAVE)
+        """Write a checkpoint, from which a single process can resume too; see `TorchTrainer.save`."""
+        self._ranks.send_command(SAVE)
         return self._together(lambda: self._trainer.save(folder, committed))
 
     def keep(self, state: Mapping[str, Stateful]) -> None:
-        """See `TorchTrainer.keep`; only the leader has stages."""
+        """Include other state in checkpoints, on the leader only; see `TorchTrainer.keep`."""
         self._trainer.keep(state)
 
     def resume(self, checkpoint: str | Path) -> None:
-        """See `TorchTrainer.resume`; every rank reads the checkpoint."""
-        told = str(Path(checkpoint).absolute()).encode()
-        self._ranks.order(RESUME, [told] * (self._ranks.count - 1))
+        """Resume from a checkpoint, which every rank reads; see `TorchTrainer.resume`."""
+        path = str(Path(checkpoint).absolute()).encode()
+        self._ranks.send_command(RESUME, [path] * (self._ranks.count - 1))
         self._together(lambda: self._trainer.resume(checkpoint))
 
     def _together(self, work: Callable[[], R]) -> R:
         with self._ranks.connected():
             return work()
 
-    # -- as another ----------------------------------------------------------------------------------------------------
+    # -- on other ranks ------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do what the leader says until it ends. Ctrl-C and SIGTERM are left to it. Blocks.
+        """Execute commands of the leader until it ends, ignoring Ctrl-C and SIGTERM, which it handles. Blocks.
 
         Raises:
-            PeerLost: the leader died, or ended by an error; or another rank died.
+            PeerLost: the leader died, or ended with an error; or another rank died.
         """
         with _ignored(signal.SIGINT, signal.SIGTERM):
-            while (order := self._ranks.ordered())[0] != END:
+            while (command := self._ranks.receive_command())[0] != END:
                 with self._ranks.connected():
-                    self._obey(*order)
+                    self._execute(*command)
 
-    def _obey(self, order: int, told: bytes) -> None:
-        if order == STEP:
-            self._trainer.step(decode_share(told))
-        elif order == GATHER:
+    def _execute(self, command: int, payload: bytes) -> None:
+        if command == STEP:
+            self._trainer.step(decode_share(payload))
+        elif command == GATHER:
             self._trainer.weights()
-        elif order == SAVE:
+        elif command == SAVE:
             self._trainer.tensors()
-        elif order == RESUME:
-            self._trainer.resume(told.decode())
+        elif command == RESUME:
+            self._trainer.resume(payload.decode())
         else:
-            raise PeerLost(f"rank 0 of {self._ranks.count} ended by an error, which it tells itself")
+            raise PeerLost(f"rank 0 of {self._ranks.count} ended with an error, which it reports itself")
 
 
 @contextmanager
 def _ignored(*numbers: signal.Signals) -> Iterator[None]:
-    """Within the body these signals change nothing."""
+    """Ignore these signals within the body."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield

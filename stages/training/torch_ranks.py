@@ -1,9 +1,9 @@
 """Ranks: the processes of a torchrun that train one model together, as a trainer sees them.
 
-Rank 0 leads: it says what all do next (`order`), and the others do it with it. What it says waits on a connection of
-its own, without a limit, for sampling may take long; what all then do together has the limit of the process group.
-Every rank beats to the store at which they met, so that when a connection breaks those who are left can say who is
-gone. Nothing that is received is unpickled. Knows no channel and no model.
+Rank 0 leads: it sends commands (`send_command`), and all ranks execute them together. Commands have a process group of
+their own without a timeout, because sampling may take long; collective operations have the timeout of the default
+group. Every rank sends heartbeats to the store of the process group, so that the others can name the rank that failed
+when a connection breaks. No received data is unpickled. Knows no channel and no model.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ..losses import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed, merge
 __all__ = ["Ranks", "decode_share", "encode_share", "owners"]
 
 HEARTBEAT_S = 0.25
-"""How often a rank says that it is there."""
+"""Interval of the heartbeats of a rank."""
 
-SILENCE_S = 3.0
-"""A rank that has not said so for as long, after a connection broke, is gone."""
+HEARTBEAT_TIMEOUT_S = 3.0
+"""A rank without a heartbeat for this time after a connection broke is lost."""
 
 FOREVER = timedelta(days=3650)
 
@@ -47,96 +47,96 @@ class Ranks:
     def __init__(self) -> None:
         self.index: int = dist.get_rank()
         self.count: int = dist.get_world_size()
-        self._orders: Any = dist.new_group(backend="gloo", timeout=FOREVER)
-        """For what the leader says: it is waited for while the leader waits for a batch."""
+        self._commands: Any = dist.new_group(backend="gloo", timeout=FOREVER)
+        """Group for commands, which other ranks await while the leader waits for a batch."""
         world: Any = dist.group.WORLD
         self._work: Any = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        """For numbers that are on the host."""
-        self._limit: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
-        """How long the others have to take what the leader says."""
-        self._heart = _Heartbeat(self.index)
+        """Group for tensors on the host."""
+        self._timeout: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
+        """Bound on the time in which the others receive a command."""
+        self._heartbeat = _Heartbeat(self.index)
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.index} of {self.count}>"
 
-    # -- what the leader says ------------------------------------------------------------------------------------------
+    # -- commands of the leader ----------------------------------------------------------------------------------------
 
-    def order(self, order: int, told: Sequence[bytes] = ()) -> None:
-        """As the leader: have all others do `order`, with what each is told of it, if anything."""
+    def send_command(self, command: int, payloads: Sequence[bytes] = ()) -> None:
+        """Send `command` from the leader to all other ranks, with a payload for each, if there are any."""
         with self.connected():
             sent: list[Any] = [
-                dist.isend(tensor, rank, group=self._orders)
-                for rank, each in enumerate(told or [b""] * (self.count - 1), start=1)
-                for tensor in (torch.tensor([order, len(each)]), _bytes_of(each))
+                dist.isend(tensor, rank, group=self._commands)
+                for rank, each in enumerate(payloads or [b""] * (self.count - 1), start=1)
+                for tensor in (torch.tensor([command, len(each)]), _bytes_of(each))
                 if len(tensor)
             ]
             for each in sent:
-                each.wait(self._limit)
+                each.wait(self._timeout)
 
-    def ordered(self) -> tuple[int, bytes]:
-        """As another: wait for the next order, and what this rank is told of it."""
+    def receive_command(self) -> tuple[int, bytes]:
+        """Wait for the next command of the leader, on another rank; return it with its payload."""
         with self.connected():
             header = torch.empty(2, dtype=torch.int64)
-            dist.recv(header, 0, group=self._orders)
-            order, length = header.tolist()
-            told = torch.empty(length, dtype=torch.uint8)
+            dist.recv(header, 0, group=self._commands)
+            command, length = header.tolist()
+            payload = torch.empty(length, dtype=torch.uint8)
             if length:
-                dist.recv(told, 0, group=self._orders)
-            return order, told.numpy().tobytes()
+                dist.recv(payload, 0, group=self._commands)
+            return command, payload.numpy().tobytes()
 
-    # -- what all do together ------------------------------------------------------------------------------------------
+    # -- collective operations -----------------------------------------------------------------------------------------
 
-    def most(self, number: int) -> int:
-        """The largest `number` of any rank."""
+    def maximum(self, number: int) -> int:
+        """Return the largest `number` of any rank."""
         numbers = torch.tensor([number])
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._work)
         return int(numbers)
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The metrics of all ranks, merged; the same on every one.
+        """Return the metrics of all ranks, merged; the same on every one.
 
         Raises:
-            TypeError: a metric is of a kind of its own.
+            TypeError: a metric is of an unknown class.
         """
-        mine = msgspec.msgpack.encode({name: _told(metric) for name, metric in metrics.items()})
-        padded = torch.zeros(self.most(len(mine)), dtype=torch.uint8)
+        mine = msgspec.msgpack.encode({name: _to_list(metric) for name, metric in metrics.items()})
+        padded = torch.zeros(self.maximum(len(mine)), dtype=torch.uint8)
         padded[: len(mine)] = _bytes_of(mine)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._work)
-        all_told = [torch.empty_like(padded) for _ in range(self.count)]
-        dist.all_gather(all_told, padded, group=self._work)
+        gathered = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(gathered, padded, group=self._work)
         merged: dict[str, Metric] = {}
-        for length, told in zip(lengths, all_told, strict=True):
-            heard = msgspec.msgpack.decode(told[: int(length)].numpy().tobytes(), type=dict[str, list[Any]])
-            merge(merged, {name: _heard(each) for name, each in heard.items()})
+        for length, encoded in zip(lengths, gathered, strict=True):
+            decoded = msgspec.msgpack.decode(encoded[: int(length)].numpy().tobytes(), type=dict[str, list[Any]])
+            merge(merged, {name: _from_list(each) for name, each in decoded.items()})
         return merged
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Where a connection breaks within the body, say who is gone.
+        """Name the lost rank if a connection breaks within the body.
 
         Raises:
-            PeerLost: a rank is; the message names it.
+            PeerLost: a rank is lost; the message names it.
         """
         try:
             yield
         except RuntimeError as error:
-            if gone := self._heart.silent(self.count):
-                names = " and ".join(f"rank {rank}" for rank in gone)
-                raise PeerLost(f"{names} of {self.count} died, or hangs: what all do together cannot go on") from error
+            if lost := self._heartbeat.lost_ranks(self.count):
+                names = " and ".join(f"rank {rank}" for rank in lost)
+                raise PeerLost(f"{names} of {self.count} died, or hangs: the others cannot continue") from error
             raise
 
     def close(self) -> None:
-        """Beat no more."""
-        self._heart.stop()
+        """Stop the heartbeats."""
+        self._heartbeat.stop()
 
 
 class _Heartbeat:
-    """Says again and again that this rank is there, and knows who does not."""
+    """Sends the heartbeats of this rank, and checks those of the others."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (where the ranks have met)
+        self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (the store of the process group)
         self._stopped = threading.Event()
         threading.Thread(target=self._beat, name="penstock rank", daemon=True).start()
 
@@ -145,12 +145,12 @@ class _Heartbeat:
             while not self._stopped.wait(HEARTBEAT_S):
                 self._store.add(_beats_of(self._rank), 1)
         except RuntimeError:
-            """The store has gone with the process that held it; whoever needs it will see."""
+            """The store ended with its process; `lost_ranks` reports that."""
 
-    def silent(self, count: int) -> list[int]:
-        """Ranks from which nothing has been heard for `SILENCE_S`; whoever holds the store, where that is gone."""
+    def lost_ranks(self, count: int) -> list[int]:
+        """Return the ranks without a heartbeat for `HEARTBEAT_TIMEOUT_S`; rank 0 if its store is closed."""
         others = set(range(count)) - {self._rank}
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
         try:
             first = {rank: self._store.add(_beats_of(rank), 0) for rank in others}
             while others and time.monotonic() < deadline:
@@ -164,8 +164,8 @@ class _Heartbeat:
         self._stopped.set()
 
 
-def _bytes_of(told: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(told, np.uint8).copy())
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def _beats_of(rank: int) -> str:
@@ -176,7 +176,7 @@ def _beats_of(rank: int) -> str:
 
 
 def owners(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """[B] which of `count` ranks trains each sequence, so that all have about as many tokens.
+    """Return [B] the rank, of `count`, that trains each sequence, so that all have a similar number of tokens.
 
     The longest goes first, each to the rank that has the fewest tokens: at most a third more than the best division.
     Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
@@ -195,14 +195,14 @@ def owners(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def encode_share(share: TrainBatch) -> bytes:
-    """A share of a batch, for the rank that trains it."""
+    """Encode a share of a batch, for the rank that trains it."""
     columns = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in share.columns().items()}
     return msgspec.msgpack.encode((share.header(), columns))
 
 
-def decode_share(told: bytes) -> TrainBatch:
-    """The inverse of `encode_share`."""
-    header, columns = _decode(told)
+def decode_share(encoded: bytes) -> TrainBatch:
+    """Decode a share of a batch."""
+    header, columns = _decode(encoded)
     arrays = {name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in columns.items()}
     return TrainBatch.assemble(header, arrays)
 
@@ -213,28 +213,31 @@ _decode = msgspec.msgpack.Decoder(tuple[bytes, dict[str, tuple[str, tuple[int, .
 # -- metrics among ranks -----------------------------------------------------------------------------------------------
 
 
-def _told(metric: Any) -> list[Any]:
-    """A metric as its kind and what it holds: numbers, words, and metrics."""
+def _to_list(metric: Any) -> list[Any]:
+    """Return the class name and the fields of a metric: numbers, strings, and metrics."""
     kind = type(metric).__name__
     if METRICS.get(kind) is not type(metric):
-        raise TypeError(f"expected metrics of {', '.join(METRICS)}, which other ranks know, got {metric!r}")
-    held = [getattr(metric, field.name) for field in fields(metric)]
+        raise TypeError(f"expected metrics of {', '.join(METRICS)}, which other ranks can decode, got {metric!r}")
+    values = [getattr(metric, field.name) for field in fields(metric)]
     return [
         kind,
-        *(each.item() if isinstance(each, Tensor) else each if isinstance(each, str) else _told(each) for each in held),
+        *(
+            each.item() if isinstance(each, Tensor) else each if isinstance(each, str) else _to_list(each)
+            for each in values
+        ),
     ]
 
 
-def _heard(told: list[Any]) -> Metric:
-    kind, *held = told
+def _from_list(encoded: list[Any]) -> Metric:
+    kind, *values = encoded
     metric: Metric = METRICS[kind](
         *(
-            _heard(each)
+            _from_list(each)
             if isinstance(each, list)
             else each
             if isinstance(each, str)
             else torch.tensor(each, dtype=torch.float64)
-            for each in held
+            for each in values
         )
     )
     return metric

@@ -1,6 +1,6 @@
-"""TorchReference: fills the log-probabilities under a reference policy, which a frozen torch model is.
+"""TorchReference: adds the log-probabilities under a reference policy, a frozen torch model.
 
-For what needs them before the trainer does, `KLReward` above all; the trainer can have a reference of its own.
+For stages that need them before the trainer does, such as `KLReward`; the trainer can have a reference of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class TorchReference:
     Args:
         make_model: makes the model with its weights, in the process where the stage runs.
         micro_batch_tokens: tokens that are scored at once, padding included.
-        temperature: at which the policy samples; the reference is taken at the same. A group may say its own, as to a
-            TorchTrainer.
+        temperature: temperature of the policy and the reference. A group may have its own, see TorchTrainer.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: a number out of range.
     """
 
     make_model: Callable[[], CausalModel]
@@ -47,7 +46,7 @@ class TorchReference:
         normalize_numbers(self, "temperature")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`. Groups that are waiting are scored together, in a worker thread.
+        """Run the stage; see `Stage`. Groups that wait are scored together, in a worker thread.
 
         Raises:
             InvalidRecord: a group was sampled at another temperature.

@@ -1,7 +1,7 @@
-"""Models that ranks share: of one in DistributedDataParallel each rank has all, of one in FSDP2 each has a part.
+"""Models that ranks share: with DistributedDataParallel each rank has all tensors, with FSDP2 a part of each.
 
-What leaves a trainer is whole, whoever has it: `gathered`. What comes in is whole too, and each takes its part:
-`spread`. All ranks do so together. Knows no ranks, and of a model only how it is shared.
+Tensors that leave a trainer are whole (`gathered`); of tensors that enter it, each rank takes its part (`spread`). Both
+are collective operations of all ranks. Knows no ranks, and only the sharding of a model.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Trainable: TypeAlias = CausalModel | DistributedDataParallel
 
 
 def is_shared(model: Trainable) -> bool:
-    """Whether several ranks train it."""
+    """Return whether several ranks train it."""
     return isinstance(model, DistributedDataParallel) or _is_a(model, "torch.distributed.fsdp", "FSDPModule")
 
 
 def bare(model: Trainable) -> CausalModel:
-    """The model itself, whose tensors have their own names."""
+    """Return the model itself, whose tensors have their own names."""
     inner: CausalModel = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
 
 
 def accumulating(model: Trainable, *, last: bool) -> AbstractContextManager[None]:
-    """Within the body gradients are added up; with the `last` micro-batch those of all ranks."""
+    """Accumulate gradients within the body; with the `last` micro-batch, reduce them over all ranks."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 
 def gathered(value: Any) -> Any:
-    """`value`, a tensor or a tree of dicts and lists, with every tensor whole."""
+    """Return `value`, a tensor or a tree of dicts and lists, with every tensor whole."""
     if isinstance(value, dict):
         return {key: gathered(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -47,12 +47,12 @@ def gathered(value: Any) -> Any:
 
 
 def spread(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of each tensor this rank's part, where `like` has one."""
+    """Return this rank's part of each tensor that is sharded in `like`."""
     return {name: _part(tensor, like[name]) for name, tensor in whole.items()}
 
 
 def spread_optimizer(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """An optimizer's state likewise: what has the shape of its parameter is shared as that is."""
+    """Return this rank's part of an optimizer's state: a tensor of its parameter's shape is sharded like that."""
     parts = {
         index: {
             name: _part(kept, parameters[index])
@@ -68,7 +68,7 @@ def spread_optimizer(state: dict[str, Any], parameters: Sequence[Tensor]) -> dic
 def _part(whole: Tensor, like: Any) -> Tensor:
     if not _is_sharded(like):
         return whole
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (a second, and most models are not shared)
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (it takes a second, and most models are not sharded)
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
@@ -78,6 +78,6 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Whether it is an instance of a class whose module nobody has imported unless there are some."""
+    """Return whether it is an instance of a class in a module that is not imported here."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))

@@ -1,7 +1,7 @@
-"""TorchTrainer: one optimizer step on a batch, in micro-batches, and checkpoints from which a run goes on bit for bit.
+"""TorchTrainer: one optimizer step on a batch, in micro-batches, and checkpoints from which a run resumes bit for bit.
 
 Knows a model (`CausalModel`), an optimizer and a loss. Knows no channel and no event loop: `step` blocks, SinkTrainer
-runs it elsewhere. Nothing that is loaded is ever unpickled into code.
+runs it in a thread. No loaded data is unpickled into code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..._schemas.numbers import finite_number, whole_number
 from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
-from .micro_batches import MicroBatch, micro_batches, nothing
+from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .scoring import TEMPERATURE, Likelihood, check_temperature, likelihood, own_temperatures
 from .step_clock import StepClock
 from .torch_ranks import Ranks
@@ -49,23 +49,23 @@ WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "state.json"
 """The files of a checkpoint."""
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
-"""What a loss is told of tokens where a batch has it."""
+"""Columns of a batch that a loss receives, where present."""
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds besides tensors."""
+    """The content of a checkpoint besides tensors."""
 
     step: int
     committed: CommittedState
-    """Everything that was trained."""
+    """The trained trajectories."""
     state: dict[str, dict[str, Any]]
-    """Of each Stateful, by name."""
+    """State of each Stateful, by name."""
     random: tuple[int, tuple[int, ...], float | None]
-    """Of Python's own generator."""
+    """State of Python's generator."""
     numpy: tuple[list[int], int, int, float]
-    """Of numpy's global generator: MT19937's key and position, and the normal deviate in store."""
+    """State of numpy's global generator: MT19937's key and position, and the cached normal deviate."""
     tokenizer: TokenizerIdentity | None = None
-    """The one that the weights belong to, where it was told."""
+    """Tokenizer of the model, if it was given."""
 
 
 class TorchTrainer:
@@ -75,26 +75,27 @@ class TorchTrainer:
         model: see `CausalModel`; trained in place, on the device its parameters are on. One that several ranks share,
             by DistributedDataParallel or `fully_shard`, is trained by a `RankedTrainer`.
         optimizer: makes the optimizer of the model's parameters.
-        loss: what is minimised; see `losses`.
-        max_grad_norm: gradients longer than this are scaled down to it; None leaves them.
-        micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence stands in one of one row. None
-            takes the batch whole. Loss and gradients are the same, but for rounding.
-        temperature: at which the policy samples; logits are divided by it, so that ratios to behavior_logprobs are 1
-            on policy. A group may say its own for each sequence, `meta["temperatures"]`, by repetition id.
+        loss: the loss; see `losses`.
+        max_grad_norm: bound on the norm of the gradient, which is scaled down to it; None for no bound.
+        micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. None
+            for the whole batch at once. Loss and gradients are the same up to rounding.
+        temperature: temperature of the policy's sampling; logits are divided by it, so that ratios to
+            behavior_logprobs are 1 on policy. A group may have its own for each sequence, `meta["temperatures"]`, by
+            repetition id.
         updates: optimizer updates on every batch, each on all of it. The weights before the first are the proximal
             policy.
-        reference: a frozen model of the same vocabulary, which scores batches that bring no `ref_logprobs`.
+        reference: a frozen model with the same vocabulary, which scores batches without `ref_logprobs`.
         autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
             and the optimizer stay float32. None computes everything in the model's own dtype. A head that computes in
-            bfloat16 blurs every ratio by percents: have the model compute it with autocast off.
+            bfloat16 changes every ratio by percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
-        state: what else a checkpoint keeps, by name: `{"normalizer": normalizer}`.
-        tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` holds it to those of sources and
-            teachers, and a checkpoint keeps its identity.
+        state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
+        tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` compares it with those of sources and
+            teachers, and a checkpoint contains its identity.
 
     Raises:
-        TypeError: nothing tells the vocabulary of `tokenizer`.
-        ValueError: a number that makes no sense, another `autocast`, or parameters beside it that are not float32.
+        TypeError: the vocabulary of `tokenizer` is unknown.
+        ValueError: a number out of range, another `autocast`, or parameters beside it that are not float32.
     """
 
     def __init__(
@@ -109,15 +110,15 @@ class TorchTrainer:
         updates: int = 1,
         reference: CausalModel | None = None,
         autocast: torch.dtype | None = None,
-        compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's own word for it)
+        compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
         state: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
     ) -> None:
         self.tokenizer: TokenizerIdentity | None = None if tokenizer is None else tokenizer_identity(tokenizer)
-        """Identity of the model's tokenizer, where it was told."""
+        """Identity of the model's tokenizer, if it was given."""
         self._model = model
         self.ranks: Ranks | None = Ranks() if is_shared(model) else None
-        """Those that train the model with this one."""
+        """The ranks that train the model together; None for a single process."""
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -138,58 +139,58 @@ class TorchTrainer:
 
     @property
     def steps(self) -> int:
-        """Batches trained, those before a resumption included: the version of the weights."""
+        """Return the number of trained batches, those before a resumption included: the version of the weights."""
         return self._steps
 
     @property
     def committed(self) -> CommittedPrompts:
-        """What the run that this one resumes had trained, as `Ledger.committed`."""
+        """Return the trajectories that were trained before the resumption, as `Ledger.committed`."""
         return self._committed
 
     @property
     def state(self) -> Mapping[str, Stateful]:
-        """What else a checkpoint keeps, by name; `pipeline.check()` looks at where it is gathered."""
+        """Return the further state in checkpoints, by name; `pipeline.check()` checks the placement of its stages."""
         return self._state
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name, as they are, not copies, unless they had to be gathered: what is published."""
+        """Return the model's tensors by name, for publishing: not copies, except where shards are gathered."""
         whole: dict[str, Tensor] = gathered(bare(self._model).state_dict())
         return whole
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on `batch`; returns metrics.
+        """Train on `batch` and return metrics.
 
-        `loss`, `grad_norm` before clipping, `lr`, what the loss reports, `losses.diagnostics`, and
-        `timing_s/{prepare,forward,backward,optimizer}`. Of several updates they are means, or the extremes of all.
+        `loss`, `grad_norm` before clipping, `lr`, the metrics of the loss, `losses.diagnostics`, and
+        `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all.
 
         Raises:
-            InvalidRecord: the batch lacks what the loss needs, trains nothing, or was sampled at another temperature;
-                the model is as it was before.
-            FloatingPointError: the gradient is not finite; the model is as it was before the update.
+            InvalidRecord: the batch lacks a column that the loss needs, has no token that trains, or was sampled at
+                another temperature; the model is unchanged.
+            FloatingPointError: the gradient is not finite; the update was not applied.
         """
         if not batch.loss_tokens:
             raise InvalidRecord(
-                "loss_mask: expected tokens that train, got a batch without: a step on it would move the weights by "
-                "momentum and decay alone. A Batcher leaves such groups out"
+                "loss_mask: expected tokens that train, got a batch without: a step on it would change the weights by "
+                "momentum and decay alone. A Batcher drops such groups"
             )
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
         clock = StepClock(self._device)
         self._model.train()
-        known = _known(batch, self._temperature)
-        parts: list[MicroBatch | None] = [*micro_batches(batch, known, self._micro_batch_tokens, self._device)]
+        columns = _columns(batch, self._temperature)
+        parts: list[MicroBatch | None] = [*micro_batches(batch, columns, self._micro_batch_tokens, self._device)]
         if self.ranks is not None:
-            parts += [None] * (self.ranks.most(len(parts)) - len(parts))
+            parts += [None] * (self.ranks.maximum(len(parts)) - len(parts))
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
         for _ in range(self._updates):
-            said = self._update(parts, batch, clock)
-            merge(metrics, {name: metric.over(self._updates) for name, metric in said.items()})
+            reported = self._update(parts, batch, clock)
+            merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
         self._steps += 1
         rate = float(self._optimizer.param_groups[0]["lr"])
         found = {name: metric.value() for name, metric in metrics.items()}
-        unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # a teacher whom no loss heeds is to be seen
+        unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | clock.seconds()
 
     @property
@@ -197,7 +198,7 @@ class TorchTrainer:
         return self._parameters[0].device
 
     def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
-        """One optimizer update on all of a batch; returns its metrics."""
+        """Do one optimizer update on the whole batch; return its metrics."""
         self._optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Metric] = {}
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
@@ -217,21 +218,21 @@ class TorchTrainer:
         return metrics | {"grad_norm": Mean(norm)}
 
     def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
-        """Add the gradients of a micro-batch, of none where another rank has one more; returns its share of metrics."""
+        """Add the gradients of a micro-batch, None if only other ranks have one; return its share of the metrics."""
         if part is None:
-            torch.autograd.backward(0 * likelihood(self._forward, nothing(self._device)).predicted.sum())
+            torch.autograd.backward(0 * likelihood(self._forward, empty_micro_batch(self._device)).predicted.sum())
             return {}
         scored = self._scored(part, batch)
-        value, said = self._loss(scored)
+        value, reported = self._loss(scored)
         clock.lap("forward")
         ranks = 1 if self.ranks is None else self.ranks.count
-        torch.autograd.backward(ranks * value)  # they take the mean of their gradients, and the sum is wanted
-        metrics = {**diagnostics(scored), **said, "loss": Mean(value.detach())}
+        torch.autograd.backward(ranks * value)  # ranks average their gradients, and the sum is needed
+        metrics = {**diagnostics(scored), **reported, "loss": Mean(value.detach())}
         clock.lap("backward")
         return metrics
 
     def _scored(self, part: MicroBatch, batch: TrainBatch) -> Scored:
-        """`part` as the policy scores it; what the reference and the proximal policy make of it is kept beside."""
+        """Score `part` with the policy; store the log-probabilities of reference and proximal policy in its columns."""
         if self._reference is not None and "ref_logprobs" not in part.columns:
             with torch.no_grad():
                 part.columns["ref_logprobs"] = self._likelihood(self._reference, part).logprobs
@@ -258,19 +259,19 @@ class TorchTrainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def keep(self, state: Mapping[str, Stateful]) -> None:
-        """Have checkpoints keep these too, by name, beside what was given as `state`."""
+        """Include these in checkpoints too, by name, in addition to `state`."""
         self._state |= state
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
-        """Write a checkpoint into `folder` and return its path: there whole or not at all. Blocks.
+        """Write a checkpoint into `folder` atomically, and return its path. Blocks.
 
         Args:
-            folder: holds one directory a checkpoint, named after its step.
-            committed: what was trained so far: `Ledger.committed`.
+            folder: contains one directory for each checkpoint, named after its step.
+            committed: the trained trajectories: `Ledger.committed`.
 
         Raises:
-            ValueError: something that is kept holds a number that is not finite.
-            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the checkpoints before it are whole.
+            ValueError: a `state` contains a number that is not finite.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; earlier checkpoints are intact.
         """
         weights, optimizer = self.tensors()
         return write_checkpoint(
@@ -278,7 +279,7 @@ class TorchTrainer:
         )
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights, and the optimizer's state, whole: what all ranks do together of `save`."""
+        """Return the weights and the optimizer's state, whole: the collective part of `save`."""
         return self.weights(), gathered(self._optimizer.state_dict())
 
     def _write(
@@ -286,7 +287,7 @@ class TorchTrainer:
     ) -> None:
         save_file(_unshared(weights), folder / WEIGHTS)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        with (folder / OPTIMIZER).open("wb") as file:  # given a path, torch hides why it could not be written
+        with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             torch.save({"optimizer": optimizer, "torch": torch.get_rng_state(), "cuda": cuda}, file)
         state = _State(
             step=self._steps,
@@ -299,15 +300,15 @@ class TorchTrainer:
         (folder / STATE).write_bytes(msgspec.json.encode(state))
 
     def resume(self, checkpoint: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, random generators, every Stateful, and the committed ids.
+        """Resume from a checkpoint: weights, optimizer, random generators, every Stateful, and the committed ids.
 
-        The next steps on the same batches are bit for bit those of a run that was never interrupted, on the same
-        machine with as many threads.
+        The next steps on the same batches are bit for bit those of an uninterrupted run, on the same machine with the
+        same number of threads.
 
         Raises:
             WeightsMismatch: the checkpoint is of another model; lists every difference.
             TokenizersDiffer: it is of a model with another tokenizer.
-            ValueError: it keeps the state of other things than this trainer, or tells of a prompt twice.
+            ValueError: it contains other state than this trainer, or a prompt twice.
             OSError: it cannot be read.
         """
         folder = Path(checkpoint)
@@ -336,12 +337,14 @@ class TorchTrainer:
         _set_numpy_state(kept.numpy)
 
 
-def _known(batch: TrainBatch, temperature: float) -> dict[str, Array]:
-    """What the batch tells of its tokens: what a loss is told, and temperatures where it has some of its own."""
-    known: dict[str, Array] = {name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None}
+def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
+    """Return the columns that a loss receives, and temperatures if groups have their own."""
+    columns: dict[str, Array] = {
+        name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None
+    }
     ends = np.cumsum([group.sequences for group in batch.groups])
     own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), temperature)
-    return known if own is None else known | {TEMPERATURE: own.repeat(batch.lengths())}
+    return columns if own is None else columns | {TEMPERATURE: own.repeat(batch.lengths())}
 
 
 def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -358,9 +361,9 @@ def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Paramet
 
 
 def _checked(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` as JSON brings it back, which has no word for what is not finite."""
+    """Return `state` as a dict, after checking that JSON can represent its numbers."""
     if not _finite(state):
-        raise ValueError(f"state {name!r}: expected finite numbers, which a checkpoint can hold, got {state}")
+        raise ValueError(f"state {name!r}: expected finite numbers, which a checkpoint can contain, got {state}")
     return dict(state)
 
 
@@ -373,7 +376,7 @@ def _finite(value: Any) -> bool:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors takes them: contiguous, and each (tied ones too) in memory of its own."""
+    """Return tensors as safetensors needs them: contiguous, each (tied ones too) in its own memory."""
     seen: set[int] = set()
     unshared: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -319,7 +319,7 @@ async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(http_engine, "HURRIED_UNDO_S", 0.1)
+    monkeypatch.setattr(http_engine, "CANCELLED_RESUME_TIMEOUT_S", 0.1)
     with started(tmp_path, "sglang") as (url, server):
         policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=backoff(attempts=99, first_s=5))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:

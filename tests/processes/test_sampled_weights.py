@@ -359,7 +359,7 @@ async def test_a_batch_that_is_written_over_again_and_again_ends_with_what_to_do
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         model.before = {at: published(publisher, at, 2 + at) for at in range(9)}
         async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
-            with pytest.raises(PeerLost, match="began 3 times in vain: raise WeightPublisher's release_timeout_s"):
+            with pytest.raises(PeerLost, match="failed 3 times: raise WeightPublisher's release_timeout_s"):
                 await one(engine)
 
 

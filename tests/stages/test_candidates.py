@@ -61,7 +61,7 @@ def test_rounding_above_zero_is_no_error() -> None:
         ),
         (
             lambda: TeacherCandidates(np.array([1, 2, 1]), made([4, 4, 4, 4]), made([-1.0, -1, -2, -1])),
-            "expected each candidate of a token once, got 4 more often for token 1",
+            "expected each candidate of a token once, got 4 repeatedly for token 1",
         ),
     ],
 )

@@ -304,7 +304,7 @@ async def test_trouble_is_told_for_what_it_is(
 
 async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
     async with unchecked(serve("vllm"), request_timeout_s=0.05) as opened:
-        with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected an answer within 0.05 s"):
+        with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected a response within 0.05 s"):
             await one(opened, trouble("silent"))
         await until(serve("vllm"), "running", 0)
 
@@ -372,7 +372,7 @@ async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_
         ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
         ({"server": "ollama"}, "server: expected one of auto, vllm, sglang, openai, got 'ollama'"),
         ({"concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
-        ({"versions": "asked"}, 'versions: expected "told", got "asked": openai cannot be asked'),
+        ({"versions": "asked"}, 'versions: expected "told", got "asked": openai does not report versions'),
     ],
 )
 def test_a_recipe_that_can_never_work_is_refused(options: dict[str, Any], message: str) -> None:
@@ -472,11 +472,11 @@ def unreadable(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (torn, r"expected \d+ bytes in .*model.safetensors, as its header says, got \d+: write it anew"),
+        (torn, r"expected \d+ bytes in .*model.safetensors, according to its header, got \d+: write it again"),
         (headless, r"expected a whole safetensors file, got .* of 1 bytes"),
         (nonsense, "expected a safetensors file, got .*: JSON is malformed"),
         (empty, r"expected \*.safetensors in .*, got \[\]"),
-        (incomplete, r"expected head in .*model-2.safetensors, as model.safetensors.index.json says, got none"),
+        (incomplete, r"expected head in .*model-2.safetensors, according to model.safetensors.index.json, got none"),
         (unreadable, "expected an index of safetensors files, got .*index.json: Input data was truncated"),
     ],
 )
@@ -628,7 +628,7 @@ async def test_an_older_sglang_is_known_by_its_older_path(serve: Serve) -> None:
 
 
 async def test_a_server_that_is_found_to_be_of_no_known_kind_cannot_be_asked_for_its_version(serve: Serve) -> None:
-    with pytest.raises(InvalidConfig, match='expected "told", got "asked": openai cannot be asked'):
+    with pytest.raises(InvalidConfig, match='expected "told", got "asked": openai does not report versions'):
         async with HttpPolicy(url=serve("openai"), model="bigram", versions="asked").open(Worker()):
             pytest.fail("it cannot say")
 
@@ -644,7 +644,7 @@ async def test_a_pause_that_the_server_does_not_understand_is_no_pause(serve: Se
 async def test_a_server_of_no_known_kind_samples_and_is_asked_for_nothing_else(serve: Serve) -> None:
     async with policy(serve("openai"), "openai").open(Worker()) as opened:
         for method in (opened.pause, opened.sleep, partial(opened.update_weights, "file:///weights", 1)):
-            with pytest.raises(EngineRefused, match=r"expected a server that can .*: say which `server` it is"):
+            with pytest.raises(EngineRefused, match=r"expected a server that can .*: set `server` to its kind"):
                 await method()
         await opened.resume()
         await opened.wake_up()

@@ -124,7 +124,9 @@ async def test_a_server_that_has_another_model_is_an_error_before_anything_is_as
 
 async def test_a_server_that_has_the_model_and_never_answers_is_an_error_and_not_an_empty_run() -> None:
     async with serving(lambda _: web.Response(status=503, text="no engine")) as (url, _):
-        with pytest.raises(EngineFailed, match=r"failures in 8 groups and no answer since the start; .*503: no engine"):
+        with pytest.raises(
+            EngineFailed, match=r"failures in 8 groups and no response since the start; .*503: no engine"
+        ):
             await taught(url, groups=32)
 
 

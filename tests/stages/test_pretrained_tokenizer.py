@@ -145,7 +145,7 @@ def test_what_is_broken_is_told_with_its_path(tmp_path: Path, name: str) -> None
     folder = saved(tmp_path / "words")
     (folder / name).write_text("{")
 
-    with pytest.raises(InvalidConfig, match=rf"words/{name}: expected a .*: save it anew"):
+    with pytest.raises(InvalidConfig, match=rf"words/{name}: expected a .*: save it again"):
         PretrainedTokenizer(folder)
 
 

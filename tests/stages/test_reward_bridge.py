@@ -464,7 +464,7 @@ def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> No
     assert balance.reasons["failed"] == {
         "fragile: KeyError: 'raise'": 1,
         "fragile: ValueError: expected a finite number, got nan": 1,
-        "fragile: TimeoutError: expected an answer within 30.0 s, got none": 1,
+        "fragile: TimeoutError: expected a value within 30.0 s, got none": 1,
     }
     assert balance.in_flight == 2
     metrics = out.metrics.emit(0)
@@ -491,7 +491,9 @@ async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
 async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_failure: Literal["drop"] | float) -> None:
     groups = [said(*["raise"] * 8, instance_id=str(number)) for number in range(9)]
 
-    with pytest.raises(RewardFunctionFailed, match=r"64 answers in a row.*the last one KeyError: 'raise'") as raised:
+    with pytest.raises(
+        RewardFunctionFailed, match=r"64 completions in a row.*the last one KeyError: 'raise'"
+    ) as raised:
         await drive(bridge(RewardFunction(fragile, on_failure=on_failure)), groups)
 
     assert isinstance(raised.value.__cause__, KeyError)
@@ -513,7 +515,7 @@ async def test_a_failure_can_end_the_pipeline() -> None:
 def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
     stage = bridge(RewardFunction(fragile, reward_timeout_s=7, on_failure="raise"))
 
-    with pytest.raises(TimeoutError, match="fragile: expected an answer within 7 s, got none"):
+    with pytest.raises(TimeoutError, match="fragile: expected a value within 7 s, got none"):
         VirtualClock().run(lambda: drive(stage, [said("hang")]))
 
 
@@ -543,9 +545,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
         done.set()
 
     assert out == []
-    assert out.ledger.balance().reasons["failed"] == {
-        "hang: TimeoutError: expected an answer within 0.01 s, got none": 2
-    }
+    assert out.ledger.balance().reasons["failed"] == {"hang: TimeoutError: expected a value within 0.01 s, got none": 2}
 
 
 async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> None:

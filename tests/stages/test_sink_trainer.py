@@ -180,9 +180,7 @@ async def test_a_step_that_returns_no_metrics_is_blamed_on_the_trainer() -> None
         def step(self, batch: TrainBatch, /) -> Any:
             del batch
 
-    with pytest.raises(
-        TypeError, match=r"expected Forgetful\.step to return metrics.*got None: let it end with `return"
-    ):
+    with pytest.raises(TypeError, match=r"expected Forgetful\.step to return metrics.*got None: end it with `return"):
         await drive_sink(SinkTrainer(Forgetful()), batches(1))
 
 

@@ -285,7 +285,7 @@ async def test_what_a_turn_without_tokens_earned_stays_with_its_sequence() -> No
 
 
 async def test_turns_that_were_asked_for_and_not_told_are_an_error() -> None:
-    with pytest.raises(InvalidRecord, match=r"turn_rewards: expected what each turn earned, .* got none"):
+    with pytest.raises(InvalidRecord, match=r"turn_rewards: expected a reward for each turn, .* got none"):
         await sampled(SourceEnv(partial(Silence, None), NoOpPolicy(), group_size=2, groups=1, turn_rewards=True))
 
 

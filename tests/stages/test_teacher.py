@@ -253,7 +253,7 @@ def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(concurrency
     teacher = Scripted([failure])
     endless = [group(instance_id=str(number), completion_lengths=[2]) for number in range(100)]
 
-    with pytest.raises(EngineFailed, match=r"failures in 8 groups and no answer .*: no such model") as told:
+    with pytest.raises(EngineFailed, match=r"failures in 8 groups and no response .*: no such model") as told:
         asked(teacher, endless, concurrency=concurrency, on_failure=on_failure)
 
     assert told.value.__cause__ is failure

@@ -61,7 +61,7 @@ async def test_an_abandoned_call_keeps_its_thread_until_it_returns() -> None:
     assert repr(threads) == "<Threads: 1 calls, 1 of 1 threads>"
     release.set()
     assert await threads.call(lambda: "next") == "next"
-    await threads.quiet()
+    await threads.wait_idle()
     assert (hung.returned, after) == (True, ["closed"])
     threads.close()
 

@@ -659,7 +659,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_written(state: dict
         def load_state_dict(self, state: Any) -> None:
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match="state 'best': expected finite numbers, which a checkpoint can hold, got"):
+    with pytest.raises(ValueError, match="state 'best': expected finite numbers, which a checkpoint can contain, got"):
         fresh(state={"best": Best()}).save(tmp_path, {})
     assert not any(tmp_path.glob("step-*"))
 

@@ -180,7 +180,7 @@ async def test_a_version_that_is_deleted_while_it_is_to_be_read_is_one_that_has_
 
 async def test_a_folder_has_one_publisher_and_holds_nothing_else(tmp_path: Path) -> None:
     async with pair(tmp_path / "weights"):
-        with pytest.raises(WeightsInUse, match="somebody publishes into it"):
+        with pytest.raises(WeightsInUse, match="another process publishes into it"):
             async with WeightFolder(tmp_path / "weights", tied().state_dict()):
                 pass
     (tmp_path / "step-00000001").mkdir()
@@ -203,10 +203,10 @@ async def test_who_closed_is_told_from_who_was_never_there_and_from_who_came_aft
     async with FolderSubscriber(publisher.url) as subscriber:
         subscriber.attach(tied())
         assert (await subscriber.newer(), await refreshed(subscriber), await refreshed(subscriber)) == (1, 1, 1)
-        with pytest.raises(PeerClosed, match="closed at version 1: nothing above 1 will come"):
+        with pytest.raises(PeerClosed, match="closed at version 1: no version above 1 will follow"):
             await subscriber.newer()
         async with WeightFolder(tmp_path, tied().state_dict(), name="a second run"):
-            with pytest.raises(StaleHandle, match="got those of a second run: subscribe anew"):
+            with pytest.raises(StaleHandle, match="got those of a second run: subscribe again"):
                 await subscriber.newer()
 
 
@@ -252,7 +252,7 @@ async def test_a_publisher_killed_while_it_writes_leaves_its_last_version_and_it
             publisher.send_signal(signal.SIGKILL)
             await anyio.to_thread.run_sync(publisher.wait)
             assert await refreshed(subscriber) == 1
-            with pytest.raises(PeerLost, match=r"trainer died: .* is locked by nobody"):
+            with pytest.raises(PeerLost, match=r"trainer died: its lock on .* is released"):
                 await subscriber.newer()
     left = folders(tmp_path)
 

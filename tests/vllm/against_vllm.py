@@ -185,7 +185,7 @@ async def test_a_torn_folder_is_refused_and_the_weights_stay(url: str, tmp_path:
     tear(save(tmp_path / "weights", 1))
 
     async with opened(url) as engine:
-        with pytest.raises(EngineRefused, match="as its header says"):
+        with pytest.raises(EngineRefused, match="according to its header"):
             await engine.update_weights((tmp_path / "weights").as_uri(), 9)
 
         assert_said_by(0, await greedy(engine))

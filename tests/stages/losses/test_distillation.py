@@ -335,7 +335,7 @@ def test_a_log_probability_that_stands_for_impossible_does_not_carry_everything_
 def test_one_candidate_renormalised_is_refused_with_the_reason(ids: list[list[int]]) -> None:
     given = taught(predictions(2), ids, torch.full((2, len(ids[0])), -1.0))
 
-    with pytest.raises(InvalidRecord, match="divergence 0 whatever they expect"):
+    with pytest.raises(InvalidRecord, match="divergence is always 0"):
         Distillation(mode="renormalised").per_token(given)
     assert all(value > 0 for value in costs(Distillation(), given))
 
@@ -388,7 +388,7 @@ def test_a_micro_batch_of_which_nothing_can_be_used_is_none_of_that() -> None:
 
 
 def test_a_candidate_beyond_the_policy_s_vocabulary_is_refused() -> None:
-    with pytest.raises(InvalidRecord, match="expected ids below 5, of which the policy has logits, got 7"):
+    with pytest.raises(InvalidRecord, match="expected ids below 5, for which the policy has logits, got 7"):
         Distillation().per_token(taught(predictions(1), [[7, 1]], torch.zeros(1, 2)))
 
 

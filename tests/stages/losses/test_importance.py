@@ -107,9 +107,7 @@ def test_metrics_tell_of_the_weights_before_they_are_bounded() -> None:
 
 @pytest.mark.parametrize("term", [PPOClip(), GSPO(old="behavior"), CISPO()], ids=repr)
 def test_a_ratio_to_the_sampling_policy_is_not_weighted_once_more(term: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"a weight would correct twice. Take old=\"proximal\", or leave the weight out"
-    ):
+    with pytest.raises(ValueError, match=r"a weight would correct twice. Use old=\"proximal\", or omit the weight"):
         _ = term * ImportanceWeight()
 
 
