@@ -1,4 +1,4 @@
-"""Scored groups of Atropos, from the lists that sampling left to arrays in the trainer's process; ways there compared.
+"""Transports of scored groups of Atropos compared: from lists in an environment to arrays in the trainer's process.
 
     ATROPOS_PYTHON=/path/to/python python -m benchmarks.atropos
 
@@ -9,9 +9,9 @@
     shm               ShmTransport → AtroposGateway
 
 The original is measured where `atroposlib` is installed, for this interpreter or for the one that ATROPOS_PYTHON names,
-and skipped otherwise. Whatever a client does from its lists on is part of the measurement, so that clients and server
-compete for the same cores. Of the processor time, the server's is told apart: its process', which in the last three
-ways is the trainer's, arrays included.
+and skipped otherwise. All work of a client from its lists on is part of the measurement, so that clients and server
+compete for the same cores. The processor time of the server is reported separately: that of its process, which in the
+last three ways is the trainer's, arrays included.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ __all__ = ["main"]
 LOADS = (Load(256), Load(1024), Load(4096), Load(4096, distilled=True))
 
 BATCH = 64
-"""Sequences."""
+"""Sequences of a batch."""
 
-NAP_S = 0.02
-"""How long a trainer waits that was given no batch."""
+POLL_S = 0.02
+"""Pause of a trainer after a response without a batch."""
 
-GIVEN_UP_S = 2 * DEADLINE_S
-"""What a measurement may take: the original makes a minute of a few groups with distillation."""
+CASE_TIMEOUT_S = 2 * DEADLINE_S
+"""Bound on a measurement: the original takes a minute for a few groups with distillation."""
 
-START_S = 60.0
-"""How long a server may take to answer."""
+START_TIMEOUT_S = 60.0
+"""Bound on the start of a server."""
 
 TOKEN_FIELDS: dict[str, Any] = {"tokens": np.int32, "masks": np.int32, "inference_logprobs": np.float32}
 DISTILL_FIELDS: dict[str, Any] = {"distill_token_ids": np.int32, "distill_logprobs": np.float32}
@@ -69,7 +69,7 @@ DISTILL_FIELDS: dict[str, Any] = {"distill_token_ids": np.int32, "distill_logpro
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way came to, once."""
+    """The result of one measurement."""
 
     trajectories_per_s: float
     server_us: float
@@ -80,12 +80,12 @@ class Outcome:
 
 @dataclass
 class Window:
-    """The time that counts: from one arrival to another, after a warm-up."""
+    """The measured time: from one arrival to another, after a warm-up."""
 
     seconds: float
     control: Control
     cpu: Callable[[], tuple[float, float]]
-    """Seconds of processor time so far: the server's, the clients'."""
+    """Returns seconds of processor time so far: the server's, the clients'."""
     clock: Callable[[], float] = time.perf_counter
     outcome: Outcome | None = None
     _warm_at: float | None = None
@@ -93,7 +93,7 @@ class Window:
     _arrived: int = 0
 
     def arrived(self, trajectories: int) -> bool:
-        """So many are arrays now; whether that was all that is to be counted."""
+        """Count trajectories that are arrays now; return whether the measurement is complete."""
         if self.outcome is not None:
             return True
         now = self.clock()
@@ -119,11 +119,11 @@ def _cpu(server: Sequence[int], clients: Sequence[int]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """One setting of the measurement."""
 
     load: Load
     clients: int
-    """Processes."""
+    """Number of client processes."""
     seconds: float
 
 
@@ -135,14 +135,14 @@ Run: TypeAlias = Callable[[Case], Outcome]
 
 @dataclass
 class Arrivals:
-    """A sink: looks at what arrives, and is done when enough was counted."""
+    """A sink that counts trajectories until the measurement is complete."""
 
     window: Window
     load: Load
     done: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """See `Sink`."""
+        """Count until the measurement is complete; see `Sink`."""
         ledger = current().ledger
         async for group in inbox:
             _check(len(group), len(group.tokens), self.load)
@@ -161,14 +161,14 @@ async def _pipe(client: Client, case: Case) -> Outcome:
     control, clients = Control(case.clients), list[int]()
     window = Window(case.seconds, control, partial(_cpu, [os.getpid()], clients))
     arrivals = Arrivals(window, case.load)
-    with anyio.fail_after(GIVEN_UP_S):
+    with anyio.fail_after(CASE_TIMEOUT_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source(gateway).sink(arrivals).run)
             url = await gateway.listening.url()
             with producing(send, _clients(client, url, case, control)) as processes:
                 clients += [process.pid or 0 for process in processes]
                 await arrivals.done.wait()
-                for process in processes:  # while the gateway lives, which is to say goodbye
+                for process in processes:  # before the gateway closes, so that clients can close their connections
                     await anyio.to_thread.run_sync(process.join, GRACE_S)
             tasks.cancel_scope.cancel()
     return _done(window)
@@ -179,7 +179,7 @@ def _clients(client: Client, url: str, case: Case, control: Control) -> list[tup
 
 
 def _done(window: Window) -> Outcome:
-    assert window.outcome is not None  # noqa: S101 (it was waited for)
+    assert window.outcome is not None  # noqa: S101 (the caller waited for it)
     return window.outcome
 
 
@@ -193,25 +193,28 @@ def _check(sequences: int, tokens: int, load: Load) -> None:
 
 def _polled(command: Sequence[str], case: Case) -> Outcome:
     with _server(command) as (url, pid):
-        registered = _asked(url, "POST", "/register", _registration(case.load))
+        registered = _request(url, "POST", "/register", _registration(case.load))
         if "uuid" not in registered:
             raise RuntimeError(f"expected to be registered, got {registered}")
         control, clients = Control(case.clients), list[int]()
-        window, deadline = Window(case.seconds, control, partial(_cpu, [pid], clients)), time.monotonic() + GIVEN_UP_S
-        _asked(url, "GET", "/batch")
+        window, deadline = (
+            Window(case.seconds, control, partial(_cpu, [pid], clients)),
+            time.monotonic() + CASE_TIMEOUT_S,
+        )
+        _request(url, "GET", "/batch")
         with producing(send, _clients(as_atropos, url, case, control)) as processes:
             clients += [process.pid or 0 for process in processes]
             while window.outcome is None:
-                groups = _asked(url, "GET", "/batch")["batch"] or []
+                groups = _request(url, "GET", "/batch")["batch"] or []
                 arrays = [_arrays(group) for group in groups]
                 for tokens in arrays:
                     _check(len(tokens), tokens.size, case.load)
                 if arrays:
                     window.arrived(sum(map(len, arrays)))
                 elif time.monotonic() > deadline:
-                    raise TimeoutError(f"given up: no measurement within {GIVEN_UP_S:.0f} s")
+                    raise TimeoutError(f"expected a measurement within {CASE_TIMEOUT_S:.0f} s")
                 else:
-                    time.sleep(NAP_S)
+                    time.sleep(POLL_S)
     return _done(window)
 
 
@@ -228,9 +231,9 @@ def _registration(load: Load) -> dict[str, Any]:
     }
 
 
-def _asked(url: str, method: str, path: str, content: Any = None) -> Any:
-    """The answer to one request, on a connection of its own, as trainers ask."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=GIVEN_UP_S)
+def _request(url: str, method: str, path: str, content: Any = None) -> Any:
+    """Return the response to one request, on a new connection, as trainers do."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=CASE_TIMEOUT_S)
     try:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
         connection.request(method, path, None if content is None else json.dumps(content), headers)
@@ -244,27 +247,27 @@ def _asked(url: str, method: str, path: str, content: Any = None) -> Any:
 
 
 def _arrays(group: dict[str, Any]) -> NDArray[np.int32]:
-    """The tokens; the other lists are made arrays as well."""
+    """Return the tokens as an array, after converting the other lists too."""
     columns = {name: np.array(group[name], dtype) for name, dtype in TOKEN_FIELDS.items()}
     for name, dtype in DISTILL_FIELDS.items():
         for row in group[name] or ():
-            np.array([told for candidates in row for told in candidates], dtype)
+            np.array([value for candidates in row for value in candidates], dtype)
     return columns["tokens"]
 
 
 @contextmanager
 def _server(command: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """A server's URL and process id, once it answers."""
+    """Start a server; yield its URL and process id once it responds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [*command, "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603 (ours)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
     try:
-        while not _answers(url):
+        while not _responds(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(arguments)} did not come to answer")
-            time.sleep(NAP_S)
+                raise RuntimeError(f"{' '.join(arguments)} did not respond")
+            time.sleep(POLL_S)
         yield url, process.pid
     finally:
         process.terminate()
@@ -275,9 +278,9 @@ def _server(command: Sequence[str]) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
-        _asked(url, "GET", "/")
+        _request(url, "GET", "/")
     except OSError:
         return False
     return True
@@ -310,7 +313,7 @@ WAYS: dict[str, Run] = {
 def measure(
     case: Case, ways: Sequence[str], repeats: int, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Every way in turn, `repeats` times over: a row for each, and why some were skipped."""
+    """Measure every way in turn, `repeats` times; return a row for each, and the reasons of skipped ones."""
     outcomes: dict[str, list[Outcome]] = {}
     skipped: dict[str, str] = {}
     for repeat in range(repeats):
@@ -322,7 +325,7 @@ def measure(
                     outcome = WAYS[way](case)
                 except Absent as absent:
                     skipped[way] = f"skipped: {absent}"
-                except Exception as error:  # noqa: BLE001 (one that fails does not spoil the others' run)
+                except Exception as error:  # noqa: BLE001 (a failure must not stop the other measurements)
                     skipped[way] = f"failed with {case.load}: {type(error).__name__}: {error}"
                 else:
                     outcomes.setdefault(way, []).append(outcome)
@@ -362,7 +365,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = command_line(__doc__, seconds=3.0, repeats=1)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--clients", type=count, default=2, help="client processes")
@@ -371,7 +374,7 @@ def main() -> None:
         type=int,
         nargs="+",
         choices=sorted({load.tokens for load in LOADS}),
-        help="only loads of so many tokens a trajectory",
+        help="only loads with so many tokens in a trajectory",
     )
     arguments, console = parser.parse_args(), Console()
     rows: list[dict[str, Any]] = []

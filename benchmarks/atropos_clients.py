@@ -1,7 +1,7 @@
-"""What client processes of `benchmarks.atropos` send, and how: scored groups, again and again, until told to stop.
+"""The client processes of `benchmarks.atropos`, which send scored groups repeatedly until they are stopped.
 
-Three ways: with the habits of an environment of Atropos (a connection for every request, json, gzip level 9), over a
-connection that is kept, and through ShmTransport. All begin with the lists that sampling left.
+Three ways: like an environment of Atropos (a connection for every request, json, gzip level 9), over a kept
+connection, and through ShmTransport. All begin with lists of Python numbers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .contestants.harness import Control
 __all__ = ["GROUP", "Client", "Load", "as_atropos", "by_shm", "kept", "send"]
 
 GROUP = 8
-"""Sequences a group."""
+"""Sequences of a group."""
 
 KINDS = 2
 """Different groups that a client sends in turn."""
 
 PROMPT_SHARE = 4
-"""One token in so many is the prompt's."""
+"""One of so many tokens belongs to the prompt."""
 
 CANDIDATES = 4
-"""Of a teacher, at each token but the first, which has none."""
+"""Candidates of a teacher, at each token but the first."""
 
 WORKERS = 4
-"""Groups that a client has on the way at a time."""
+"""Groups that a client sends concurrently."""
 
 COMPRESSED_FROM_BYTES, COMPRESSION_LEVEL = 1024, 9
 
@@ -53,18 +53,18 @@ Post: TypeAlias = Callable[[Scored], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent."""
+    """The groups that are sent."""
 
     tokens: int
-    """Of each sequence."""
+    """Tokens of each sequence."""
     distilled: bool = False
-    """Whether with a teacher's candidates."""
+    """Whether with candidates of a teacher."""
 
     def __str__(self) -> str:
         return f"{GROUP} × {self.tokens:,} tokens{', distillation' if self.distilled else ''}"
 
     def groups(self, client: int) -> list[Scored]:
-        """What a client sends in turn."""
+        """Return the groups that a client sends in turn."""
         return [self._group(random.Random(client * KINDS + kind)) for kind in range(KINDS)]  # noqa: S311 (no secrets)
 
     def _group(self, draw: random.Random) -> Scored:
@@ -90,12 +90,12 @@ class Load:
 
 
 Client: TypeAlias = Callable[[str, int], Any]
-"""Opens a client's way to the server at a URL, for an environment of this id: an async context manager of `Post`."""
+"""Connects a client to the server at a URL, for an environment of this id: an async context manager of `Post`."""
 
 
 @asynccontextmanager
 async def as_atropos(url: str, env_id: int) -> AsyncIterator[Post]:
-    """As an environment of Atropos."""
+    """Send like an environment of Atropos."""
 
     async def post(scored: Scored) -> None:
         body, headers = json.dumps(scored | {"env_id": env_id}).encode(), {"Content-Type": "application/json"}
@@ -109,7 +109,7 @@ async def as_atropos(url: str, env_id: int) -> AsyncIterator[Post]:
 
 @asynccontextmanager
 async def kept(url: str, env_id: int) -> AsyncIterator[Post]:
-    """Over connections that are kept, JSON as msgspec writes it."""
+    """Send over kept connections, with JSON by msgspec."""
     async with aiohttp.ClientSession() as session:
 
         async def post(scored: Scored) -> None:
@@ -121,10 +121,10 @@ async def kept(url: str, env_id: int) -> AsyncIterator[Post]:
 
 @asynccontextmanager
 async def by_shm(url: str, env_id: int) -> AsyncIterator[Post]:
-    """Through shared memory."""
+    """Send through shared memory."""
 
     async def refuse(_: Any) -> None:
-        raise RuntimeError("expected a way through shared memory, got none")
+        raise RuntimeError("expected shared memory, got none")
 
     config = SimpleNamespace(rollout_server_url=url, wandb_name="bench")
     env = SimpleNamespace(config=config, env_id=env_id, curr_step=0, _send_scored_data_to_api=refuse)
@@ -139,17 +139,17 @@ async def _posted(session: aiohttp.ClientSession, url: str, body: bytes, headers
                 return
             if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise RuntimeError(f"{response.status}: {await response.text()}")
-            full_for_s = float(response.headers.get("Retry-After", 1))
-        await asyncio.sleep(full_for_s)
+            retry_after_s = float(response.headers.get("Retry-After", 1))
+        await asyncio.sleep(retry_after_s)
 
 
 def send(client: Client, url: str, load: Load, number: int, control: Control) -> None:
-    """A client's process."""
+    """Run a client process."""
     asyncio.run(_send(client, url, load, number, control))
 
 
 async def _send(client: Client, url: str, load: Load, number: int, control: Control) -> None:
-    groups, env_id = itertools.cycle(load.groups(number)), await _registered(url, load)
+    groups, env_id = itertools.cycle(load.groups(number)), await _register(url, load)
     async with client(url, env_id) as post:
 
         async def work() -> None:
@@ -159,14 +159,14 @@ async def _send(client: Client, url: str, load: Load, number: int, control: Cont
         await asyncio.gather(*(work() for _ in range(WORKERS)))
 
 
-async def _registered(url: str, load: Load) -> int:
-    """The id of a new environment; it is asked for until there is a trainer."""
-    asked = {"max_token_length": load.tokens + 1, "desired_name": "bench", "weight": 1.0, "group_size": GROUP}
+async def _register(url: str, load: Load) -> int:
+    """Register a new environment and return its id; retry until there is a trainer."""
+    fields = {"max_token_length": load.tokens + 1, "desired_name": "bench", "weight": 1.0, "group_size": GROUP}
     async with aiohttp.ClientSession() as session:
         while True:
-            async with session.post(f"{url}/register-env", json=asked) as response:
-                answer = await response.json()
-            if answer["status"] == "success":
-                env_id: int = answer["env_id"]
+            async with session.post(f"{url}/register-env", json=fields) as response:
+                reply = await response.json()
+            if reply["status"] == "success":
+                env_id: int = reply["env_id"]
                 return env_id
             await asyncio.sleep(0.1)

@@ -1,13 +1,13 @@
-"""Many environments over the gateway, with a trainer that stalls, dies and returns: what is lost, held, and shared out.
+"""Many environments over the gateway, with trainers that stall, die and restart: losses, memory, and shares of batches.
 
     python -m benchmarks.atropos_load --minutes 1
 
-64 processes behave as environments of Atropos do; a quarter each has a minimum of 1/64 of every batch, and weight 1, 2
-and 4. The trainer is stopped for ten seconds, goes on, is killed, and comes back, by turns one that acknowledges its
-batches and one that does not. At the end the queue is drained, and every group that an environment was told is accepted
-has to have come, but for a batch a death of a trainer that acknowledges nothing while it waits for an answer. The
-gateway's memory must not grow. Of batches for which twice as much waited, each kind of environment has its part, among
-those that had something waiting when the batch was asked for. Exits with 1 where something was wrong.
+64 processes behave like environments of Atropos; a quarter each has a minimum of 1/64 of every batch, and weight 1, 2
+and 4. The trainer is stopped for ten seconds, continued, killed, and restarted, in turn with and without
+acknowledgements. At the end the queue is drained, and every accepted group must have arrived, except one batch for each
+death of a trainer without acknowledgements while it waits for a response. The gateway's memory must not grow. Of
+batches for which twice as many groups waited, each kind of environment must get its share, among those with waiting
+groups at the time of the request. Exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from .report import write_json
 
 __all__ = ["Contested", "Found", "accepted_in", "asked", "expected", "judged", "main", "parts_of", "received_by"]
 
-SILENCE_S = 5.0
-"""After so long, environments that are gone hold nobody back."""
+HEARTBEAT_TIMEOUT_S = 5.0
+"""Time after which disconnected environments no longer delay batches."""
 
 CAPACITY = 1024
-"""Groups in the gateway."""
+"""Bound on groups in the gateway."""
 
 MEMORY_BYTES = 128 * 2**20
-"""What the gateway may need beyond what it began with."""
+"""Bound on the growth of the gateway."""
 
 CONTESTED = 2
-"""A batch is contested where so many times its groups wait."""
+"""A batch is contested if so many times its number of groups wait."""
 
-FEWEST_CONTESTED = 30
-"""Batches below which shares say nothing."""
+MIN_CONTESTED = 30
+"""Number of contested batches below which shares are not significant."""
 
 SHARE_TOLERANCE = 0.15
-"""Of its part; besides, each environment may be a group ahead or behind."""
+"""Relative tolerance of a share; in addition, each environment may be a group ahead or behind."""
 
 SAMPLE_S = 0.25
 
@@ -62,41 +62,41 @@ PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 @dataclass
 class Found:
-    """What came of a run."""
+    """The results of a run."""
 
     accepted: set[tuple[int, int]] = field(default_factory=set)
-    """Groups that environments were told are in the queue."""
+    """Groups that the gateway accepted."""
     received: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """How often each came."""
+    """Number of arrivals of each group."""
     deaths: int = 0
-    """Of trainers that acknowledge nothing, while they waited for an answer."""
+    """Deaths of trainers without acknowledgements, while they waited for a response."""
     left: int = 0
-    """Groups in the queue at the end, of which no batch could be made."""
+    """Groups in the queue at the end, too few for a batch."""
     contested: list[Contested] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     """The gateway's bytes, sample by sample."""
 
     def shares(self) -> list[float]:
-        """What environments of each kind had of contested batches."""
+        """Return the share of each kind of environment in contested batches."""
         return _by_kind([dict(Counter(batch.had)) for batch in self.contested])
 
     def expected_shares(self, environments: int) -> list[float]:
-        """What they were to have."""
+        """Return the expected shares."""
         parts = parts_of(environments)
         return _by_kind([expected(dict(batch.waiting), parts, len(batch.had)) for batch in self.contested])
 
 
 class Contested(NamedTuple):
-    """A batch for which much more waited than it holds."""
+    """A batch for which many more groups waited than it contains."""
 
     had: list[int]
-    """Whose each of its groups was."""
+    """Environment of each of its groups."""
     waiting: list[tuple[int, int]]
-    """How many groups of each environment waited."""
+    """Number of waiting groups of each environment."""
 
 
 def parts_of(environments: int) -> list[float]:
-    """The part of each environment: its minimum, or of what minima leave by its weight."""
+    """Return the share of each environment: its minimum, or by weight of the rest that minima leave."""
     kinds = [kind_of(index) for index in range(environments)]
     left = 1 - sum(kind.minimum or 0.0 for kind in kinds)
     weights = sum(kind.weight for kind in kinds if kind.minimum is None)
@@ -104,7 +104,7 @@ def parts_of(environments: int) -> list[float]:
 
 
 def expected(waiting: Mapping[int, int], parts: Sequence[float], groups: int) -> dict[int, float]:
-    """How many of so many groups each environment is to have: by its part, and what one has not waiting others get."""
+    """Return the expected number of each environment's groups in a batch: by its share, at most as many as wait."""
     given: dict[int, float] = {}
     left = sum(parts[index] for index in waiting)
     for index in sorted(waiting, key=lambda index: waiting[index] / parts[index]):
@@ -114,7 +114,7 @@ def expected(waiting: Mapping[int, int], parts: Sequence[float], groups: int) ->
 
 
 def _by_kind(batches: Sequence[Mapping[int, float]]) -> list[float]:
-    """The part of each kind in all batches."""
+    """Return the share of each kind in all batches."""
     had = [0.0] * len(KINDS)
     for batch in batches:
         for index, groups in batch.items():
@@ -123,16 +123,16 @@ def _by_kind(batches: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
-    """What is wrong, in sentences."""
+    """Return descriptions of failures."""
     wrong: list[str] = []
     missing = len(found.accepted - found.received.keys())
     allowed = found.left + found.deaths * batch_size // GROUP_SIZE
     if missing > allowed:
-        wrong.append(f"{missing} groups were accepted and did not come; {found.left} wait, {found.deaths} deaths")
+        wrong.append(f"{missing} groups were accepted and did not arrive; {found.left} wait, {found.deaths} deaths")
     base, peak = found.memory[0], max(found.memory)
     if peak > base + MEMORY_BYTES:
         wrong.append(f"the gateway began with {base:,} bytes and had {peak:,}")
-    if len(found.contested) < FEWEST_CONTESTED:
+    if len(found.contested) < MIN_CONTESTED:
         return [*wrong, f"{len(found.contested)} batches were contested: too few to judge shares by"]
     a_group_each = environments / len(KINDS) / sum(len(batch.had) for batch in found.contested)
     for kind, share, wanted in zip(KINDS, found.shares(), found.expected_shares(environments), strict=True):
@@ -142,7 +142,7 @@ def judged(found: Found, *, environments: int, batch_size: int) -> list[str]:
 
 
 def received_by(notes: Path, *, leased: bool, found: Found) -> None:
-    """Add what one trainer noted; it died in the middle of an answer where its last line says that it asked."""
+    """Add the notes of one trainer; it died during a response if its last line is a request."""
     lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     first = True
     for line in lines:
@@ -150,14 +150,14 @@ def received_by(notes: Path, *, leased: bool, found: Found) -> None:
             groups = [(index, serial) for index, serial in line["groups"]]
             found.received.update(groups)
             contested = sum(count for _, count in line["waiting"]) >= CONTESTED * len(groups) > 0
-            if contested and not first:  # the first may have been formed for the trainer before, when others waited
+            if contested and not first:  # the first may have been formed for the previous trainer
                 found.contested.append(Contested([index for index, _ in groups], line["waiting"]))
             first = first and not groups
     found.deaths += not leased and lines[-1:] == ["asking"]
 
 
 def accepted_in(folder: Path) -> set[tuple[int, int]]:
-    """What environments noted."""
+    """Return the notes of the environments."""
     lines = [line for path in folder.glob("accepted-*") for line in path.read_text().splitlines()]
     return {(index, serial) for index, serial in map(json.loads, lines)}
 
@@ -167,8 +167,8 @@ def accepted_in(folder: Path) -> set[tuple[int, int]]:
 
 @contextmanager
 def gateway() -> Iterator[tuple[int, str]]:
-    """A gateway's process id, and where it listens."""
-    options = ["--port", "0", "--capacity", str(CAPACITY), "--heartbeat-timeout-s", str(SILENCE_S)]
+    """Start a gateway; yield its process id and its URL."""
+    options = ["--port", "0", "--capacity", str(CAPACITY), "--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S)]
     command = [sys.executable, "-c", "from penstock._cli import main; main()", "gateway", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:  # noqa: S603 (our own)
         try:
@@ -182,7 +182,7 @@ def gateway() -> Iterator[tuple[int, str]]:
 
 
 def play(indices: Sequence[int], url: str, folder: Path, *, pace: float, tokens: int) -> None:
-    """Be these environments, for ever."""
+    """Run these environments without end."""
 
     async def together() -> None:
         environments = [
@@ -196,7 +196,7 @@ def play(indices: Sequence[int], url: str, folder: Path, *, pace: float, tokens:
 
 @contextmanager
 def environments(count: int, url: str, folder: Path, *, pace: float, tokens: int) -> Iterator[None]:
-    """So many processes, forked off this one while it is nothing but an interpreter with modules."""
+    """Run so many environments, in processes forked before this one has threads."""
     children: list[int] = []
     try:
         for index in range(count):
@@ -217,12 +217,12 @@ def environments(count: int, url: str, folder: Path, *, pace: float, tokens: int
             os.waitpid(child, 0)
 
 
-def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
-    """Trainers, one after another, each stopped for a while and then killed; returns how many there were.
+def run_trainers(url: str, folder: Path, arguments: argparse.Namespace) -> int:
+    """Run trainers, one after another, each stopped for a while and then killed; return their number.
 
-    Time is counted from when all environments are registered, which they are when there is a trainer.
+    Time is counted from the registration of all environments, which needs a trainer.
     """
-    draw = random.Random(arguments.seed)  # noqa: S311 (hides nothing)
+    draw = random.Random(arguments.seed)  # noqa: S311 (no secret)
     number, until = 0, 0.0
     while not until or time.monotonic() < until:
         with _trainer(url, folder, number, arguments) as trainer:
@@ -230,9 +230,9 @@ def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
                 while len(json.loads(asked(url, "/status"))["environments"]) < arguments.environments:
                     time.sleep(SAMPLE_S)
                 until = time.monotonic() + 60 * arguments.minutes
-            for lasts_s, blow in ((draw.uniform(1, 4), signal.SIGSTOP), (draw.uniform(8, 12), signal.SIGCONT)):
-                time.sleep(lasts_s)
-                trainer.send_signal(blow)
+            for pause_s, sent in ((draw.uniform(1, 4), signal.SIGSTOP), (draw.uniform(8, 12), signal.SIGCONT)):
+                time.sleep(pause_s)
+                trainer.send_signal(sent)
             time.sleep(draw.uniform(3, 6))
             trainer.kill()
         number += 1
@@ -241,7 +241,7 @@ def lives(url: str, folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def leased(number: int) -> bool:
-    """Whether trainer `number` acknowledges."""
+    """Return whether trainer `number` acknowledges."""
     return number % 2 == 1
 
 
@@ -254,20 +254,20 @@ def _trainer(url: str, folder: Path, number: int, arguments: argparse.Namespace)
 
 
 def notes(folder: Path, number: int) -> Path:
-    """What trainer `number` noted."""
+    """Return the path of the notes of trainer `number`."""
     return folder / f"trainer-{number}"
 
 
 def asked(url: str, path: str) -> str:
-    """What the gateway answers."""
-    with urllib.request.urlopen(url + path) as answer:  # noqa: S310 (our own)
-        text: str = answer.read().decode()
+    """Return the response of the gateway."""
+    with urllib.request.urlopen(url + path) as response:  # noqa: S310 (our own)
+        text: str = response.read().decode()
         return text
 
 
 @contextmanager
 def watched(pid: int, memory: list[int]) -> Iterator[None]:
-    """Sample a process' memory."""
+    """Sample the memory of a process within the body."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -287,14 +287,14 @@ def watched(pid: int, memory: list[int]) -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> Found:
-    """Everything, from the gateway's start to the empty queue."""
+    """Run everything, from the start of the gateway to the empty queue."""
     found = Found()
     with gateway() as (pid, url):
         processes = environments(arguments.environments, url, folder, pace=arguments.pace, tokens=arguments.tokens)
         with processes, watched(pid, found.memory):
-            trainers = lives(url, folder, arguments)
+            trainers = run_trainers(url, folder, arguments)
         Trainer(url, notes(folder, trainers), leased=True, batch_size=arguments.batch_size, step_s=0).run(
-            lambda quiet_s: quiet_s > 2 * SILENCE_S
+            lambda quiet_s: quiet_s > 2 * HEARTBEAT_TIMEOUT_S
         )
         found.left = json.loads(asked(url, "/status"))["queue_size"]
     for number in range(trainers + 1):
@@ -303,7 +303,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> Found:
     return found
 
 
-def _told(found: Found, environments: int) -> dict[str, Any]:
+def _summary(found: Found, environments: int) -> dict[str, Any]:
     grown = [later - earlier for earlier, later in pairwise(found.memory)]
     return {
         "accepted": len(found.accepted),
@@ -322,16 +322,16 @@ def _told(found: Found, environments: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--environments", type=int, default=64, help="processes; a multiple of 4")
     parser.add_argument("--batch-size", type=int, default=256, help="sequences")
-    parser.add_argument("--step-s", type=float, default=0.3, help="what a step of the trainer takes")
-    parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
-    parser.add_argument("--pace", type=float, default=1.0, help="by how much environments' waits are multiplied")
+    parser.add_argument("--step-s", type=float, default=0.3, help="duration of a step of the trainer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--pace", type=float, default=1.0, help="factor of the pauses of environments")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write what came of it")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--leased", action="store_true", help=argparse.SUPPRESS)
@@ -347,11 +347,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = run(arguments, Path(folder))
-    told = _told(found, arguments.environments)
+    summary = _summary(found, arguments.environments)
     wrong = judged(found, environments=arguments.environments, batch_size=arguments.batch_size)
-    print(json.dumps(told | {"wrong": wrong}, indent=2))
+    print(json.dumps(summary | {"wrong": wrong}, indent=2))
     if arguments.json:
-        write_json(arguments.json, told | {"wrong": wrong})
+        write_json(arguments.json, summary | {"wrong": wrong})
     sys.exit(bool(wrong))
 
 

@@ -1,6 +1,6 @@
-"""Who is at work in `benchmarks.atropos_load`: environments that number what they send, a trainer that notes what came.
+"""The processes of `benchmarks.atropos_load`: environments that number their groups, and a trainer that records them.
 
-Both write what happened into files, line by line, for they may be killed at any time.
+Both write records into files, line by line, because they may be killed at any time.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["GROUP_SIZE", "KINDS", "Kind", "Numbered", "Trainer", "config_of", "k
 GROUP_SIZE = 4
 
 BATCHES_AHEAD = 10
-"""Environments pause when so many batches wait: with the usual 3, no queue holds two groups of each of 64."""
+"""Environments pause when so many batches wait: with the default 3, no queue contains two groups of each of 64."""
 
 LEASE_S = 3.0
 
 
 class Kind(NamedTuple):
-    """What some of the environments ask for."""
+    """The options of some of the environments."""
 
     weight: float
     minimum: float | None
 
 
 KINDS = (Kind(1.0, 1 / 64), Kind(1.0, None), Kind(2.0, None), Kind(4.0, None))
-"""A quarter of the environments each."""
+"""Kinds of a quarter of the environments each."""
 
 
 def kind_of(index: int) -> Kind:
-    """What environment `index` asks for."""
+    """Return the kind of environment `index`."""
     return KINDS[index % len(KINDS)]
 
 
 def config_of(index: int, url: str, pace: float) -> Config:
-    """How environment `index` is configured."""
+    """Return the configuration of environment `index`."""
     kind = kind_of(index)
     return Config(
         rollout_server_url=url,
@@ -63,7 +63,7 @@ def config_of(index: int, url: str, pace: float) -> Config:
 
 @dataclass(eq=False)
 class Numbered(Environment):
-    """Begins each sequence with its own number and that of the group, and notes what was accepted."""
+    """Begins each sequence with its own number and that of the group, and records accepted groups."""
 
     index: int = 0
     tokens: int = 64
@@ -71,7 +71,7 @@ class Numbered(Environment):
     _serial: int = 0
 
     async def collect_trajectories(self, item: int) -> tuple[Scored | list[Scored] | None, list[int]]:
-        """A group that there is once."""
+        """Return a group with unique numbers."""
         await asyncio.sleep(0)
         scored, self._serial = scored_group(item, GROUP_SIZE, self.tokens), self._serial + 1
         for row in scored["tokens"]:
@@ -79,14 +79,14 @@ class Numbered(Environment):
         return scored, []
 
     async def _send_scored_data_to_api(self, scored_data: Scored | list[Scored]) -> None:
-        assert isinstance(scored_data, dict)  # noqa: S101 (it makes no others)
+        assert isinstance(scored_data, dict)  # noqa: S101 (it makes no lists)
         refused = self.counts.refused
         await super()._send_scored_data_to_api(scored_data)
         if self.counts.refused == refused:
             note(self.accepted, scored_data["tokens"][0][:2])
 
     async def run(self) -> None:
-        """Live, whatever happens to the server: it is the trainer that ends a run."""
+        """Run, and restart after errors of the server: the trainer ends a run."""
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 await self.env_manager()
@@ -94,7 +94,7 @@ class Numbered(Environment):
 
 
 class Trainer:
-    """Registers, polls, and notes every group that comes."""
+    """Registers, polls, and records every group that arrives."""
 
     def __init__(self, url: str, notes: Path, *, leased: bool, batch_size: int, step_s: float) -> None:
         host = urlsplit(url)
@@ -105,24 +105,24 @@ class Trainer:
         self._step_s = step_s
 
     def run(self, done: Callable[[float], bool]) -> None:
-        """Train until `done`, which is told for how many seconds there was no batch."""
+        """Train until `done`, which receives the seconds without a batch."""
         about = {"wandb_group": "load", "wandb_project": "load", "checkpoint_dir": "", "save_checkpoint_interval": -1}
         numbers = {"batch_size": self._batch_size, "max_token_len": 4096, "starting_step": 0, "num_steps": 2**31 - 1}
-        self._asked("POST", "/register", about | numbers)
+        self._request("POST", "/register", about | numbers)
         last = time.monotonic()
         while not done(time.monotonic() - last):
-            waiting = waiting_groups(self._asked("GET", "/status"))
+            waiting = waiting_groups(self._request("GET", "/status"))
             note(self._notes, "asking")
-            answer = json.loads(self._asked("GET", self._path))
-            groups = [group["tokens"][0][:2] for group in answer["batch"] or ()]
+            reply = json.loads(self._request("GET", self._path))
+            groups = [group["tokens"][0][:2] for group in reply["batch"] or ()]
             note(self._notes, {"groups": groups, "waiting": sorted(waiting.items())})
-            if "lease" in answer:
-                self._asked("POST", "/acknowledge", {"lease": answer["lease"]})
+            if "lease" in reply:
+                self._request("POST", "/acknowledge", {"lease": reply["lease"]})
             if groups:
                 last = time.monotonic()
             time.sleep(self._step_s if groups else 0.05)
 
-    def _asked(self, method: str, path: str, body: Any = None) -> str:
+    def _request(self, method: str, path: str, body: Any = None) -> str:
         sent = None if body is None else json.dumps(body).encode()
         self.connection.request(method, path, sent, {"Content-Type": "application/json"})
         return self.connection.getresponse().read().decode()
@@ -137,7 +137,7 @@ def waiting_groups(status: str) -> Counter[int]:
 
 
 def note(path: Path, what: Any) -> None:
-    """Append a line, which is there even if the process is killed the next moment."""
+    """Append a line, which survives if the process is killed immediately afterwards."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(file, json.dumps(what).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""The results of `benchmarks.transport` as a picture: a bar a contestant, a panel a case, the limit as a line."""
+"""A picture of the results of `benchmarks.transport`: a bar for each contestant, a panel for each case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS, OTHERS = "#1f6fb4", "#b8c4cf"
 
 
 def picture(text: str) -> Path:
-    """A file to be drawn to, of a command line."""
+    """Return the path of a picture, from an argument of the command line."""
     path = target(text)
     if path.suffix[1:] not in (kinds := FigureCanvasBase.get_supported_filetypes()):
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(kinds)}, got {text}")
@@ -46,7 +46,7 @@ def _case(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def _draw_panel(axis: Any, panel: list[dict[str, Any]]) -> None:
-    """Fastest on top; whiskers from the least to the most; a logarithmic axis, for peers are far apart."""
+    """Draw the fastest on top, with whiskers from minimum to maximum, on a logarithmic axis."""
     panel = sorted(panel, key=lambda row: row["trajectories_per_s"])
     rates = [row["trajectories_per_s"] for row in panel]
     ranges = [row["trajectories_per_s_range"] for row in panel]

@@ -1,4 +1,4 @@
-"""What the shm channel costs beside time: processor, memory, and what more producers than cores do to it.
+"""Cost of the shm channel besides time: processor, memory, and the effect of more producers than cores.
 
 python -m benchmarks.cost
 """
@@ -31,25 +31,25 @@ from .report import command_line, median_of, print_table, short, write_json
 __all__ = ["main"]
 
 PACED = 10_000
-"""Trajectories a second at which processor time is taken."""
+"""Rate in trajectories a second at which processor time is measured."""
 
 SLOTS = 1000
 SLOT_TOKENS = 960
-"""Four 4-byte columns and a mask over so many tokens are a record of 16.7 KB."""
+"""Four 4-byte columns and a mask over so many tokens make a record of 16.7 KB."""
 
 SLOT_BYTES = 17 * 1024
-"""What such a record takes of a segment."""
+"""Bytes of a segment that such a record takes."""
 
 SETTLE_S = 1.0
-"""Between the last sender's arrival and the first look at the clock."""
+"""Pause before the measurement begins."""
 
 
 # -- processor -------------------------------------------------------------------------------------------------------
 
 
 async def cpu_when_idle(producers: int, seconds: float) -> float:
-    """Share of a core that all ends of a channel take together while nobody sends, less what looking on takes."""
-    share, looking_on = math.nan, await _cpu_share([os.getpid()], seconds)
+    """Return the share of a core of all ends of an idle channel together, less the cost of measuring."""
+    share, measuring = math.nan, await _cpu_share([os.getpid()], seconds)
     async with serve("shm://", TrajectoryGroup, senders=producers) as inbox:
         pipes = [multiprocessing.get_context("spawn").Pipe() for _ in range(producers)]
         arguments = [(inbox.url, theirs) for _, theirs in pipes]
@@ -62,7 +62,7 @@ async def cpu_when_idle(producers: int, seconds: float) -> float:
                 ours.send(None)
             async for _ in inbox:
                 pass
-    return share - looking_on
+    return share - measuring
 
 
 def _send_one_and_wait(url: str, pipe: Connection) -> None:
@@ -76,7 +76,7 @@ async def _send_one_and_wait_async(url: str, pipe: Connection) -> None:
 
 
 async def cpu_when_paced(case: Case) -> float:
-    """Share of a core that all ends take together at a paced load; the receiver packs what comes."""
+    """Return the share of a core of all ends together at a paced load; the receiver packs the groups."""
     control, share = Control(case.producers), math.nan
     async with serve("shm://", TrajectoryGroup, senders=case.producers) as inbox:
         arguments = [(inbox.url, case, number, control) for number in range(case.producers)]
@@ -101,7 +101,7 @@ async def _pack(inbox: ReceiveChannel[TrajectoryGroup], case: Case) -> None:
 
 
 async def _cpu_share(pids: Sequence[int], seconds: float) -> float:
-    """What `pids` take, this process first among them: what it takes to look at the others does not count."""
+    """Return the share of `pids`, this process first, so that reading the times of the others is excluded."""
     await anyio.sleep(SETTLE_S)
     before, begin = cpu_seconds(reversed(pids)), anyio.current_time()
     await anyio.sleep(seconds)
@@ -113,12 +113,12 @@ async def _cpu_share(pids: Sequence[int], seconds: float) -> float:
 
 
 async def memory(readers: int) -> dict[str, int]:
-    """Bytes by which sender and receiver together grow with a channel of which every slot is full and being read."""
+    """Return the growth of sender and receiver in bytes with a channel of which every slot is full and being read."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     async with serve("shm://", TrajectoryGroup, capacity=SLOTS, capacity_bytes=SLOTS * SLOT_BYTES) as inbox:
         with anyio.fail_after(DEADLINE_S), producing(_fill, [(inbox.url, theirs)]) as processes:
             pids = [os.getpid(), processes[0].pid or 0]
-            await _word(ours)
+            await _wait_for(ours)
             before = pss_bytes(pids)
             ours.send(None)
             held: list[TrajectoryGroup] = []
@@ -141,7 +141,7 @@ async def _hold(inbox: ReceiveChannel[TrajectoryGroup], held: list[TrajectoryGro
             await anyio.sleep(0.001)
 
 
-async def _word(pipe: Connection) -> None:
+async def _wait_for(pipe: Connection) -> None:
     await anyio.wait_readable(pipe.fileno())
     pipe.recv()
 
@@ -153,18 +153,18 @@ def _fill(url: str, pipe: Connection) -> None:
 async def _fill_async(url: str, pipe: Connection) -> None:
     groups = make_groups(0, group=1, tokens=SLOT_TOKENS)
     pipe.send(None)
-    await _word(pipe)
+    await _wait_for(pipe)
     async with connect(url, TrajectoryGroup) as outbox:
         for number in range(SLOTS):
             await outbox.send(msgspec.structs.replace(groups[number % len(groups)], instance_id=str(number)))
-        await _word(pipe)
+        await _wait_for(pipe)
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
 
 
 def measure(seconds: float, repeats: int, console: Console) -> dict[str, Any]:
-    """Everything, printed as it comes."""
+    """Run and print every measurement."""
     paced = Case(4, 8, 1024, seconds).paced(PACED)
     idle = [100 * anyio.run(cpu_when_idle, 4, seconds) for _ in range(repeats)]
     loaded = [100 * anyio.run(cpu_when_paced, paced) for _ in range(repeats)]
@@ -205,7 +205,7 @@ def measure(seconds: float, repeats: int, console: Console) -> dict[str, Any]:
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = command_line(__doc__, seconds=3.0, repeats=3)
     arguments = parser.parse_args()
     write_json(arguments.json, measure(arguments.seconds, arguments.repeats, Console()))

@@ -1,8 +1,8 @@
-"""CPU time that one group costs its producer, and the consumer that packs it: what a profile is held against.
+"""CPU time of one group in its producer, and in the consumer that packs it, to compare profiles with.
 
     python -m benchmarks.cpu
 
-Time waited does not count, so this says more than a rate does on a machine that others use too.
+Waiting does not count, so on a shared machine this is more precise than a rate.
 """
 
 from __future__ import annotations

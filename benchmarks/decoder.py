@@ -1,4 +1,4 @@
-"""A decoder-only transformer of any size, with random weights: what a training step is timed on.
+"""A decoder-only transformer of any size, with random weights, for timing training steps.
 
 Axes: B rows, T tokens, H heads, D width of a head, W width of the model.
 """
@@ -17,7 +17,7 @@ __all__ = ["Decoder", "Size"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a decoder is."""
+    """The size of a decoder."""
 
     vocabulary: int
     layers: int
@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
-        """See `CausalModel`; a cache is refused."""
+        """Return logits; see `CausalModel`. A cache is an error."""
         if cache is not None:
             raise ValueError("expected no cache: this model only trains")
         x = self.tokens(tokens) + self.positions(positions)
@@ -70,9 +70,9 @@ class Decoder(nn.Module):
         return logits
 
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of every matrix that each token is multiplied with."""
+        """Return (inputs, outputs) of every matrix that each token is multiplied with."""
         return [(each.in_features, each.out_features) for each in self.modules() if isinstance(each, nn.Linear)]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """See `CausalModel`; there is none."""
+        """Raise NotImplementedError; see `CausalModel`."""
         raise NotImplementedError(f"{batch} rows of {capacity} tokens: this model only trains")

@@ -1,11 +1,11 @@
-"""A whole pipeline with real stages and a sink that only counts: trajectories a second, and where the time goes.
+"""A whole pipeline with real stages and a sink that only counts: trajectories a second, and time by stage.
 
     python -m benchmarks.end_to_end
 
     source (2 processes) → RewardBridge → AdvantageNormalizer → Batcher → Count
 
-Sources send prebuilt groups, for sampling is not what is measured. By stage it says for how much of the time each one
-waited, and for what (`statistics()`); and as the stages share one event loop, what a group costs each of them alone.
+Sources send prebuilt groups, because sampling is not measured. For each stage it reports the share of time that it
+waited, and for what (`statistics()`); and because the stages share one event loop, the time of a group in each alone.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = ["main"]
 
 GROUP, TOKENS = 8, 1024
 
-HANDFUL = 16
-"""Groups that may wait between two stages: as many as a stage takes up at a time."""
+EDGE_CAPACITY = 16
+"""Groups that may wait between two stages: as many as a stage receives at once."""
 
 WARM_UP_S = 1.0
 
@@ -59,19 +59,19 @@ ALONE_GROUPS = 400
 """Groups with which a stage is timed alone."""
 
 ALONE_REPEATS = 7
-"""How often it is; the least time counts, for others use the machine as well."""
+"""Number of timings; the minimum counts, because the machine is shared."""
 
 REWARDS: dict[str, Any] = {"length_bounty": {"reward": -0.0001, "cap": 0.5}, "clip": [-10, 10]}
 
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """A source: groups without advantages, as fast as they go, for a while."""
+    """A source of groups without advantages, at full speed, for a while."""
 
     seconds: float
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`."""
+        """Send prebuilt groups; see `Source`."""
         groups = make_groups(current().worker.index, group=GROUP, tokens=TOKENS, advantages=False)
         number, end = 0, time.monotonic() + self.seconds
         while time.monotonic() < end:
@@ -81,7 +81,7 @@ class Prebuilt:
 
 @dataclass(slots=True)
 class Count:
-    """A sink that only counts, and says of each batch that it was trained."""
+    """A sink that only counts, and commits each batch."""
 
     then: Callable[[Ledger], object] | None = None
     """Called after every batch."""
@@ -89,7 +89,7 @@ class Count:
     started: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None:
-        """See `Sink`."""
+        """Count and commit; see `Sink`."""
         ledger = current().ledger
         async for batch in inbox:
             ledger.commit(batch, ledger.step + 1)
@@ -102,28 +102,28 @@ class Count:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The result of one run."""
 
     trajectories_per_s: float
     records_share: dict[str, float]
     """Share of the time that each stage waited for records."""
     credit_share: dict[str, float]
-    """Share of the time that each stage waited for room in the next channel."""
+    """Share of the time that each stage waited for credit of the next channel."""
     cores: dict[str, float]
-    """Cores that the workers took, and this process."""
+    """Cores used by the workers, and by this process."""
 
 
 def middle_stages() -> list[Stage[Any, Any]]:
-    """The stages between source and sink."""
+    """Return the stages between source and sink."""
     return [RewardBridge.from_config(REWARDS), AdvantageNormalizer("grpo"), Batcher(max_tokens=BATCH_TOKENS)]
 
 
 async def run(workers: int, seconds: float) -> Result:
-    """Run the pipeline once and look at it for `seconds` while it is warm."""
+    """Run the pipeline once, and measure it for `seconds` after a warm-up."""
     rewards, normalizer, batcher = middle_stages()
     count = Count()
     placed = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
-    between_groups = placed.then(rewards).then(normalizer, capacity=HANDFUL).then(batcher, capacity=HANDFUL)
+    between_groups = placed.then(rewards).then(normalizer, capacity=EDGE_CAPACITY).then(batcher, capacity=EDGE_CAPACITY)
     pipeline: Pipeline = between_groups.sink(count)
     looks: list[Look] = []
     with anyio.fail_after(seconds + DEADLINE_S):
@@ -142,7 +142,7 @@ async def run(workers: int, seconds: float) -> Result:
 
 @dataclass(frozen=True)
 class Look:
-    """The pipeline at one moment."""
+    """The state of the pipeline at one moment."""
 
     at: float
     trajectories: int
@@ -169,7 +169,7 @@ def _between(first: Look, last: Look) -> Result:
 
 
 async def alone() -> dict[str, float]:
-    """Microseconds of processor time that a group costs each stage by itself, the edge behind it included."""
+    """Return microseconds of processor time of a group in each stage alone, the edge behind it included."""
     built = make_groups(0, group=GROUP, tokens=TOKENS, advantages=False)
     records: list[Any] = [
         msgspec.structs.replace(built[number % len(built)], instance_id=str(number)) for number in range(ALONE_GROUPS)
@@ -183,13 +183,13 @@ async def alone() -> dict[str, float]:
 
 
 async def _timed(stage: Stage[Any, Any], records: Sequence[Any]) -> float:
-    """Seconds of processor time that `stage` takes for `records`.
+    """Return seconds of processor time that `stage` takes for `records`.
 
-    What it sends is let go of at once, as it is in a pipeline: the memory is used again. To keep it would be to time
-    how fresh memory is faulted in.
+    Sent records are freed at once, as in a pipeline, so that their memory is reused. Otherwise the time would contain
+    page faults of new memory.
     """
     feed, inbox = memory_channel[Any](len(records))
-    outbox, sent = memory_channel[Any](HANDFUL)
+    outbox, sent = memory_channel[Any](EDGE_CAPACITY)
     for record in records:
         feed.send_nowait(record)
     feed.close()
@@ -199,7 +199,7 @@ async def _timed(stage: Stage[Any, Any], records: Sequence[Any]) -> float:
             await stage.run(inbox, outbox)
 
     async with inbox, sent:
-        gc.collect()  # what others left behind is not this stage's to clear away
+        gc.collect()  # garbage of earlier stages must not count
         began = time.process_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
@@ -209,7 +209,7 @@ async def _timed(stage: Stage[Any, Any], records: Sequence[Any]) -> float:
 
 
 def show(results: list[Result], costs: dict[str, float], console: Console) -> None:
-    """Print what came out."""
+    """Print the results."""
     rates = median_of([result.trajectories_per_s for result in results])
     cores = ", ".join(
         f"{name} {statistics.median(result.cores[name] for result in results):.2f}" for name in results[0].cores
@@ -229,7 +229,7 @@ def show(results: list[Result], costs: dict[str, float], console: Console) -> No
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = command_line(__doc__, seconds=3.0, repeats=3)
     parser.add_argument("--workers", type=count, default=2, help="processes that the source runs in")
     arguments = parser.parse_args()

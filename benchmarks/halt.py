@@ -1,12 +1,11 @@
-"""A sink that stands still for a while: its sources stop, memory does not move, and all goes on at full speed.
+"""A sink that stops for a while: its sources must stop, memory must not grow, and the speed must recover.
 
     python -m benchmarks.halt --seconds 30
 
 source (3 processes) → relay (2 processes) → sink
 
-The sink counts for ten seconds, stands still, and counts for ten seconds again. A second after it has stopped nothing
-may be begun any more, and this process may hold no more at the end of the halt than then. Exits with 1 where something
-was wrong.
+The sink counts for ten seconds, stops, and counts for ten seconds again. From a second after it has stopped, no
+trajectory may be begun, and the resources of this process may not grow. Exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ WARMING_S, COUNTING_S = 3.0, 10.0
 SETTLING_S = 1.0
 
 SLOWER = 0.8
-"""Of the speed before; the machine's own changes are about as large."""
+"""Minimum share of the speed before; the speed of the machine varies about as much."""
 
 
 @dataclass
 class Halting:
-    """A sink that counts, stands still, and counts again."""
+    """A sink that counts, stops, and counts again."""
 
     seconds: float
     ledger: Ledger
     pipeline: Pipeline = field(init=False)
     before: float = 0.0
-    """Records a second."""
+    """Records a second before the halt."""
     after: float = 0.0
     waits: list[str] = field(default_factory=list)
-    """What each stage waited for at the end of the halt."""
+    """The reason for which each stage waited at the end of the halt."""
     wrong: list[str] = field(default_factory=list)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """See `Sink`."""
+        """Count, stop, count, and compare; see `Sink`."""
         await self._count(inbox, WARMING_S)
         self.before = await self._count(inbox, COUNTING_S)
         await anyio.sleep(SETTLING_S)
@@ -66,7 +65,7 @@ class Halting:
             self.wrong.append(f"{self.after:.0f} records/s afterwards, {self.before:.0f} before")
 
     async def _count(self, inbox: ReceiveChannel[TrajectoryGroup], seconds: float) -> float:
-        """Records a second, for so long."""
+        """Receive for so long; return records a second."""
         began, records = time.monotonic(), 0
         while time.monotonic() - began < seconds:
             self.ledger.end(await inbox.receive(), "trained")
@@ -75,11 +74,11 @@ class Halting:
 
     def _compare(self, before: Sample, after: Sample, begun: int) -> None:
         if begun:
-            self.wrong.append(f"{begun} trajectories were begun while the sink stood still")
+            self.wrong.append(f"{begun} trajectories were begun during the halt")
         for name in Sample.__struct_fields__:
             more = getattr(after, name) - getattr(before, name)
             if more > getattr(TOLERATED, name):
-                self.wrong.append(f"{name} grew by {more:.0f} while the sink stood still")
+                self.wrong.append(f"{name} grew by {more:.0f} during the halt")
 
 
 async def halt(seconds: float) -> Halting:
@@ -93,22 +92,22 @@ async def halt(seconds: float) -> Halting:
     )
     report = await sink.pipeline.run(ledger=ledger)
     if not report.balance.balanced:
-        sink.wrong.append(f"the books do not balance: {report.balance}")
+        sink.wrong.append(f"the ledger does not balance: {report.balance}")
     return sink
 
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=span, default=30.0, help="how long the sink stands still")
+    parser.add_argument("--seconds", type=span, default=30.0, help="duration of the halt")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="halt-") as sockets:
         os.environ["XDG_RUNTIME_DIR"] = sockets
         outcome = anyio.run(halt, arguments.seconds)
     console = Console()
     rows = [["before", f"{outcome.before:,.0f}"], ["after", f"{outcome.after:,.0f}"]]
-    print_table(console, f"records/s, around {arguments.seconds:.0f} s of standing still", ("", ""), rows)
+    print_table(console, f"records/s, around {arguments.seconds:.0f} s of halt", ("", ""), rows)
     for wait in outcome.waits:
         console.print(wait, highlight=False, markup=False)
     for wrong in outcome.wrong:

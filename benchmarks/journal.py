@@ -1,12 +1,12 @@
-"""What the journal costs: a pipeline with and without it, in turn; trajectories a second, as a ratio.
+"""Cost of the journal: a pipeline with and without it, in turn; trajectories a second, as a ratio.
 
     python -m benchmarks.journal
 
     source (2 processes) → (Journal →) Batcher → Count
 
-Sources send prebuilt groups, and the sink only counts and says after every so many batches that it wrote a checkpoint,
-so that the journal's files are deleted as in a run. Beside it what this disk takes: one file written as the journal
-writes its own, by nothing else, for no journal is faster.
+Sources send prebuilt groups. The sink only counts, and announces a checkpoint after every so many batches, so that the
+journal's files are deleted as in a run. Beside it the speed of the disk: one file written in the same way as the
+journal's, without a pipeline, as an upper bound.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from .report import command_line, count, median_of, print_table, write_json
 __all__ = ["main"]
 
 CHECKPOINT_EVERY = 16
-"""Batches of 64 Ki tokens, 17 MB of journal: as long as a run trains them, the kernel need not write what is gone."""
+"""Batches of 64 Ki tokens, 17 MB of journal: files that are deleted this soon need not reach the disk."""
 
 CAPACITY_BYTES = 2**31
 
 
 def checkpoint_now_and_then(ledger: Ledger) -> None:
-    """Say after every so many batches that a checkpoint holds them."""
+    """Announce a checkpoint after every so many batches."""
     if not ledger.step % CHECKPOINT_EVERY:
         ledger.announce_checkpoint(ledger.committed)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The result of one run."""
 
     trajectories_per_s: float
     cores: float
-    """That this process took."""
+    """Cores used by this process."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """With which journal, if any."""
+    """The use of a journal."""
 
     name: str
     journal: bool
     fsync: bool = False
 
     def pipeline(self, begun: Flow[TrajectoryGroup], sink: Count, folder: Path) -> Pipeline:
-        """The stages behind the source."""
+        """Return the pipeline behind the source."""
         if self.journal:
             begun = begun.then(Journal(folder, capacity_bytes=CAPACITY_BYTES, fsync=self.fsync))
         return begun.then(Batcher(max_tokens=BATCH_TOKENS)).sink(sink)
@@ -74,7 +74,7 @@ WAYS = (Way("without", journal=False), Way("with", journal=True), Way("with fsyn
 
 
 async def run(way: Way, workers: int, seconds: float, folder: Path) -> Result:
-    """Run the pipeline once and look at it for `seconds` while it is warm."""
+    """Run the pipeline once, and measure it for `seconds` after a warm-up."""
     train = Count(checkpoint_now_and_then)
     begun = source(Prebuilt(seconds + 2 * WARM_UP_S), on=processes(workers))
     pipeline = way.pipeline(begun, train, folder)
@@ -95,7 +95,7 @@ async def run(way: Way, workers: int, seconds: float, folder: Path) -> Result:
 
 
 def disk(seconds: float, folder: Path) -> float:
-    """Trajectories a second that go into one file: the same bytes, written 16 groups at a time and deleted likewise."""
+    """Return trajectories a second into one file: the same bytes, written 16 groups at a time and deleted likewise."""
     entries = encode_entry(make_groups(0, group=GROUP, tokens=TOKENS, advantages=False)[0]) * 16
     groups, began, path = 0, time.monotonic(), folder / "bare"
     while time.monotonic() - began < seconds:
@@ -108,7 +108,7 @@ def disk(seconds: float, folder: Path) -> float:
 
 
 def show(results: dict[str, list[Result]], bare: list[float], console: Console) -> None:
-    """Print what came out."""
+    """Print the results."""
     without = [result.trajectories_per_s for result in results["without"]]
     rows = []
     for name, ran in results.items():
@@ -121,10 +121,10 @@ def show(results: dict[str, list[Result]], bare: list[float], console: Console) 
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = command_line(__doc__, seconds=2.0, repeats=5)
     parser.add_argument("--workers", type=count, default=2, help="processes that the source runs in")
-    parser.add_argument("--folder", type=Path, help="where the journal lies; by default where temporary files do")
+    parser.add_argument("--folder", type=Path, help="folder of the journal; by default that of temporary files")
     arguments = parser.parse_args()
     results: dict[str, list[Result]] = {way.name: [] for way in WAYS}
     bare: list[float] = []

@@ -1,9 +1,9 @@
-"""How long a group is on its way: alone, under paced load, and to a receiver beside a trainer that holds the GIL.
+"""Latency of a group: alone, under paced load, and to a receiver beside a trainer that holds the GIL.
 
     python -m benchmarks.latency
 
-One way, from before `send` in the producer's process to the group in the receiver's hands; producers send when a group
-is due, not when there is room.
+One way, from before `send` in the producer's process to the receipt of the group; producers send when a group is due,
+not when there is credit.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ LOADS = (10_000, 38_000, 100_000, 189_000)
 TOKENS = 1024
 
 BATCH = 64
-"""Trajectories that the busy trainer trains on in a step: as many milliseconds go by until the next batch is there."""
+"""Trajectories in a step of the busy trainer; the next batch arrives after as many milliseconds."""
 
 STEP_S = 0.055
-"""How long a step of the busy trainer takes; less than it takes to fill a batch, or channels would be measured full."""
+"""Time of a step of the busy trainer; less than the time to fill a batch, because channels must not be full."""
 
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Within the body a second thread of this process runs Python, and nothing but Python."""
+    """Run Python code in a second thread of this process within the body."""
     stop = threading.Event()
 
     def work() -> None:
@@ -73,12 +73,12 @@ def busy_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pings:
-    """A source: a trajectory a millisecond, stamped."""
+    """A source of one time-stamped trajectory a millisecond."""
 
     seconds: float
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`."""
+        """Send stamped trajectories; see `Source`."""
         groups = make_groups(0, group=1, tokens=TOKENS)
         for number in range(int(self.seconds / 0.001)):
             await anyio.sleep(0.001)
@@ -88,12 +88,12 @@ class Pings:
 
 @dataclass(frozen=True)
 class Clock:
-    """A stage: notes how long each group was on its way here."""
+    """A stage that records the latency of each group."""
 
     latencies: Latencies = field(default_factory=Latencies)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`."""
+        """Record latencies and pass groups on; see `Stage`."""
         begin: float | None = None
         async for group in inbox:
             self.latencies.note(group.meta)
@@ -105,10 +105,10 @@ class Clock:
 
 
 class BusyTrainer:
-    """A trainer whose step is Python from beginning to end."""
+    """A trainer whose step runs Python code all the time."""
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """Keep the interpreter to itself for a while."""
+        """Hold the interpreter for a while."""
         end, steps = time.perf_counter() + STEP_S, 0
         while time.perf_counter() < end:
             steps += 1
@@ -116,7 +116,7 @@ class BusyTrainer:
 
 
 def beside_sink_trainer(case: Case) -> Outcome:
-    """One in flight, in a pipeline that ends in a `SinkTrainer` whose trainer is busy nearly all the time."""
+    """Measure one in flight, in a pipeline with a `SinkTrainer` whose trainer is busy nearly all the time."""
     clock = Clock()
     pipeline = (
         source(Pings(case.seconds + WARM_UP_S), on=processes(1))
@@ -129,13 +129,13 @@ def beside_sink_trainer(case: Case) -> Outcome:
 
 
 def beside_thread(case: Case) -> Outcome:
-    """One in flight, over a bare channel, beside a thread that holds the GIL for the switch interval of 5 ms."""
+    """Measure one in flight, over a channel, beside a thread that holds the GIL for the switch interval of 5 ms."""
     with busy_thread():
         return CONTESTANTS["penstock"](case.pinging())
 
 
 class Table:
-    """Collects what each measurement came to, over the repeats."""
+    """The results of each measurement over the repeats."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -143,15 +143,15 @@ class Table:
         self._skipped: dict[str, str] = {}
 
     def add(self, name: str, outcome: Outcome) -> None:
-        """One measurement."""
+        """Add a measurement."""
         self._outcomes.setdefault(name, []).append(outcome)
 
     def skip(self, name: str, reason: str) -> None:
-        """One that cannot be made here, or not to the end."""
+        """Add a measurement that cannot be made here, or failed."""
         self._skipped[name] = reason
 
     def print(self, console: Console) -> None:
-        """Show the table."""
+        """Print the table."""
         rows = [
             [name, median_of([o.p50_us for o in outcomes]), median_of([o.p99_us for o in outcomes])]
             for name, outcomes in self._outcomes.items()
@@ -161,7 +161,7 @@ class Table:
             console.print(f"{name} {reason}", style="dim", highlight=False, markup=False)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The same for JSON."""
+        """Return the results for JSON."""
         return [
             {
                 "what": name,
@@ -174,7 +174,7 @@ class Table:
 
 
 def measure(seconds: float, repeats: int) -> list[Table]:
-    """All of it, in turn."""
+    """Run every measurement in turn."""
     alone = Table("one trajectory in flight")
     paced = Table("paced load: 4 producers, groups of 8")
     busy = Table("one in flight, beside a trainer that runs Python")
@@ -198,7 +198,7 @@ def measure(seconds: float, repeats: int) -> list[Table]:
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = command_line(__doc__, seconds=2.0, repeats=3)
     arguments = parser.parse_args()
     tables, console = measure(arguments.seconds, arguments.repeats), Console()

@@ -1,12 +1,12 @@
-"""The machine's own limit: one copy in by a writer, one copy out by a reader, each on its own core, nothing else.
+"""The machine's own limit: one copy in by a writer, one copy out by a reader, each on its own core.
 
-No metadata, no Python object a record: what is left when a transport costs nothing. The two take turns, a round of the
-ring each, and only their copies are timed: so every byte crosses from one core to the other exactly once, as it does in
-a transport. (Left to run freely they chase each other round the ring, and the result jumps by a factor of five.) Two
-cores that shared the work evenly would move 2 / (1 / W + 1 / R) records a second, W and R being what each copies.
+Without metadata and Python objects, this is the speed of a transport without overhead. The two alternate, a round of
+the ring each, and only their copies are timed: so every byte crosses from one core to the other exactly once, as it
+does in a transport. (Run concurrently, their results vary by a factor of five.) Two cores that shared the work evenly
+would move 2 / (1 / W + 1 / R) records a second, where W and R are the rates of each.
 
-`spin_limit` is there for insight: the same copies by two that do run freely, and hand over by counters in shared memory
-on which both spin. It says what the cheapest handing over costs, not what the machine can do.
+`spin_limit` makes the same copies concurrently, with counters in shared memory on which both spin. It measures the
+cost of the cheapest synchronisation, not the limit of the machine.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import numpy as np
 __all__ = ["copy_limit", "spin_limit"]
 
 RING_BYTES = 16 * 2**20
-"""Bytes that writer and reader go round in: what a thousand trajectories take."""
+"""Size of the ring: that of a thousand trajectories."""
 
 PRIVATE_BYTES = 64 * 16_704
-"""Bytes that each side has of its own: they stay in its cache, as a batch that is being filled does."""
+"""Private memory of each side, which stays in its cache, like a batch that is being filled."""
 
 PRIVATE_RECORDS = 8
-"""Records that each side has of its own at least, however long they are: a group."""
+"""Minimum number of records in the private memory of each side: a group."""
 
 WRITTEN, READ, STOP = 0, 16, 32
-"""Where the counters stand on which two spin: each has a cache line, and the next, which is fetched with it."""
+"""Indices of the counters: each has a cache line and the next one, which is prefetched with it."""
 
 WARM_UP_S = 0.2
 
-HAND_OVER = 32
-"""Records that are handed over at a time, where the hand-over is measured as well."""
+CHUNK = 32
+"""Records between two updates of a counter in `spin_limit`."""
 
 
 def copy_limit(nbytes: int, seconds: float) -> float:
-    """Records of `nbytes` a second that two cores copy in and out again."""
+    """Return records of `nbytes` a second that two cores copy in and out."""
     ring = _Ring(nbytes)
-    context = multiprocessing.get_context("fork")  # nothing runs yet, and an anonymous mapping is inherited
+    context = multiprocessing.get_context("fork")  # no threads yet, and an anonymous mapping is inherited
     ours, theirs = context.Pipe()
     writer = context.Process(target=_write_rounds, args=(ring, theirs))
     cores = sorted(os.sched_getaffinity(0))
@@ -51,7 +51,7 @@ def copy_limit(nbytes: int, seconds: float) -> float:
     try:
         written_s = read_s = rounds = 0.0
         ours.send(True)
-        ours.recv()  # the first round of each side only brings its pages in
+        ours.recv()  # the first round of each side faults its pages in
         ring.read()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -67,7 +67,7 @@ def copy_limit(nbytes: int, seconds: float) -> float:
 
 
 def spin_limit(nbytes: int, seconds: float) -> float:
-    """Records of `nbytes` a second that two cores hand over through a ring, each spinning on the other's counter."""
+    """Return records of `nbytes` a second through a ring, each core spinning on the other's counter."""
     ring = _Ring(nbytes)
     counters = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
     writer = multiprocessing.get_context("fork").Process(target=_write_freely, args=(ring, counters))
@@ -86,7 +86,7 @@ def spin_limit(nbytes: int, seconds: float) -> float:
 
 
 class _Ring:
-    """A ring of records in shared memory, and a few of one's own."""
+    """A ring of records in shared memory, and a few private ones."""
 
     def __init__(self, nbytes: int) -> None:
         self.slots = max(2, RING_BYTES // nbytes)
@@ -97,14 +97,14 @@ class _Ring:
         self._pairs = [(spans[slot], spans[slot % private]) for slot in range(self.slots)]
 
     def write(self) -> float:
-        """Seconds that a round of copies in takes."""
+        """Copy in a round; return its time in seconds."""
         start = time.perf_counter()
         for there, here in self._pairs:
             self._shared[there] = self._own[here]
         return time.perf_counter() - start
 
     def read(self) -> float:
-        """Seconds that a round of copies out takes."""
+        """Copy out a round; return its time in seconds."""
         start = time.perf_counter()
         for there, here in self._pairs:
             self._own[here] = self._shared[there]
@@ -131,7 +131,7 @@ def _write_freely(ring: _Ring, counters: memoryview) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     written = 0
     while not counters[STOP]:
-        count = min(HAND_OVER, ring.slots - written % ring.slots, ring.slots - (written - counters[READ]))
+        count = min(CHUNK, ring.slots - written % ring.slots, ring.slots - (written - counters[READ]))
         ring.write_some(written % ring.slots, count)
         written += count
         counters[WRITTEN] = written
@@ -140,7 +140,7 @@ def _write_freely(ring: _Ring, counters: memoryview) -> None:
 def _read_until(ring: _Ring, counters: memoryview, end: float) -> None:
     read = counters[READ]
     while time.perf_counter() < end:
-        count = min(HAND_OVER, ring.slots - read % ring.slots, counters[WRITTEN] - read)
+        count = min(CHUNK, ring.slots - read % ring.slots, counters[WRITTEN] - read)
         ring.read_some(read % ring.slots, count)
         read += count
         counters[READ] = read

@@ -1,4 +1,4 @@
-"""What the numbers were measured on, and what processes take of it."""
+"""Description of the machine, and resources of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["cpu_seconds", "machine", "pss_bytes"]
 
 
 def machine() -> dict[str, Any]:
-    """The processor, and what runs on it."""
+    """Return the processor, the kernel and the Python version."""
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": model[0].partition(":")[2].strip() if model else platform.processor(),
@@ -23,13 +23,13 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Processor time that all threads of these processes have taken so far, to the nanosecond."""
+    """Return the processor time of all threads of these processes so far, in seconds with nanosecond resolution."""
     tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def pss_bytes(pids: Iterable[int]) -> dict[str, int]:
-    """Memory of these processes, what they share counted once: in all, and the shared-memory part of it."""
+    """Return the memory of these processes, shared pages counted once: in all, and the shared-memory part."""
     totals = {"Pss": 0, "Pss_Shmem": 0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():

@@ -1,8 +1,8 @@
-"""The record that every contestant moves: groups of trajectories with four 4-byte columns over tokens, and a loss mask.
+"""The record of every contestant: groups of trajectories with four 4-byte columns over tokens, and a loss mask.
 
-A producer sends `KINDS` prebuilt groups in turn, for building is not transport, under names that count up. A token is
-made from who sent it, of which kind its group is and where it stands, so that a wrong batch can be told from a right
-one. `Checker` does that at the same small cost for every contestant.
+A producer sends `KINDS` prebuilt groups in turn, because building is not transport, under ascending numbers. A token
+depends on its producer, on the kind of its group and on its position, so that a wrong batch is detected. `Checker` does
+that at the same small cost for every contestant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = 2
 """Different groups that a producer sends in turn."""
 
 CHECK_WHOLE_EVERY = 128
-"""Batches between two whose every byte is checked; of the others the edges are."""
+"""Interval of batches of which every byte is checked; of the others the edges are."""
 
 BATCH_TOKENS = 64 * 1024
 """Tokens of a packed batch, unless one group holds more."""
@@ -49,10 +49,10 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "advantages": np.dtype(np.float32),
     "ref_logprobs": np.dtype(np.float32),
 }
-"""What a record holds a token."""
+"""Columns over the tokens of a record."""
 
 EDGED = ("behavior_logprobs", "advantages", "ref_logprobs")
-"""Columns of which one in turn has the edges of each group checked, beside the tokens with those of each sequence."""
+"""Columns of which one in turn is checked at the edges of each group; tokens are checked at those of each sequence."""
 
 ROW = np.dtype(
     [
@@ -63,15 +63,15 @@ ROW = np.dtype(
         ("repetition_id", np.int64),
     ]
 )
-"""What a record holds a sequence, in the form that peers move it."""
+"""Fields of a sequence of a record, in the form of peers."""
 
 
 class WrongContents(AssertionError):
-    """A batch holds something else than what was sent."""
+    """A batch differs from the sent records."""
 
 
 class Plain(NamedTuple):
-    """A group without penstock's classes: what peers move."""
+    """A group without penstock's classes, for peers."""
 
     env: str
     instance_id: str
@@ -83,27 +83,27 @@ class Plain(NamedTuple):
 
 
 def trajectory_bytes(tokens: int) -> int:
-    """Bytes of one trajectory that the limit copies: four columns and some metadata, but not the mask."""
+    """Return the bytes of a trajectory that the limit copies: four columns and some metadata, but not the mask."""
     return 4 * 4 * tokens + 320
 
 
 def as_bytes(buffer: Any) -> memoryview:
-    """An array, or another buffer, as plain bytes."""
+    """Return an array, or another buffer, as plain bytes."""
     return memoryview(buffer).cast("B")
 
 
 def batch_tokens(group: int, tokens: int) -> int:
-    """Tokens that a batch holds."""
+    """Return the number of tokens of a batch."""
     return max(BATCH_TOKENS, group * tokens)
 
 
 def env_of(producer: int) -> str:
-    """What a producer calls its environment."""
+    """Return the name of a producer's environment."""
     return f"bench-{producer}"
 
 
 def make_groups(producer: int, *, group: int, tokens: int, advantages: bool = True) -> list[TrajectoryGroup]:
-    """The groups that producer number `producer` sends in turn."""
+    """Return the groups that producer number `producer` sends in turn."""
     groups = []
     for kind in range(KINDS):
         length = group * tokens
@@ -127,7 +127,7 @@ def make_groups(producer: int, *, group: int, tokens: int, advantages: bool = Tr
 
 
 def plain(group: TrajectoryGroup) -> Plain:
-    """The same record for peers."""
+    """Return the record in the form of peers."""
     rows = np.empty(len(group), ROW)
     rows["length"] = group.lengths()
     rows["reward"] = group.rewards
@@ -151,17 +151,17 @@ class Packed(NamedTuple):
 
     @property
     def rewards(self) -> NDArray[np.float32]:
-        """[B]."""
+        """Return [B] the rewards."""
         return self.rows["reward"]
 
     @property
     def repetition_ids(self) -> NDArray[np.int64]:
-        """[B]."""
+        """Return [B] the repetition ids."""
         return self.rows["repetition_id"]
 
 
 class PlainGroup(NamedTuple):
-    """Which sequences of a batch came from one group."""
+    """The sequences of a batch that came from one group."""
 
     env: str
     instance_id: str
@@ -170,10 +170,10 @@ class PlainGroup(NamedTuple):
 
 
 class Packing:
-    """Packs peers' records as leanly as Python can: memory that is used again, and a plain copy a column.
+    """Packs peers' records at the least cost in Python: reused memory, and one copy for each column.
 
-    Peers are not made to pay for what penstock's own `Packer` checks and counts. Two batches take turns, so one lives
-    until the next but one is begun.
+    Peers do not pay for the checks and counts of penstock's own `Packer`. Two batches alternate, so one is valid until
+    the next but one is begun.
     """
 
     def __init__(self, group: int, tokens: int) -> None:
@@ -189,7 +189,7 @@ class Packing:
         self._sequences = 0
 
     def fits(self, record: Plain) -> bool:
-        """Whether `record` has room in the batch that is being filled."""
+        """Return whether `record` has room in the batch that is being filled."""
         return self._tokens + len(record.columns[1]) <= self.max_tokens
 
     def add(self, record: Plain) -> None:
@@ -204,7 +204,7 @@ class Packing:
         self._sequences += sequences
 
     def pack(self) -> Packed:
-        """The batch that was filled; the next one is begun."""
+        """Return the filled batch, and begin the next one."""
         rows = self._memory.rows[: self._sequences]
         bounds = np.zeros(self._sequences + 1, np.int64)
         np.cumsum(rows["length"], out=bounds[1:])
@@ -214,7 +214,7 @@ class Packing:
 
 
 class _Memory:
-    """What one batch is packed into."""
+    """The memory of one batch."""
 
     def __init__(self, tokens: int, sequences: int) -> None:
         self.rows = np.zeros(sequences, ROW)
@@ -223,15 +223,15 @@ class _Memory:
 
 
 Batch: TypeAlias = TrainBatch | Packed
-"""What is checked."""
+"""A batch that can be checked."""
 
 
 class Checker:
-    """Holds batches against what was sent: a wrong, lost, doubled, torn or swapped record is caught.
+    """Compares batches with the sent records: detects wrong, lost, duplicated, torn or swapped records.
 
-    Of every batch: that each producer's groups come in order without a gap, that every sequence begins and ends with
-    its own tokens, and every group with its own values of one further column, another with each batch. Of every 128th:
-    every byte. That is 8 µs a batch of eight groups (measured), half of it waiting for memory.
+    In every batch: each producer's groups arrive in order without a gap, every sequence begins and ends with its own
+    tokens, and every group with its own values of one further column, another with each batch. In every 128th: every
+    byte. That takes 8 µs for a batch of eight groups (measured), half of it waiting for memory.
     """
 
     def __init__(self, *, producers: int, group: int, tokens: int) -> None:
@@ -248,12 +248,12 @@ class Checker:
 
     @property
     def received(self) -> int:
-        """Groups that were seen so far."""
+        """Return the number of groups so far."""
         return sum(stream.number for stream in self._streams.values())
 
     @property
-    def everybody_sends(self) -> bool:
-        """Whether something has come from every producer."""
+    def all_producers_send(self) -> bool:
+        """Return whether a group has arrived from every producer."""
         return all(stream.number for stream in self._streams.values())
 
     def check(self, batch: Batch) -> None:
@@ -262,7 +262,7 @@ class Checker:
         Raises:
             WrongContents: naming what differs.
         """
-        kinds = self._identified(batch)
+        kinds = self._expected_kinds(batch)
         sequences = len(kinds) * self._group
         bounds = self._bounds[: sequences + 1]
         if batch.cu_seqlens.tobytes() != bounds.tobytes() or len(batch.tokens) != bounds[-1]:
@@ -276,8 +276,8 @@ class Checker:
             self._check_whole(batch, kinds)
         self._batches += 1
 
-    def _identified(self, batch: Batch) -> list[_Kind]:
-        """What each group of the batch must be, by who sent it and how many came from there before."""
+    def _expected_kinds(self, batch: Batch) -> list[_Kind]:
+        """Return the expected kind of each group of the batch, by its producer and its number."""
         kinds = []
         for group in batch.groups:
             stream = self._streams.get(group.env)
@@ -305,7 +305,7 @@ class Checker:
                     raise WrongContents(f"{name}: a value of group {index} differs from what was sent")
 
     def finish(self, sent: Mapping[int, int]) -> None:
-        """Hold what came, all in all, against what every producer says it sent.
+        """Compare the number of received groups with the number that every producer sent.
 
         Raises:
             WrongContents: naming the producer.
@@ -317,7 +317,7 @@ class Checker:
 
 
 class _Stream:
-    """What one producer sends, and how much of it has come."""
+    """The groups of one producer, and the number that has arrived."""
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self.kinds = [_Kind(group) for group in groups]
@@ -325,7 +325,7 @@ class _Stream:
 
 
 class _Kind:
-    """What is expected of a group."""
+    """The expected content of a group."""
 
     def __init__(self, group: TrajectoryGroup) -> None:
         ends = group.offsets[[0, -1]]
@@ -336,7 +336,7 @@ class _Kind:
 
 
 def _edges(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first and the last index of each span."""
+    """Return the first and the last index of each span."""
     return np.stack([bounds[:-1], bounds[1:] - 1], axis=1).ravel()
 
 

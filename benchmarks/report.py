@@ -1,4 +1,4 @@
-"""How benchmarks show what they measured: medians with the least and the most, in tables of 80 columns."""
+"""Reports of benchmarks: medians with minimum and maximum, in tables of 80 columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["command_line", "count", "median_of", "print_table", "short", "span",
 
 
 def command_line(doc: str | None, *, seconds: float, repeats: int) -> argparse.ArgumentParser:
-    """What every benchmark can be told; `doc` begins with what it is for."""
+    """Return a parser with the options of every benchmark; `doc` begins with its purpose."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=span, default=seconds, help="how long each measurement counts")
-    parser.add_argument("--repeats", type=count, default=repeats, help="measurements of which the median is taken")
+    parser.add_argument("--seconds", type=span, default=seconds, help="duration of each measurement")
+    parser.add_argument("--repeats", type=count, default=repeats, help="number of measurements for the median")
     parser.add_argument("--json", type=target, help="write the results here")
     return parser
 
 
 def span(text: str) -> float:
-    """How long something lasts, of a command line: more than nothing, and not for ever."""
+    """Return a duration from an argument of the command line: positive and finite."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected more than 0{' and an end' if value > 0 else ''}, got {text}")
@@ -37,7 +37,7 @@ def span(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """How many, of a command line: at least one."""
+    """Return a number of at least 1 from an argument of the command line."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
@@ -45,7 +45,7 @@ def count(text: str) -> int:
 
 
 def target(text: str) -> Path:
-    """A file to be written, of a command line: what cannot be is found out before minutes are spent on its contents."""
+    """Return a path to write from an argument of the command line, after checking that it is writable."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written to, got {text}")
@@ -53,20 +53,20 @@ def target(text: str) -> Path:
 
 
 def short(rate: float) -> str:
-    """A rate in four or five characters."""
+    """Return a rate in four or five characters."""
     if rate >= 999_500:  # noqa: PLR2004
         return f"{rate / 1e6:.2f} M"
     return f"{rate / 1e3:.0f} k" if rate >= 9_950 else f"{rate / 1e3:.1f} k"  # noqa: PLR2004
 
 
 def median_of(values: Sequence[float], digits: int = 0) -> str:
-    """The median, and behind it the least and the most where there are several."""
+    """Return the median, followed by minimum and maximum if there are several values."""
     middle = f"{statistics.median(values):,.{digits}f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
 
 
 def print_table(console: Console, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table under a title; its first column names."""
+    """Print a table under a title; its first column contains names."""
     console.print(f"\n{title}", style="italic", highlight=False)
     table = Table()
     for index, column in enumerate(head):
@@ -77,6 +77,6 @@ def print_table(console: Console, title: str, head: Sequence[str], rows: Iterabl
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write `content`, with what it was measured on, where a path was given."""
+    """Write `content`, with a description of the machine, if a path is given."""
     if path is not None:
         path.write_text(json.dumps({"machine": machine()} | content, indent=2, ensure_ascii=False) + "\n")

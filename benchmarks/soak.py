@@ -1,13 +1,13 @@
-"""Hours of a pipeline whose workers are killed, stopped and started anew all the time: nothing may grow, or get lost.
+"""Hours of a pipeline whose workers are killed, stopped and restarted: no resource may grow, and no record get lost.
 
     python -m benchmarks.soak --minutes 60 --seed 0
 
     source (3 processes) → relay (2 processes) → sink
 
-Every record is compared with what it has to be, and none may come twice. Once a second the books have to balance, and
-it is noted what this process holds of the machine: memory, descriptors, threads, mappings, children, sockets. The last
-quarter of the time must not show more of any than the second. What is done to whom, and when, follows from the seed.
-Exits with 1 where something was wrong.
+Every record is compared with the expected one, and none may arrive twice. Once a second the ledger must balance, and
+the resources of this process are recorded: memory, descriptors, threads, mappings, children, sockets. Their maximum in
+the last quarter of the time must not exceed that in the second. The faults and their times follow from the seed. Exits
+with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ GROUP, TOKENS = 8, 64
 SOURCES, RELAYS = 3, 2
 
 SEGMENT_BYTES = 2**20
-"""What each worker may have in flight."""
+"""Bytes that each worker may have in flight."""
 
 RESTARTS = 10**9
-"""Workers are started anew for as long as it takes."""
+"""Bound on restarts of a worker: more than any run has."""
 
 FAULT_EVERY_S = 0.7
-"""Seconds between two blows, on average."""
+"""Mean time between two faults."""
 
 STALLED_S = 2.0
-"""How long a process is stopped at most."""
+"""Longest time for which a process is stopped."""
 
-CLOSING_S = 2.0
-"""What ZeroMQ may take to close the sockets that were closed here: a thread of its own does that."""
+CLOSE_S = 2.0
+"""Time for ZeroMQ's thread to close the sockets."""
 
-SILENCE_S = 15.0
-"""Longest time without a single record: all workers may be down or stopped at once, but not for long."""
+MAX_GAP_S = 15.0
+"""Longest time without a record: all workers may be down or stopped at once, but not for long."""
 
 
-# -- what flows ------------------------------------------------------------------------------------------------------
+# -- the pipeline ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Make:
-    """A source: groups named after who sends them, as fast as they go."""
+    """A source of groups named after their worker, at full speed."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`."""
+        """Send numbered groups; see `Source`."""
         worker, number = current().worker, 0
         groups = make_groups(worker.index, group=GROUP, tokens=TOKENS)
         while True:
@@ -86,23 +86,23 @@ class Make:
 
 @dataclass(frozen=True)
 class Relay:
-    """Passes on what it receives."""
+    """A stage that passes records on."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`."""
+        """Pass records on; see `Stage`."""
         async for record in inbox:
             await outbox.send(record)
 
 
 class Once:
-    """Notices a number that comes twice. Keeps only those that are missing, so that it does not grow with the rest."""
+    """Detects duplicate numbers. Keeps only those that are missing, so that its size stays bounded."""
 
     def __init__(self) -> None:
         self.highest = -1
         self.missing: set[int] = set()
 
     def take(self, number: int) -> bool:
-        """Whether `number` comes for the first time."""
+        """Return whether `number` arrives for the first time."""
         if number > self.highest:
             self.missing.update(range(self.highest + 1, number))
             self.highest = number
@@ -115,16 +115,16 @@ class Once:
 
 @dataclass
 class Check:
-    """A sink: compares every record with what it has to be, for a while."""
+    """A sink that compares every record with the expected one, for a while."""
 
     seconds: float
     records: int = 0
     wrong: list[str] = field(default_factory=list)
-    """What was not as it has to be."""
-    longest_silence_s: float = 0.0
+    """Descriptions of failures."""
+    longest_gap_s: float = 0.0
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """See `Sink`."""
+        """Compare records until the time is over; see `Sink`."""
         expected = [
             [{name: column.tobytes() for name, column in group.columns().items()} for group in kinds]
             for kinds in (make_groups(index, group=GROUP, tokens=TOKENS) for index in range(SOURCES))
@@ -135,10 +135,10 @@ class Check:
             async for record in inbox:
                 index, restart, number = map(int, record.instance_id.split("."))
                 if (index, restart) not in once:
-                    once.pop((index, restart - 2), None)  # long gone, and so is all that it sent
+                    once.pop((index, restart - 2), None)  # ended long ago, and so did its records
                     once[index, restart] = Once()
                 if not once[index, restart].take(number):
-                    self.wrong.append(f"{record.instance_id} came twice")
+                    self.wrong.append(f"{record.instance_id} arrived twice")
                 for name, column in expected[index][number % len(expected[index])].items():
                     if record.columns()[name].tobytes() != column:
                         self.wrong.append(f"{name} of {record.instance_id} differs")
@@ -146,37 +146,37 @@ class Check:
                 del record
                 self.records += 1
                 now = time.monotonic()
-                self.longest_silence_s, last = max(self.longest_silence_s, now - last), now
+                self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
 
 
-# -- what is done to it ----------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------
 
 
 class Faults:
-    """Strikes workers at random."""
+    """Injects faults into workers at random."""
 
     def __init__(self, pipeline: Pipeline, seed: int) -> None:
-        self.dealt: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self._pipeline = pipeline
         self._random = random.Random(seed)  # noqa: S311 (no secret)
 
-    async def deal(self) -> None:
-        """Go on until cancelled; whoever is stopped then is woken."""
+    async def inject(self) -> None:
+        """Inject faults until cancelled; continue stopped workers then."""
         async with anyio.create_task_group() as tasks:
             while True:
                 await anyio.sleep(self._random.expovariate(1 / FAULT_EVERY_S))
-                blow = self._random.choice(["SIGKILL", "SIGTERM", "stall"])
+                fault = self._random.choice(["SIGKILL", "SIGTERM", "stall"])
                 share, stalled_s = self._random.random(), self._random.uniform(0, STALLED_S)
                 workers = [worker for stage in self._pipeline.statistics().stages for worker in stage.workers]
                 worker = workers[int(share * len(workers))]
                 if worker.pid is not None and worker.state in {"starting", "running"}:
-                    self.dealt[blow] += 1
-                    tasks.start_soon(self._strike, worker.pid, blow, stalled_s)
+                    self.injected[fault] += 1
+                    tasks.start_soon(self._inject_into, worker.pid, fault, stalled_s)
 
-    async def _strike(self, pid: int, blow: str, stalled_s: float) -> None:
+    async def _inject_into(self, pid: int, fault: str, stalled_s: float) -> None:
         with suppress(ProcessLookupError), _pidfd(pid) as pidfd:  # it may have ended by itself
-            if blow != "stall":
-                signal.pidfd_send_signal(pidfd, signal.Signals[blow])
+            if fault != "stall":
+                signal.pidfd_send_signal(pidfd, signal.Signals[fault])
                 return
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
             try:
@@ -194,26 +194,26 @@ def _pidfd(pid: int) -> Iterator[int]:
         os.close(pidfd)
 
 
-# -- what is watched -------------------------------------------------------------------------------------------------
+# -- resources -------------------------------------------------------------------------------------------------
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What this process holds of the machine at one moment."""
+    """The resources of this process at one moment."""
 
     own_mb: float
-    """Memory of its own."""
+    """Private memory."""
     shared_mb: float
-    """Segments of the workers, those of the dead included while someone reads them."""
+    """Segments of the workers, those of dead workers included while they are read."""
     descriptors: int
     threads: int
     mappings: int
     children: int
     sockets: int
-    """Directories of sockets, of every process here."""
+    """Directories of sockets, of all processes."""
 
     @classmethod
     def take(cls) -> Sample:
-        """Now."""
+        """Return the current resources."""
         status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
         tasks = Path("/proc/self/task").iterdir()
         children = 0
@@ -232,12 +232,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 TOLERATED = Sample(own_mb=8, shared_mb=8, descriptors=50, threads=2, mappings=40, children=1, sockets=2)
-"""How much more the last quarter may show at most than the second: what the workers take, which come and go. What leaks
-with every restart is more than that within minutes."""
+"""Tolerated growth from the second quarter to the last: the resources of workers vary. A leak in every restart exceeds
+it within minutes."""
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew: the last quarter of the time showed more of it than the second. A few seconds have no quarters."""
+    """Return the resources that grew from the second quarter of the time to the last. Needs at least four samples."""
     quarter = len(samples) // 4
     if not quarter:
         return []
@@ -252,20 +252,20 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 
 @dataclass
 class Watch:
-    """Looks on once a second."""
+    """Records resources, and checks the ledger, once a second."""
 
     ledger: Ledger
     samples: list[Sample] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    async def look_on(self) -> None:
-        """Go on until cancelled."""
+    async def record(self) -> None:
+        """Record until cancelled."""
         while True:
             await anyio.sleep(1)
             self.samples.append(Sample.take())
             balance = self.ledger.balance()
             if not balance.balanced or balance.in_flight < 0:
-                self.wrong.append(f"the books did not balance: {balance}")
+                self.wrong.append(f"the ledger did not balance: {balance}")
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Watch:
 
 @dataclass
 class Outcome:
-    """What a soak came to."""
+    """The results of a soak."""
 
     check: Check
     faults: Faults
@@ -281,25 +281,25 @@ class Outcome:
     report: Report
     before: Sample
     after: Sample
-    """When everything had ended."""
+    """Resources after the run."""
 
     @property
     def wrong(self) -> list[str]:
-        """What was not as it has to be."""
+        """Return descriptions of failures."""
         balance, wrong = self.report.balance, [*self.check.wrong, *self.watch.wrong, *grown(self.watch.samples)]
         if balance.in_flight or not balance.balanced or balance.ended["trained"] != GROUP * self.check.records:
-            wrong.append(f"the books do not balance at the end: {balance.admitted} admitted, {balance.ended}")
+            wrong.append(f"the ledger does not balance at the end: {balance.admitted} admitted, {balance.ended}")
         if not self.check.records:
-            wrong.append("nothing arrived")
-        if self.check.longest_silence_s > SILENCE_S:
-            wrong.append(f"for {self.check.longest_silence_s:.1f} s nothing arrived")
+            wrong.append("no record arrived")
+        if self.check.longest_gap_s > MAX_GAP_S:
+            wrong.append(f"for {self.check.longest_gap_s:.1f} s no record arrived")
         left = [name for name in Sample.__struct_fields__ if getattr(self.after, name) > getattr(self.before, name)]
         wrong += [f"{name} left behind" for name in left if name in {"descriptors", "children", "sockets"}]
         return wrong
 
 
 async def soak(seconds: float, seed: int) -> Outcome:
-    """Run the pipeline and strike it."""
+    """Run the pipeline, and inject faults."""
     zmq_context().socket(zmq.PAIR).close()  # the one ZeroMQ context of this process stays
     before = Sample.take()
     check, ledger = Check(seconds), Ledger()
@@ -310,18 +310,18 @@ async def soak(seconds: float, seed: int) -> Outcome:
     )
     faults, watch = Faults(pipeline, seed), Watch(ledger)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(faults.deal)
-        tasks.start_soon(watch.look_on)
+        tasks.start_soon(faults.inject)
+        tasks.start_soon(watch.record)
         await pipeline.run(ledger=ledger)
         tasks.cancel_scope.cancel()
     gc.collect()
-    await anyio.sleep(CLOSING_S)
+    await anyio.sleep(CLOSE_S)
     assert pipeline.report is not None  # noqa: S101 (it has run)
     return Outcome(check, faults, watch, pipeline.report, before, Sample.take())
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """Print what came out."""
+    """Print the results."""
     samples, balance = outcome.watch.samples, outcome.report.balance
     quarter = len(samples) // 4
     parts = [[outcome.before], samples[quarter : 2 * quarter], samples[-quarter:], [outcome.after]]
@@ -332,23 +332,23 @@ def show(outcome: Outcome, console: Console) -> None:
     print_table(console, "most held by this process", ("", "before", "2nd quarter", "last quarter", "after"), rows)
     ended = [[state, f"{count:,}"] for state, count in balance.ended.items() if count]
     print_table(console, f"{balance.admitted:,} trajectories admitted", ("ended", ""), ended)
-    blows = [[blow, f"{count:,}"] for blow, count in sorted(outcome.faults.dealt.items())]
+    injected = [[fault, f"{count:,}"] for fault, count in sorted(outcome.faults.injected.items())]
     restarts = sum(worker.restarts for stage in outcome.report.statistics.stages for worker in stage.workers)
-    print_table(console, f"{restarts:,} restarts", ("blow", ""), blows)
-    console.print(f"longest silence {outcome.check.longest_silence_s:.2f} s", highlight=False)
+    print_table(console, f"{restarts:,} restarts", ("fault", ""), injected)
+    console.print(f"longest time without a record {outcome.check.longest_gap_s:.2f} s", highlight=False)
     for wrong in outcome.wrong[:20]:
         console.print(f"WRONG: {wrong}", style="bold red", highlight=False, markup=False)
 
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--minutes", type=span, default=60.0, help="how long")
-    parser.add_argument("--seed", type=int, default=0, help="what is done to whom follows from it")
+    parser.add_argument("--minutes", type=span, default=60.0, help="duration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--json", type=target, help="write the results here")
     arguments = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # deaths are no news here
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # deaths are expected
     with tempfile.TemporaryDirectory(prefix="soak-") as sockets:
         os.environ["XDG_RUNTIME_DIR"] = sockets
         outcome = anyio.run(soak, 60 * arguments.minutes, arguments.seed)
@@ -358,7 +358,7 @@ def main() -> None:
         "seconds": outcome.report.seconds,
         "samples": msgspec.to_builtins(outcome.watch.samples),
         "balance": msgspec.to_builtins(outcome.report.balance),
-        "blows": dict(outcome.faults.dealt),
+        "faults": dict(outcome.faults.injected),
         "wrong": outcome.wrong,
     }
     write_json(arguments.json, content)

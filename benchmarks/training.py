@@ -1,12 +1,12 @@
-"""A step of TorchTrainer: tokens a second, as a share of what the model's matrix products alone would allow.
+"""A step of TorchTrainer: tokens a second, as a share of the rate of the model's matrix products alone.
 
     python -m benchmarks.training [--device cuda] [--layers 24 --width 2048 --heads 16 --vocabulary 32000]
 
-The roofline: each matrix of the model times as many tokens as a micro-batch holds, once forwards and twice backwards,
-measured on the same device, in the same dtype, right beside the steps. Everything else that a step does (attention,
-normalisation, the softmax over the vocabulary, the loss, the optimizer, laying out rows) is what is missing to 1.
+The roofline: each matrix of the model times the tokens of a micro-batch, once forwards and twice backwards, measured on
+the same device, in the same dtype, directly after the steps. All other work of a step (attention, normalisation, the
+softmax over the vocabulary, the loss, the optimizer, laying out rows) is the difference to 1.
 
-In turn: float32, bfloat16 by autocast, and both compiled. What this machine cannot compile is skipped with the reason.
+In turn: float32, bfloat16 by autocast, and both compiled. Ways that this machine cannot compile are skipped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ GROUP = 8
 WARM_UP_STEPS = 2
 
 SLICES = 5
-"""Into how many stretches a measurement of the roofline falls; the median of them counts."""
+"""Number of parts of a measurement of the roofline, whose median counts."""
 
 Compile: TypeAlias = Callable[[Any], Any]
 
 
 class Way(NamedTuple):
-    """How a step is computed."""
+    """A way to compute a step."""
 
     name: str
     dtype: torch.dtype
@@ -61,18 +61,18 @@ WAYS = [
 
 
 class Result(NamedTuple):
-    """What steps of one way came to."""
+    """The result of steps of one way."""
 
     way: str
     tokens_per_s: float
     roofline: float
     """Tokens a second of the matrix products alone."""
     seconds: dict[str, float]
-    """Of a step, by part."""
+    """Time of a step, by part."""
 
 
 def make_batch(size: Size, tokens: int) -> TrainBatch:
-    """A batch of whole groups of sequences as long as the model takes, all of which train but for their first token."""
+    """Return a batch of groups of sequences of the model's maximum length, all tokens of which train but the first."""
     groups = []
     for number in range(max(1, tokens // (GROUP * size.longest))):
         generator = np.random.default_rng(number)
@@ -93,7 +93,7 @@ def make_batch(size: Size, tokens: int) -> TrainBatch:
 
 
 def timed(work: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Seconds that a call of `work` takes on `device`: the median of several stretches."""
+    """Return the seconds of a call of `work` on `device`: the median of several parts."""
     work()
     per_call: list[float] = []
     for _ in range(SLICES):
@@ -112,7 +112,7 @@ def _finish(device: torch.device) -> None:
 
 
 def roofline(model: Decoder, tokens: int, dtype: torch.dtype, seconds: float, device: torch.device) -> float:
-    """Tokens a second if a step were its matrix products alone, `tokens` at a time."""
+    """Return tokens a second of the matrix products of a step alone, `tokens` at a time."""
     needed = Counter(model.products())
     total = 0.0
     for (inputs, outputs), count in needed.items():
@@ -130,10 +130,10 @@ def roofline(model: Decoder, tokens: int, dtype: torch.dtype, seconds: float, de
 
 
 def steps(way: Way, size: Size, batch: TrainBatch, options: argparse.Namespace) -> Result:
-    """Train for a while and look at the clock."""
+    """Train for a while and measure the time."""
     device = torch.device(options.device)
     torch.manual_seed(0)
-    torch.compiler.reset()  # it gives up on compiling what it has compiled for many models before
+    torch.compiler.reset()  # it stops compiling code that it has compiled for many models
     model = Decoder(size).to(device)
     trainer = TorchTrainer(
         model,
@@ -156,7 +156,7 @@ def steps(way: Way, size: Size, batch: TrainBatch, options: argparse.Namespace) 
 
 
 def measure(options: argparse.Namespace, console: Console) -> list[Result]:
-    """Every way in turn, as often as is asked."""
+    """Measure every way in turn, `repeats` times."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415 (takes seconds; its only name)
 
     size = Size(options.vocabulary, options.layers, options.width, options.heads, options.longest)
@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[Result]:
 
 
 def show(results: list[Result], console: Console) -> None:
-    """Print what came out."""
+    """Print the results."""
     rows = []
     for name in dict.fromkeys(result.way for result in results):
         of_way = [result for result in results if result.way == name]
@@ -195,7 +195,7 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure, and show what came out."""
+    """Parse the command line, measure, and print the results."""
     parser = command_line(__doc__, seconds=3.0, repeats=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=2)

@@ -1,11 +1,10 @@
-"""How fast trajectories get from producer processes into packed batches, beside the machine's own copy limit.
+"""Rate of trajectories from producer processes into packed batches, beside the copy limit of the machine.
 
     python -m benchmarks.transport --contestants penstock --producers 4 --group 8 --tokens 1024
 
-The limit and every contestant are measured in turn in the same run, several times over, and medians are reported with
-the least and the most: machines are shared, and the host itself changes speed, so only ratios within one run mean
-anything. A peer that is not installed is skipped with a line that says how to install it. Exits with 1 where penstock
-itself failed.
+The limit and every contestant are measured in turn in the same run, several times, and medians are reported with
+minimum and maximum: machines are shared, and the host changes speed, so only ratios within one run are meaningful. A
+peer that is not installed is skipped with the command that installs it. Exits with 1 if penstock itself failed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["Results", "main", "measure"]
 OURS, OURS_TCP = "penstock", "penstock-tcp"
 
 LIMIT_S = 0.5
-"""How long the limit is measured, each time."""
+"""Duration of each measurement of the limit."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,24 @@ class Round:
 
 @dataclass
 class Results:
-    """What one case came to."""
+    """The results of one case."""
 
     case: Case
     limits: list[float] = field(default_factory=list)
     spin_limits: list[float] = field(default_factory=list)
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     pings: dict[str, Outcome] = field(default_factory=dict)
-    """How long a group of each contestant is on its way, one in flight; measured in the first repeat."""
+    """Latency of a group of each contestant, one in flight; measured in the first repeat."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why a contestant was not measured, or not to the end."""
+    """The reason for which a contestant was not measured, or failed."""
 
     @property
     def limit(self) -> float:
-        """The median of the limits."""
+        """Return the median of the limits."""
         return statistics.median(self.limits)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One a contestant, fastest first."""
+        """Return a row for each contestant, fastest first."""
         rows = [self._row(name, rounds) for name, rounds in self.rounds.items()]
         return sorted(rows, key=lambda row: -row["trajectories_per_s"])
 
@@ -86,7 +85,7 @@ class Results:
         }
 
     def comparisons(self) -> Iterator[str]:
-        """How ours compares with the fastest peer, and over TCP with the sockets that it stands on, turn by turn."""
+        """Yield ratios of penstock to the fastest peer, and over TCP to plain sockets, pair by pair."""
         peers = [row["contestant"] for row in self.rows() if not row["contestant"].startswith(OURS)]
         for ours, theirs in [(OURS, name) for name in peers[:1]] + [(OURS_TCP, "zmq-tcp")]:
             if ours in self.rounds and theirs in self.rounds:
@@ -96,7 +95,7 @@ class Results:
 
 
 def measure(contestants: list[str], case: Case, repeats: int, console: Console) -> Results:
-    """The limits and every contestant in turn, `repeats` times over."""
+    """Measure the limits and every contestant in turn, `repeats` times."""
     results = Results(case)
     nbytes = trajectory_bytes(case.tokens)
     for repeat in range(repeats):
@@ -110,7 +109,7 @@ def measure(contestants: list[str], case: Case, repeats: int, console: Console) 
 
 
 def _measure_one(name: str, limit: float, results: Results) -> None:
-    """One contestant, once; or why not. One that fails does not spoil the others' run."""
+    """Measure one contestant once, or record the reason of a failure, which must not stop the others."""
     run, case = CONTESTANTS[name], results.case
     try:
         if name not in results.pings:
@@ -156,15 +155,15 @@ def _arguments() -> argparse.Namespace:
     parser = command_line(__doc__, seconds=2.0, repeats=5)
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--producers", type=count, nargs="+", default=[4], help="producer processes")
-    parser.add_argument("--group", type=count, nargs="+", default=[8], help="trajectories a group")
-    parser.add_argument("--tokens", type=count, nargs="+", default=[1024], help="tokens a trajectory")
+    parser.add_argument("--group", type=count, nargs="+", default=[8], help="trajectories of a group")
+    parser.add_argument("--tokens", type=count, nargs="+", default=[1024], help="tokens of a trajectory")
     parser.add_argument("--png", type=picture, help="draw the results here")
     return parser.parse_args()
 
 
 @leaving_nothing()
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     arguments, console = _arguments(), Console()
     done: list[Results] = []
     for tokens in arguments.tokens:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process at once: there is nothing to keep yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process at once: there are no results yet
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 
 
 async def reinforce(run: Run) -> None:
-    """Train `run.model` until it answers enough held-out problems rightly, or the steps or the time are used up."""
+    """Train `run.model` until it solves enough held-out problems, or the steps or the time are used up."""
     trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
     async with WeightPublisher(run.model) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
@@ -61,7 +61,7 @@ async def reinforce(run: Run) -> None:
 
 
 async def main(seed: int) -> None:
-    """Warm up, reinforce, and keep what came of it."""
+    """Warm up, reinforce, and save the results."""
     torch.manual_seed(seed)
     with kept(Run(seed, make_model())) as run:
         await warm_up(run.model, seed)
@@ -71,7 +71,7 @@ async def main(seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Reinforcement learning on sums, in three processes.")
-    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling")
     seed = parser.parse_args().seed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -21,37 +21,37 @@ from penstock.integrations.atropos import AtroposGateway, ServerConfig
 
 STEPS = 20
 SEQUENCES = 64
-"""Of a batch."""
+"""Sequences in a batch."""
 LEARNING_RATE = 0.5
 ENVIRONMENT = Path(__file__).parent / "atropos" / "guessing_environment.py"
 
 
 class Table:
-    """A policy over ten digits, and what trains it."""
+    """A policy over ten digits, with its trainer."""
 
     def __init__(self) -> None:
         self.logits = np.zeros((10, 10))
 
     def probabilities(self) -> np.ndarray:
-        """[digit, answer]."""
+        """Return [digit, guess] the probabilities of the policy."""
         shifted = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
         return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """Follow the policy gradient of one batch, every guess weighted by its importance."""
-        assert batch.advantages is not None  # noqa: S101 (the normalizer and the environment give both)
+        """Follow the policy gradient of one batch, every guess weighted by its importance ratio."""
+        assert batch.advantages is not None  # noqa: S101 (set by the normalizer and the environment)
         assert batch.behavior_logprobs is not None  # noqa: S101
         last = batch.cu_seqlens[1:] - 1
-        digits, answers = batch.tokens[last - 1], batch.tokens[last]
+        digits, guesses = batch.tokens[last - 1], batch.tokens[last]
         policy = self.probabilities()
-        ratio = policy[digits, answers] / np.exp(batch.behavior_logprobs[last])
+        ratio = policy[digits, guesses] / np.exp(batch.behavior_logprobs[last])
         weight = np.minimum(ratio, 5.0) * batch.advantages[last]
-        np.add.at(self.logits, digits, LEARNING_RATE * weight[:, None] * (np.eye(10)[answers] - policy[digits]))
+        np.add.at(self.logits, digits, LEARNING_RATE * weight[:, None] * (np.eye(10)[guesses] - policy[digits]))
         return {"right": float(self.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean())}
 
 
 async def run_environment(path: Path, gateway: AtroposGateway) -> None:
-    """Start it when there is somebody to talk to."""
+    """Start the environment once the gateway listens."""
     command = [sys.executable, str(path), await gateway.listening.url()]
     await anyio.run_process(command, stdout=None, stderr=None)
 
@@ -71,7 +71,7 @@ async def main(environment: Path) -> None:
         tasks.start_soon(run_environment, environment, gateway)
         await pipeline.run()
     right = table.probabilities()[np.arange(10), (np.arange(10) + 1) % 10].mean()
-    print(f"{STEPS} steps; of the digits asked for, {right:.0%} are right")
+    print(f"{STEPS} steps; {right:.0%} of the guesses are right")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, drop, source,
 
 @dataclass(frozen=True, slots=True)
 class LengthPenalty:
-    """Take `per_token` off the reward for each completion token past `free_tokens`."""
+    """Subtract `per_token` from the reward for each completion token past `free_tokens`."""
 
     per_token: float
     free_tokens: int = 512
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Stage`."""
+        """Subtract the penalty from every group; see `Stage`."""
         async for group in inbox:
             excess = np.maximum(0, group.completion_lengths() - self.free_tokens)
             await outbox.send(group.with_rewards(group.rewards - self.per_token * excess))
@@ -31,29 +31,29 @@ class LengthPenalty:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A source of `count` made-up groups; the second completion gets longer from prompt to prompt."""
+    """A source of `count` synthetic groups; the second completion gets longer from prompt to prompt."""
 
     count: int
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        """See `Source`."""
+        """Send the groups; see `Source`."""
         for number in range(self.count):
             await outbox.send(testing.group(instance_id=str(number), completion_lengths=[5, 6 + number]))
 
 
 class Printer:
-    """A sink that prints, and says in the ledger what became of the trajectories."""
+    """A sink that prints groups, and ends their trajectories in the ledger."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """See `Sink`."""
+        """Print every group; see `Sink`."""
         async for group in inbox:
             lengths, rewards = group.completion_lengths().tolist(), group.rewards.tolist()
             print(f"prompt {group.instance_id}: lengths {lengths}, rewards {rewards}")
-            drop(group, "filtered", "only looked at")
+            drop(group, "filtered", "only printed")
 
 
 async def main() -> None:
-    """Four groups through the stage. A chain that does not fit is a type error at the line that is wrong."""
+    """Run four groups through the stage. A chain that does not fit is a type error at the wrong line."""
     pipeline = source(Prompts(4)).then(LengthPenalty(per_token=0.25, free_tokens=7)).sink(Printer())
     await pipeline.run()
 

@@ -3,8 +3,8 @@
     python examples/distillation.py --seed 3
 
 First a teacher is trained as in arithmetic_grpo.py. Two students then start with little skill. One is trained with
-rewards. The other has no rewards: it samples its own answers, right and wrong, and learns the teacher's predictions at
-every token. A step is a batch of 512 answers. Everything runs in one process, for some minutes.
+rewards. The other has no rewards: it samples its own completions, right and wrong, and learns the teacher's predictions
+at every token. A step is a batch of 512 completions. Everything runs in one process, for some minutes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 
 
 async def learn(name: str, model: Transformer, seed: int, teacher: Transformer | None = None) -> None:
-    """Train `model` by its teacher, or else by rewards, and print how it gets on."""
-    # What a teacher says of an answer stays true: it is learned from four times. By rewards that would be too often.
+    """Train `model` by its teacher, or else by rewards, and print its accuracy."""
+    # The candidates of a teacher stay valid, so each batch gets four updates. With rewards that would be too many.
     steps, updates = (STEPS_WITH_TEACHER, 4) if teacher else (STEPS, 1)
     optimizer = partial(annealed_adamw, steps=steps * updates)
     loss = Distillation() if teacher else PPOClip()
@@ -47,9 +47,9 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
             env = partial(
                 SourceEnv, make_env, policy, TOKENIZER, max_completion_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2
             )
-            if teacher:  # no group: answers are not compared with each other
-                recipe = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
-                judged = source(env(group_size=1)).then(Teacher(recipe, TOKENIZER, top_k=4, concurrency=256))
+            if teacher:  # groups of one: completions are not compared
+                policy_of_teacher = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
+                judged = source(env(group_size=1)).then(Teacher(policy_of_teacher, TOKENIZER, top_k=4, concurrency=256))
             else:
                 bridge = RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER)
                 judged = source(env(group_size=8)).then(bridge).then(AdvantageNormalizer("grpo"))
@@ -59,7 +59,7 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
 
 
 async def main(seed: int) -> None:
-    """A teacher, and two students that begin alike."""
+    """Train a teacher, then two students with the same initial weights."""
     torch.manual_seed(seed)
     teacher, student = make_model(), make_model()
     await warm_up(teacher, seed)
@@ -70,6 +70,6 @@ async def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A teacher, and two students that begin alike.")
-    parser.add_argument("--seed", type=int, default=0, help="decides weights, problems and sampling")
+    parser = argparse.ArgumentParser(description="A teacher, and two students with the same initial weights.")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling")
     anyio.run(main, parser.parse_args().seed)

@@ -15,13 +15,13 @@ from penstock import ReceiveChannel, SendChannel, StopReason, TrajectoryGroup
 from penstock.channels import memory_channel
 
 PROMPT = [5, 6, 7]
-"""Token ids of "2 + 2 =", in a vocabulary of our own."""
+"""Token ids of "2 + 2 =", in a vocabulary made up for this example."""
 RIGHT = 4
 """The token that answers it."""
 
 
 def sample_group(number: int, random: np.random.Generator) -> TrajectoryGroup:
-    """Four completions of one token each: guesses, 1.0 for a right one."""
+    """Return four completions of one token each: guesses, with reward 1.0 for a right one."""
     guesses = random.integers(3, 6, size=4)
     return TrajectoryGroup.build(
         env="two_plus_two",
@@ -42,7 +42,7 @@ async def sampler(outbox: SendChannel[TrajectoryGroup]) -> None:
 
 
 async def reader(inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-    """Print what comes until the stream ends."""
+    """Print the groups until the stream ends."""
     async with inbox:
         async for group in inbox:
             print(f"group {group.instance_id}: {len(group)} trajectories, rewards {group.rewards.tolist()}")

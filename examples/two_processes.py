@@ -23,7 +23,7 @@ TOKENS = 1024
 
 
 def sample_group(number: int, random: np.random.Generator) -> TrajectoryGroup:
-    """Eight completions of 1,024 random tokens each, the first of which is the prompt."""
+    """Return eight completions of 1,024 random tokens each; the first token is the prompt."""
     loss_mask = np.ones((COMPLETIONS, TOKENS), np.bool_)
     loss_mask[:, 0] = False
     return TrajectoryGroup.build(
@@ -37,7 +37,7 @@ def sample_group(number: int, random: np.random.Generator) -> TrajectoryGroup:
 
 
 async def sample(url: str) -> None:
-    """The sampling process: connect, send, and leave when everything has arrived."""
+    """Connect, send the groups, and exit when all have arrived: the sampling process."""
     random = np.random.default_rng(seed=0)
     async with connect(url, TrajectoryGroup, name="sampler") as outbox:
         for number in range(GROUPS):
@@ -45,7 +45,7 @@ async def sample(url: str) -> None:
 
 
 async def read() -> None:
-    """The reading process: serve a channel, start the sampler, count what comes."""
+    """Serve a channel, start the sampler, and count the groups: the reading process."""
     trajectories = tokens = 0
     async with serve("shm://", TrajectoryGroup, capacity=16, capacity_bytes=4 * 2**20) as inbox:
         async with await anyio.open_process([sys.executable, __file__, inbox.url], stdout=None, stderr=None) as sampler:

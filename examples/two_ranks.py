@@ -30,7 +30,7 @@ VOCABULARY, LONGEST = 16, 64
 
 @dataclass(frozen=True)
 class Walks:
-    """A source: random walks of very different lengths, rewarded for ending high."""
+    """A source of random walks of very different lengths, rewarded for a high last token."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Send twenty groups of four."""
@@ -48,7 +48,7 @@ class Walks:
 
 
 def train(trainer: TorchTrainer | RankedTrainer) -> None:
-    """Run the pipeline, and print what comes of every step."""
+    """Run the pipeline, and print the loss of every step."""
     metrics = Metrics(lambda found, step: print(f"step {step}: loss {found['loss']:+.4f}"))
     batcher = Batcher(max_tokens=2048, sequences=16)
     pipeline = source(Walks()).then(AdvantageNormalizer("grpo")).then(batcher).sink(SinkTrainer(trainer))

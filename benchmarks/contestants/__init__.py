@@ -1,6 +1,6 @@
-"""Who can be measured: each contestant moves the same groups from producer processes into packed batches.
+"""The contestants: each moves the same groups from producer processes into packed batches.
 
-One file a contestant. What a peer needs is imported when it runs; `Absent` says what to install.
+One file for each contestant. Requirements are imported when it runs; `Absent` names the packages to install.
 """
 
 from __future__ import annotations

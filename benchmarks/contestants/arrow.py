@@ -1,4 +1,4 @@
-"""Arrow IPC: a stream of record batches over a Unix socket for each producer, read as they come."""
+"""Arrow IPC: a stream of record batches over a Unix socket for each producer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = b"header"
 
 
 def arrow(case: Case) -> Outcome:
-    """A record batch a group, its columns over tokens; the rest is metadata of the batch."""
+    """Send each group as a record batch with its columns over tokens; the rest is metadata of the batch."""
     return race(case, _serve, _connect)
 
 
@@ -60,7 +60,7 @@ def _next_of(stream: Any) -> Plain | None:
 
 
 class _Whole:
-    """A socket as a file that reads just what is asked for, and all of it: nothing waits unseen in a buffer."""
+    """A socket as a file whose reads return exactly the requested bytes, so that none stay in a buffer."""
 
     closed = False
 
@@ -76,7 +76,7 @@ class _Whole:
 @contextmanager
 def _connect(address: str, _producer: int) -> Iterator[Send]:
     pa, ipc = need("pyarrow", "pyarrow"), need("pyarrow.ipc", "pyarrow")
-    # Booleans of Arrow are bits; a mask travels as the bytes that it is everywhere else.
+    # Booleans of Arrow are bits; a mask is sent as bytes, as it is stored.
     types = [pa.uint8() if dtype.itemsize == 1 else pa.from_numpy_dtype(dtype) for dtype in COLUMNS.values()]
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)))
     with socket.socket(socket.AF_UNIX) as connection:

@@ -12,12 +12,12 @@ from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, Send, need, race
 
 __all__ = ["faster_fifo"]
 
-GIVE_UP_S = 30.0
-"""A full queue refuses only after this long."""
+PUT_TIMEOUT_S = 30.0
+"""Bound on waiting for a full queue."""
 
 
 def faster_fifo(case: Case) -> Outcome:
-    """Records as they are, pickled by the queue, taken out several at a time."""
+    """Send records pickled by the queue, and receive several at a time."""
     return race(case, _serve, _connect)
 
 
@@ -42,4 +42,4 @@ def _taken_from(inbox: Any) -> Iterator[Plain | None]:
 
 @contextmanager
 def _connect(outbox: Any, _producer: int) -> Iterator[Send]:
-    yield lambda record: outbox.put(record, timeout=GIVE_UP_S)
+    yield lambda record: outbox.put(record, timeout=PUT_TIMEOUT_S)

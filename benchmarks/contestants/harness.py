@@ -1,8 +1,8 @@
-"""What contestants share: producers by spawn, what they send and when, a consumer that packs, checks and counts.
+"""Shared parts of the contestants: spawned producers, the records and their timing, a consumer that packs and checks.
 
 A contestant is a function from a `Case` to an `Outcome`, see `CONTESTANTS`. Peers are written as two context managers:
-`serve` gives an address for the producers and an endless iterator of records (None whenever there is none for some
-20 ms), `connect` gives a producer its `send`; `race` does the rest.
+`serve` yields an address for the producers and an endless iterator of records (None after some 20 ms without any),
+`connect` yields the `send` of a producer; `race` does the rest.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ __all__ = [
 WARM_UP_S = 0.5
 
 IDLE_S = 0.02
-"""How long an iterator of records waits before it says that there is none."""
+"""Time after which an iterator of records yields None."""
 
 IN_FLIGHT = 16
-"""Groups that a producer may have in flight where a contestant lets one choose."""
+"""Groups that a producer may have in flight where a contestant has the option."""
 
 DEADLINE_S = 60.0
-"""What a case may take beyond the time that is counted, before it is given up: nothing runs for ever."""
+"""Bound on a case, in addition to the measured time."""
 
 GRACE_S = 5.0
-"""How long a producer may take to end before it is killed, and what it had sent to arrive when it has ended."""
+"""Bound on the end of a producer, after which it is killed, and on the arrival of its last records."""
 
 
 class Absent(Exception):
-    """A contestant cannot run here; the message says what would change that."""
+    """A contestant cannot run here; the message names the missing requirement."""
 
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Let SIGTERM unwind, as Ctrl-C does: processes are ended and files removed on the way out."""
+    """Exit on SIGTERM by an exception, like Ctrl-C, so that processes are ended and files removed."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -85,10 +85,10 @@ def leaving_nothing() -> Iterator[None]:
 
 
 def need(module: str, requirement: str) -> Any:
-    """A module of a peer.
+    """Return a module of a peer.
 
     Raises:
-        Absent: it is not installed; the message gives the command that installs it.
+        Absent: it is not installed; the message is the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -104,37 +104,37 @@ class Case:
 
     producers: int
     group: int
-    """Trajectories a group."""
+    """Trajectories of a group."""
     tokens: int
-    """Tokens a trajectory."""
+    """Tokens of a trajectory."""
     seconds: float
-    """How long to count."""
+    """Measured time."""
     interval_s: float = 0.0
-    """Seconds between two groups of one producer; 0 for as fast as they go."""
+    """Seconds between two groups of one producer; 0 for full speed."""
     one_at_a_time: bool = False
-    """Whether a group waits until the one before it was received."""
+    """Whether a group is sent after the previous one was received."""
 
     def pinging(self) -> Case:
-        """The same records from one producer, one in flight at a time."""
+        """Return the case with one producer and one record in flight."""
         return replace(self, producers=1, interval_s=0.001, one_at_a_time=True, seconds=min(1.0, self.seconds))
 
     def paced(self, trajectories_per_s: float) -> Case:
-        """The same producers, sending so many trajectories a second between them."""
+        """Return the case with a total rate of so many trajectories a second."""
         return replace(self, interval_s=self.producers * self.group / trajectories_per_s)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The result of a case."""
 
     trajectories_per_s: float
     p50_us: float = float("nan")
-    """One way, from before `send` to the group in the receiver's hands; only where groups are paced."""
+    """Time from before `send` to the receipt of a group; only where groups are paced."""
     p99_us: float = float("nan")
 
 
 class Control:
-    """What consumer and producers share besides the transport: the word to stop, and how much was sent."""
+    """State that consumer and producers share besides the transport: the stop flag, and the number of sent groups."""
 
     def __init__(self, producers: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -144,54 +144,54 @@ class Control:
 
     @property
     def stopping(self) -> bool:
-        """Whether producers shall send no more."""
+        """Return whether producers must stop sending."""
         return bool(self._stop.value)
 
     def stop(self) -> None:
-        """Let producers send no more."""
+        """Make producers stop sending."""
         self._stop.value = 1
 
     @property
     def taken(self) -> int:
-        """Groups that the consumer has received, where they are paced."""
+        """Return the number of groups that the consumer has received, where they are paced."""
         return self._taken.value
 
     def take(self, received: int) -> None:
-        """Note how many groups were received."""
+        """Set the number of received groups."""
         self._taken.value = received
 
     def report(self, producer: int, sent: int) -> None:
-        """Note how many groups a producer sent in all."""
+        """Set the number of groups that a producer sent in all."""
         self._sent[producer] = sent
 
     @property
     def sent(self) -> dict[int, int]:
-        """Groups that each producer sent; -1 until it has reported."""
+        """Return the number of groups of each producer; -1 until it has reported."""
         return dict(enumerate(self._sent))
 
 
 class Latencies:
-    """How long groups took, by the stamps that they carry."""
+    """Latencies of groups, from their time stamps."""
 
     def __init__(self) -> None:
         self._us: list[float] = []
 
     def note(self, meta: dict[str, Any]) -> None:
-        """A group is in the receiver's hands."""
+        """Record the latency of a received group."""
         self._us.append((time.monotonic_ns() - meta["sent_ns"]) / 1000)
 
     def restart(self) -> None:
-        """Forget what was noted so far."""
+        """Discard the latencies so far."""
         self._us.clear()
 
     def percentiles(self) -> tuple[float, float]:
-        """Median and 99th, in microseconds."""
+        """Return median and 99th percentile, in microseconds."""
         p50, p99 = np.percentile(self._us, [50, 99]) if self._us else (np.nan, np.nan)
         return float(p50), float(p99)
 
 
 class Meter:
-    """When to count: after a warm-up from the moment that everybody sends, for as long as the case says."""
+    """Measures the rate for the time of the case, after a warm-up that begins when every producer sends."""
 
     def __init__(self, case: Case, checker: Checker, control: Control, latencies: Latencies) -> None:
         self._case = case
@@ -204,15 +204,15 @@ class Meter:
         self._rate: float | None = None
 
     def look(self, received: int) -> None:
-        """Look at the clock; `received` groups have come so far.
+        """Update the measurement; `received` groups have arrived so far.
 
         Raises:
-            TimeoutError: the case takes longer than it may.
+            TimeoutError: the case takes longer than its bound.
         """
         now = time.perf_counter()
         if now > self._deadline:
             raise TimeoutError(
-                f"given up {DEADLINE_S:.0f} s after the time that was to be counted, {received} groups in"
+                f"expected an end within {DEADLINE_S:.0f} s after the measured time, got {received} groups"
             )
         if self._rate is not None:
             return
@@ -225,11 +225,11 @@ class Meter:
             if now >= self._warm_at:
                 self._begin = (now, received)
                 self._latencies.restart()
-        elif self._checker.everybody_sends or (self._case.interval_s and received):
+        elif self._checker.all_producers_send or (self._case.interval_s and received):
             self._warm_at = now + WARM_UP_S
 
     def outcome(self) -> Outcome:
-        """What was measured.
+        """Return the result.
 
         Raises:
             RuntimeError: the producers ended before the time was over.
@@ -239,13 +239,13 @@ class Meter:
         return Outcome(self._rate, *self._latencies.percentiles())
 
 
-# -- what producers send, and when -----------------------------------------------------------------------------------
+# -- records of producers, and their timing ----------------------------------------------------------------------------
 
 
 def groups_to_send(case: Case, producer: int, control: Control) -> Iterator[TrajectoryGroup]:
-    """What a producer sends, when it is time; paced groups carry the moment at which they set out."""
+    """Yield the groups of a producer when they are due; paced groups have the time of sending in `meta`."""
     groups = make_groups(producer, group=case.group, tokens=case.tokens)
-    replace_in = msgspec.structs.replace  # half a microsecond: what a record's name costs whoever makes it
+    replace_in = msgspec.structs.replace  # half a microsecond for each record
     for number in _numbers(case, producer, control):
         group = groups[number % len(groups)]
         if case.interval_s:
@@ -254,7 +254,7 @@ def groups_to_send(case: Case, producer: int, control: Control) -> Iterator[Traj
 
 
 def records_to_send(case: Case, producer: int, control: Control) -> Iterator[Plain]:
-    """The same as peers send it."""
+    """Yield the same records in the form of peers."""
     records = [plain(group) for group in make_groups(producer, group=case.group, tokens=case.tokens)]
     for number in _numbers(case, producer, control):
         env, _, meta, rows, columns = records[number % len(records)]
@@ -264,7 +264,7 @@ def records_to_send(case: Case, producer: int, control: Control) -> Iterator[Pla
 
 
 def _numbers(case: Case, producer: int, control: Control) -> Iterator[int]:
-    """The number of each group when it is due (producers take turns, evenly), until the consumer says stop."""
+    """Yield the number of each group when it is due (producers alternate evenly), until the consumer stops."""
     begin = time.perf_counter() + case.interval_s * producer / case.producers
     for number in itertools.count():
         if case.interval_s:
@@ -290,25 +290,25 @@ _decode = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], bytes]).decode
 
 
 def encode_header(record: Plain) -> bytes:
-    """All that is not a column over tokens."""
+    """Encode all fields but the columns over tokens."""
     return _encode((record.env, record.instance_id, record.meta, record.rows.tobytes()))
 
 
 def decode_header(header: Any, columns: Any) -> Plain:
-    """The record of a header and the buffers that came with it."""
+    """Return the record of a header and its column buffers."""
     env, instance_id, meta, rows = _decode(header)
     return Plain(env, instance_id, meta, np.frombuffer(rows, ROW), columns)
 
 
 def flat_parts(record: Plain) -> tuple[list[Any], int]:
-    """The record as buffers that lie one behind the other, and their bytes in all."""
+    """Return the record as consecutive buffers, and their total size in bytes."""
     header = encode_header(record)
     parts = [len(header).to_bytes(4, "little"), header, *map(as_bytes, record.columns)]
     return parts, sum(map(len, parts))
 
 
 def read_flat(view: memoryview) -> Plain:
-    """The record of `flat_parts`, its columns views."""
+    """Return the record of `flat_parts`, with columns that are views."""
     end = 4 + int.from_bytes(view[:4], "little")
     record = decode_header(view[4:end], ())
     tokens = int(record.rows["length"].sum())
@@ -322,10 +322,10 @@ Send: TypeAlias = Callable[[Plain], object]
 
 
 Serve: TypeAlias = Callable[[Case, Control], AbstractContextManager[tuple[Any, Iterator[Plain | None]]]]
-"""Opens a peer's receiving end: an address, and the records that come."""
+"""Opens the receiving end of a peer: an address, and the received records."""
 
 Connect: TypeAlias = Callable[[Any, int], AbstractContextManager[Send]]
-"""Opens a peer's sending end at an address, for a producer; leaving waits until what was sent cannot be lost."""
+"""Opens a peer's sending end at an address, for a producer; its exit waits until no sent record can be lost."""
 
 
 def race(case: Case, serve: Serve, connect: Connect | None) -> Outcome:
@@ -333,7 +333,7 @@ def race(case: Case, serve: Serve, connect: Connect | None) -> Outcome:
 
     Raises:
         Absent: the peer is not installed.
-        WrongContents: something else arrived than was sent.
+        WrongContents: the received records differ from those sent.
         TimeoutError: it took too long.
     """
     control = Control(case.producers)
@@ -376,16 +376,16 @@ def _consume(case: Case, records: Iterator[Plain | None], control: Control, proc
 
 
 class _End:
-    """When nothing more is to come."""
+    """Detects the end of the records."""
 
     def __init__(self, control: Control, processes: list[BaseProcess]) -> None:
         self._control = control
         self._processes = processes
-        self._given_up_at: float | None = None
-        """Until when what is missing may still be on its way from producers that have ended: machines are busy."""
+        self._deadline: float | None = None
+        """Time until which missing records of ended producers may still arrive."""
 
     def reached(self, received: int) -> bool:
-        """Whether everything is here, or what is missing must be lost, now that nothing came for a while.
+        """Return whether all records have arrived, or missing ones are lost; called after a while without records.
 
         Raises:
             RuntimeError: a producer failed.
@@ -396,18 +396,18 @@ class _End:
         sent = self._control.sent.values()
         if not self._control.stopping or min(sent) < 0:
             return False
-        return received >= sum(sent) or (not any(p.is_alive() for p in self._processes) and self._out_of_patience())
+        return received >= sum(sent) or (not any(p.is_alive() for p in self._processes) and self._timed_out())
 
-    def _out_of_patience(self) -> bool:
+    def _timed_out(self) -> bool:
         now = time.perf_counter()
-        if self._given_up_at is None:
-            self._given_up_at = now + GRACE_S
-        return now >= self._given_up_at
+        if self._deadline is None:
+            self._deadline = now + GRACE_S
+        return now >= self._deadline
 
 
 @contextmanager
 def producing(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[list[BaseProcess]]:
-    """Run `target` in a process for each tuple of arguments; on leaving all of them have ended."""
+    """Run `target` in a process for each tuple of arguments; the processes end with the body."""
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
         context.Process(target=_until_the_parent_dies, args=(os.getpid(), target, each), daemon=True)
@@ -431,6 +431,6 @@ def producing(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> 
 
 
 def _until_the_parent_dies(parent: int, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Call `target`; a peer's producer would never notice that whoever measures it was killed, and some spin."""
+    """Call `target`, and die with the parent: producers of peers would not notice its death, and some spin."""
     die_with(parent)
     target(*arguments)

@@ -1,8 +1,8 @@
-"""JSON over HTTP, as RL frameworks have it: environments POST to a server, and the trainer GETs from it.
+"""JSON over HTTP, as in RL frameworks: environments POST to a server, and the trainer GETs from it.
 
-The server (FastAPI, uvicorn, a process of its own) validates what comes and queues it; columns travel as lists of
-lists. `http` is the most that this can give: connections that are kept, nothing compressed. `http-gzip` is how it is
-done: a new connection for each request, and bodies gzipped both ways.
+The server (FastAPI, uvicorn, a process of its own) validates and queues requests; columns are sent as lists of lists.
+`http` is the upper bound of this method: kept connections without compression. `http-gzip` is the common practice: a
+new connection for each request, and bodies gzipped both ways.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TAKEN_AT_ONCE = 16
 
 
 def http_keepalive(case: Case) -> Outcome:
-    """Connections are kept, nothing is compressed."""
+    """Keep connections, without compression."""
     return race(case, partial(_serve, compressed=False), _connect)
 
 
 def http_gzip(case: Case) -> Outcome:
-    """A new connection for each request, bodies gzipped."""
+    """Open a connection for each request, with gzipped bodies."""
     return race(case, partial(_serve, compressed=True), _connect)
 
 
@@ -56,7 +56,7 @@ def _serve(case: Case, _control: Control, *, compressed: bool) -> Iterator[tuple
 
 def _taken_from(client: _Client) -> Iterator[Plain | None]:
     while True:
-        groups = client.ask("GET", "/batch")["batch"]
+        groups = client.request("GET", "/batch")["batch"]
         if not groups:
             yield None
         for group in groups:
@@ -64,7 +64,7 @@ def _taken_from(client: _Client) -> Iterator[Plain | None]:
 
 
 class _Client:
-    """Asks the server, as one of the two kinds does."""
+    """A client of the server, of one of the two kinds."""
 
     def __init__(self, address: _Address) -> None:
         self._address = address
@@ -73,36 +73,36 @@ class _Client:
     def _open(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self._address.port, timeout=60)
 
-    def ask(self, method: str, path: str, content: Any = None) -> Any:
-        """Send `content` as JSON; the answer's."""
+    def request(self, method: str, path: str, content: Any = None) -> Any:
+        """Send `content` as JSON; return the content of the response."""
         body = b"" if content is None else json.dumps(content).encode()
         headers = {"Content-Type": "application/json"}
         if not self._address.compressed:
-            return json.loads(self._request(self._kept, method, path, body, headers))
+            return json.loads(self._send(self._kept, method, path, body, headers))
         if len(body) >= GZIP_FROM_BYTES:
             body, headers["Content-Encoding"] = gzip.compress(body), "gzip"
         connection = self._open()
         try:
-            return json.loads(self._request(connection, method, path, body, headers | {"Accept-Encoding": "gzip"}))
+            return json.loads(self._send(connection, method, path, body, headers | {"Accept-Encoding": "gzip"}))
         finally:
             connection.close()
 
     @staticmethod
-    def _request(
+    def _send(
         connection: http.client.HTTPConnection, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> bytes:
         connection.request(method, path, body or None, headers)
         response = connection.getresponse()
-        answer = response.read()
+        body_received = response.read()
         if response.status != http.HTTPStatus.OK:
-            raise RuntimeError(f"{method} {path}: {response.status} {answer[:200]!r}")
-        return gzip.decompress(answer) if response.headers.get("Content-Encoding") == "gzip" else answer
+            raise RuntimeError(f"{method} {path}: {response.status} {body_received[:200]!r}")
+        return gzip.decompress(body_received) if response.headers.get("Content-Encoding") == "gzip" else body_received
 
 
 @contextmanager
 def _connect(address: _Address, _producer: int) -> Iterator[Send]:
     client = _Client(address)
-    yield lambda record: client.ask("POST", "/scored_data", _to_lists(record))
+    yield lambda record: client.request("POST", "/scored_data", _to_lists(record))
 
 
 def _to_lists(record: Plain) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _app(compressed: bool, bound: int) -> Any:  # noqa: FBT001
 
 
 class _Inflating:
-    """Inflates what clients send gzipped."""
+    """Inflates gzipped requests."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

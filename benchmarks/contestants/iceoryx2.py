@@ -23,28 +23,28 @@ __all__ = ["iceoryx2_event", "iceoryx2_spin"]
 SERVICE = "bench"
 
 SPINS = 20_000
-"""Attempts in vain after which a spinning subscriber says that there is nothing: some milliseconds."""
+"""Attempts after which a spinning subscriber yields None: some milliseconds."""
 
 
 def iceoryx2_spin(case: Case) -> Outcome:
-    """The subscriber spins."""
+    """Receive with a spinning subscriber."""
     return race(case, partial(_serve, event=False), _connect)
 
 
 def iceoryx2_event(case: Case) -> Outcome:
-    """Publishers notify after each record; the subscriber drains, then waits for the event."""
+    """Notify after each record; the subscriber drains, then waits for the event."""
     return race(case, partial(_serve, event=True), _connect)
 
 
 class _Address(NamedTuple):
     directory: str
-    """Where its files lie; the last part is the prefix of those in /dev/shm."""
+    """Directory of its files; the last part is the prefix of those in /dev/shm."""
     producers: int
     nbytes: int
-    """Of the largest record."""
+    """Size of the largest record."""
     event: bool
     ready: Any
-    """Set when the subscriber knows all publishers: what is sent to one that does not is dropped beyond its buffer."""
+    """Set when the subscriber knows all publishers; before, records beyond its buffer are dropped."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _serve(case: Case, _control: Control, *, event: bool) -> Iterator[tuple[Any,
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A place of our own; iceoryx2 leaves a file or two behind, which go with it."""
+    """Make a directory, and remove it with the files that iceoryx2 leaves behind."""
     with tempfile.TemporaryDirectory(prefix="iceoryx2_") as directory:
         try:
             yield directory
@@ -103,7 +103,7 @@ def _events(iox2: Any, node: Any) -> Any:
 
 
 def _waiter(iox2: Any, listener: Any) -> Callable[[], bool]:
-    """Waits for a notification, or spins where there is none to wait for; whether none came for a while."""
+    """Return a function that waits for a notification, or spins; it returns whether none came for a while."""
     if listener is not None:
         duration = iox2.Duration.from_secs_f64(IDLE_S)
         return lambda: not listener.timed_wait(duration)
@@ -112,11 +112,11 @@ def _waiter(iox2: Any, listener: Any) -> Callable[[], bool]:
 
 
 def _met(service: Any, subscriber: Any, address: _Address) -> Iterator[None]:
-    """No record, until the subscriber has met all publishers; then they are told to begin."""
+    """Yield None until the subscriber knows all publishers, then let them begin."""
     while service.dynamic_config.number_of_publishers < address.producers:
         time.sleep(IDLE_S)
         yield None
-    subscriber.has_samples()  # it meets whom it does not know yet
+    subscriber.has_samples()  # connects to new publishers
     address.ready.set()
 
 
@@ -131,7 +131,7 @@ def _taken_from(subscriber: Any, idle: Callable[[], bool]) -> Iterator[Plain | N
 
 
 def _view(sample: Any, nbytes: int | None = None) -> memoryview:
-    """The payload of a sample as plain bytes, which a memoryview of ctypes is not."""
+    """Return the payload of a sample as plain bytes, unlike a memoryview of ctypes."""
     payload = sample.payload()
     count = payload.len() if nbytes is None else nbytes
     memory: Any = (ctypes.c_uint8 * count).from_address(payload.as_ptr())

@@ -15,13 +15,13 @@ __all__ = ["connect_queue", "mp_queue", "serve_queue", "taken_from"]
 
 
 def mp_queue(case: Case) -> Outcome:
-    """Records as they are, pickled by the queue."""
+    """Send records pickled by the queue."""
     return race(case, serve_queue, connect_queue)
 
 
 @contextmanager
 def serve_queue(case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
-    """The receiving end of a queue."""
+    """Open the receiving end of a queue."""
     inbox: Any = multiprocessing.get_context("spawn").Queue(IN_FLIGHT * case.producers)
     try:
         yield inbox, taken_from(inbox)
@@ -30,7 +30,7 @@ def serve_queue(case: Case, _control: Control) -> Iterator[tuple[Any, Iterator[P
 
 
 def taken_from(inbox: Any) -> Iterator[Plain | None]:
-    """What comes out of a queue."""
+    """Yield the records of a queue."""
     while True:
         try:
             yield inbox.get(timeout=IDLE_S)
@@ -40,7 +40,7 @@ def taken_from(inbox: Any) -> Iterator[Plain | None]:
 
 @contextmanager
 def connect_queue(outbox: Any, _producer: int) -> Iterator[Send]:
-    """The sending end of a queue."""
+    """Open the sending end of a queue."""
     yield outbox.put
     outbox.close()
     outbox.join_thread()

@@ -25,12 +25,12 @@ Progress: TypeAlias = tuple[TrainBatch | None, int]
 
 
 def penstock(case: Case) -> Outcome:
-    """Groups through `serve("shm://")`, packed by penstock's own `Packer`."""
+    """Send groups through `serve("shm://")`, packed by penstock's own `Packer`."""
     return anyio.run(_consume, case, "shm://")
 
 
 def penstock_tcp(case: Case) -> Outcome:
-    """The same over the loopback: columns as frames of their own."""
+    """Send groups over the loopback, each column as a frame."""
     return anyio.run(_consume, case, "tcp://127.0.0.1:0")
 
 
@@ -52,7 +52,7 @@ async def _consume(case: Case, url: str) -> Outcome:
 
 
 async def _packed(inbox: Inbox, packer: Packer, _control: Control, _latencies: Latencies) -> AsyncIterator[Progress]:
-    """Batch after batch, as fast as they come."""
+    """Yield batch after batch, at full speed."""
     received = 0
     with suppress(anyio.EndOfStream):
         while True:
@@ -62,13 +62,13 @@ async def _packed(inbox: Inbox, packer: Packer, _control: Control, _latencies: L
 
 
 async def _one_by_one(inbox: Inbox, packer: Packer, control: Control, latencies: Latencies) -> AsyncIterator[Progress]:
-    """Group after group, each with the time that it was on its way."""
+    """Receive group after group, and record the latency of each."""
     received = 0
     async for group in inbox:
         latencies.note(group.meta)
         batch = None if packer.fits(group) else packer.pack()
         packer.add(group)
-        del group  # copied: its slots must not wait until the next one comes
+        del group  # copied: its slots must not wait for the next one
         received += 1
         control.take(received)
         yield batch, received
@@ -76,7 +76,7 @@ async def _one_by_one(inbox: Inbox, packer: Packer, control: Control, latencies:
 
 
 def produce(url: str, case: Case, producer: int, control: Control) -> None:
-    """What a producer's process runs."""
+    """Run a producer process."""
     anyio.run(_send, url, case, producer, control)
 
 

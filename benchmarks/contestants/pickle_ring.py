@@ -1,7 +1,7 @@
-"""A ring of fixed slots in shared memory with pickles in them, as several frameworks have one.
+"""A ring of fixed slots in shared memory with pickles in them, as in several frameworks.
 
-Such rings are made for a single writer; with several, records are doubled and lost unless writers take turns. So there
-is a lock here, and the reader alone moves the reading end. It spins, giving up its turn, and naps when nothing comes.
+Such rings are made for a single writer; with several, records are duplicated and lost without a lock. So there is a
+lock here, and only the reader moves the reading end. The reader spins, yielding the processor, then sleeps and polls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .harness import IDLE_S, IN_FLIGHT, Case, Control, Outcome, Send, race
 __all__ = ["pickle_ring"]
 
 SPIN_S = 0.001
-NAP_S = 0.0001
+POLL_S = 0.0001
 
 
 def pickle_ring(case: Case) -> Outcome:
-    """Records as they are, pickled into slots."""
+    """Send records pickled into slots."""
     return race(case, _serve, _connect)
 
 
@@ -38,7 +38,7 @@ class _Ring(NamedTuple):
     slot_bytes: int
 
     def slot(self, number: int) -> memoryview:
-        """Where record `number` lies."""
+        """Return the slot of record `number`."""
         first = number % self.slots * self.slot_bytes
         return memoryview(self.memory).cast("B")[first : first + self.slot_bytes]
 
@@ -64,7 +64,7 @@ def _taken_from(ring: _Ring) -> Iterator[Plain | None]:
         elif (idle := time.perf_counter() - idle_since) < SPIN_S:
             os.sched_yield()
         else:
-            time.sleep(NAP_S)
+            time.sleep(POLL_S)
             if idle > IDLE_S:
                 yield None
                 idle_since = time.perf_counter() - SPIN_S
@@ -77,7 +77,7 @@ def _connect(ring: _Ring, _producer: int) -> Iterator[Send]:
         with ring.lock:
             written = ring.counters[0]
             while written - ring.counters[1] >= ring.slots:
-                time.sleep(NAP_S)
+                time.sleep(POLL_S)
             ring.slot(written)[: len(pickled)] = pickled
             ring.counters[0] = written + 1
 

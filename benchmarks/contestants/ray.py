@@ -1,4 +1,4 @@
-"""Ray: what actors return, ray.util.queue, and a compiled graph. The driver is the consumer, actors the producers."""
+"""Ray: results of actors, ray.util.queue, and a compiled graph. The driver consumes, actors produce."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["ray_actor", "ray_graph", "ray_queue"]
 ROOT = Path(__file__).parent.parent.parent
 
 AHEAD = 4
-"""Calls to an actor that wait while one is answered."""
+"""Calls to an actor in flight."""
 
 PING_INTERVAL_S = 0.005
 
 
 def ray_actor(case: Case) -> Outcome:
-    """Each record is what a call to an actor returns."""
+    """Receive each record as the result of a call to an actor."""
     return race(_slower(case), partial(_serve, taken=_returned), None)
 
 
 def ray_graph(case: Case) -> Outcome:
-    """The same calls in a compiled graph, whose channels are made once and used again."""
+    """Make the same calls in a compiled graph, whose channels are reused."""
     return race(_slower(case), partial(_serve, taken=_of_graph), None)
 
 
 def ray_queue(case: Case) -> Outcome:
-    """Actors put into a `ray.util.queue`."""
+    """Send records from actors through a `ray.util.queue`."""
     return race(_slower(case), partial(_serve, taken=_queued), None)
 
 
 def _slower(case: Case) -> Case:
-    """Where one is in flight at a time, it has more than a millisecond to arrive."""
+    """Return the case with a longer interval where one record is in flight at a time."""
     return replace(case, interval_s=PING_INTERVAL_S) if case.one_at_a_time else case
 
 
@@ -53,7 +53,7 @@ _Taken: TypeAlias = Callable[[Any, list[Any], Case, Control, str], Iterator[Plai
 def _serve(case: Case, control: Control, *, taken: _Taken) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
     ray = need("ray", "ray")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the names of its sockets have to be short
+    directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of its sockets must be short
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         num_cpus=case.producers + 2,
@@ -77,7 +77,7 @@ def _nbytes(case: Case) -> int:
 
 
 class _FileControl(Control):
-    """Says stop by a file: Ray starts processes by itself, which inherit nothing."""
+    """Stops producers by a file, because processes of Ray inherit no shared state."""
 
     def __init__(self, producers: int, directory: str) -> None:
         super().__init__(producers)
@@ -85,21 +85,21 @@ class _FileControl(Control):
 
     @property
     def stopping(self) -> bool:
-        """Whether the file is there."""
+        """Return whether the file exists."""
         return self._path.exists()
 
     def stop(self) -> None:
-        """Let it be there."""
+        """Create the file."""
         self._path.touch()
 
     @property
     def taken(self) -> int:
-        """Whoever is asked for one at a time has had the last one taken."""
+        """Return a large number: a record is requested after the previous one was received."""
         return 2**63 - 1
 
 
 class _Producer:
-    """The actor."""
+    """The actor of a producer."""
 
     def __init__(self, case: Case, number: int, directory: str) -> None:
         self._number = number
@@ -110,7 +110,7 @@ class _Producer:
         return next(self._records)
 
     def flood(self, queue: Any) -> int:
-        """Put until told to stop; how many."""
+        """Put records until stopped; return their number."""
         for record in self._records:
             queue.put(record)
         return self._control.sent[self._number]
@@ -133,8 +133,8 @@ def _returned(ray: Any, actors: list[Any], case: Case, control: Control, _: str)
 
 def _of_graph(ray: Any, actors: list[Any], case: Case, control: Control, _: str) -> Iterator[Plain | None]:
     dag = need("ray.dag", "ray")
-    with dag.InputNode() as asked:
-        outputs = dag.MultiOutputNode([actor.next.bind(asked) for actor in actors])
+    with dag.InputNode() as inputs:
+        outputs = dag.MultiOutputNode([actor.next.bind(inputs) for actor in actors])
     graph = outputs.experimental_compile(_buffer_size_bytes=_nbytes(case) + 2**16)
     ahead = 1 if case.one_at_a_time else AHEAD
     waiting = deque(graph.execute(0) for _ in range(ahead))

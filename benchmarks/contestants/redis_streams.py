@@ -1,4 +1,4 @@
-"""Redis streams: a record an entry, over a Unix socket, read several at a time by one consumer."""
+"""Redis streams: each record is an entry, sent over a Unix socket, and one consumer reads several at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["redis_streams"]
 STREAM = "records"
 FIELD = b"record"
 READ_AT_ONCE = 16
-START_S = 10.0
-NAP_S = 0.0005
+START_TIMEOUT_S = 10.0
+POLL_S = 0.0005
 
 
 def redis_streams(case: Case) -> Outcome:
-    """Records as bytes, in a server without persistence. A stream has no bound: senders ask how long it is."""
+    """Send records as bytes, to a server without persistence. A stream is unbounded, so senders poll its length."""
     return race(case, _serve, _connect)
 
 
@@ -69,7 +69,7 @@ def _executable() -> str:
 
 
 def _wait_for(client: Any, redis: Any) -> None:
-    deadline = time.perf_counter() + START_S
+    deadline = time.perf_counter() + START_TIMEOUT_S
     while time.perf_counter() < deadline:
         try:
             client.ping()
@@ -83,22 +83,22 @@ def _wait_for(client: Any, redis: Any) -> None:
 def _taken_from(client: Any) -> Iterator[Plain | None]:
     last: Any = "0"
     while True:
-        answer = client.xread({STREAM: last}, count=READ_AT_ONCE, block=int(IDLE_S * 1000))
-        if not answer:
+        reply = client.xread({STREAM: last}, count=READ_AT_ONCE, block=int(IDLE_S * 1000))
+        if not reply:
             yield None
             continue
-        entries = _entries(answer)
+        entries = _entries(reply)
         for _, fields in entries:
             yield read_flat(memoryview(fields[FIELD]))
         last = entries[-1][0]
         client.xdel(STREAM, *(entry for entry, _ in entries))
 
 
-def _entries(answer: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
-    """What came of the one stream: older protocols answer in pairs, newer ones in a mapping."""
-    if isinstance(answer, dict):
-        return [entry for part in next(iter(answer.values())) for entry in part]
-    return list(answer[0][1])
+def _entries(reply: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
+    """Return the entries of the stream: older protocols return pairs, newer ones a mapping."""
+    if isinstance(reply, dict):
+        return [entry for part in next(iter(reply.values())) for entry in part]
+    return list(reply[0][1])
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _connect(address: _Address, _producer: int) -> Iterator[Send]:
         parts, _ = flat_parts(record)
         client.xadd(STREAM, {FIELD: b"".join(parts)})
         while client.xlen(STREAM) > address.bound:
-            time.sleep(NAP_S)
+            time.sleep(POLL_S)
 
     yield send
     client.close()

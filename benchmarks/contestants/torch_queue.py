@@ -1,4 +1,4 @@
-"""torch.multiprocessing: a queue of tensors that lie in shared memory, one file a tensor."""
+"""torch.multiprocessing: a queue of tensors in shared memory, one file for each tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["torch_queue"]
 
 
 def torch_queue(case: Case) -> Outcome:
-    """Columns as tensors; sharing by file name, which is faster here than by file descriptor."""
+    """Send columns as tensors, shared by file name, which is faster here than by file descriptor."""
     return race(case, _serve, _connect)
 
 
@@ -39,7 +39,7 @@ def _connect(outbox: Any, _producer: int) -> Iterator[Send]:
     torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(record: Plain) -> None:
-        # A tensor of a column is moved into shared memory once and for all, so each is a copy, as in a real run.
+        # A tensor is moved into shared memory permanently, so each is a new copy, as in a real run.
         outbox.put(record._replace(columns=[torch.tensor(column) for column in record.columns]))
 
     yield send

@@ -1,4 +1,4 @@
-"""ZeroMQ that carries the payload itself: PUSH to PULL, every byte copied through the socket."""
+"""ZeroMQ sockets with the whole payload: PUSH to PULL, every byte copied through the socket."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["zmq_msgpack", "zmq_multipart", "zmq_tcp"]
 
 
 def zmq_multipart(case: Case) -> Outcome:
-    """A header, and a frame a column."""
+    """Send a header, and a frame for each column."""
     return race(case, partial(_serve, receive=_receive_multipart), partial(_connect, send=_send_multipart))
 
 
 def zmq_tcp(case: Case) -> Outcome:
-    """The frames of `zmq_multipart` over the loopback, not copied into messages: what the tcp transport is built on."""
+    """Send the frames of `zmq_multipart` over the loopback without copies, as the tcp transport does."""
     return race(case, _serve_tcp, partial(_connect, send=_send_frames))
 
 
 def zmq_msgpack(case: Case) -> Outcome:
-    """One message, header and columns encoded as msgpack."""
+    """Send one message, with header and columns encoded as msgpack."""
     return race(case, partial(_serve, receive=_receive_msgpack), partial(_connect, send=_send_msgpack))
 
 
@@ -61,7 +61,7 @@ def _taken_from(socket: zmq.Socket[bytes], receive: Callable[[zmq.Socket[bytes]]
 
 @contextmanager
 def _connect(address: str, _producer: int, *, send: Callable[[zmq.Socket[bytes], Plain], None]) -> Iterator[Send]:
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:  # the context waits for what lingers
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:  # the context waits for unsent messages
         socket.set_hwm(IN_FLIGHT)
         socket.connect(address)
         yield partial(send, socket)

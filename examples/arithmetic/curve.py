@@ -17,7 +17,7 @@ __all__ = ["printed_curve"]
 
 @contextmanager
 def printed_curve(name: str, model: Transformer, target: float) -> Iterator[Metrics]:
-    """Within the body, print every `accuracy` that the metrics are told; cancel the body once one reaches `target`."""
+    """Print every `accuracy` in the metrics within the body; cancel the body once it reaches `target`."""
     print(f"{name}\n   0: {quiz(model):.1%}", flush=True)
     with anyio.CancelScope() as scope:
 

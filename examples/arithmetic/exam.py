@@ -24,12 +24,12 @@ __all__ = ["ExaminedTrainer", "final_exam", "quiz"]
 
 
 def quiz(model: Transformer) -> float:
-    """Share of the first half of the held-out problems that `model` answers rightly, 0 to 1."""
+    """Return the share of the first half of the held-out problems that `model` solves, 0 to 1."""
     return _share_right(model, held_out()[: HELD_OUT // 2])
 
 
 def final_exam(model: Transformer) -> float:
-    """Share of the second half of the held-out problems that `model` answers rightly, 0 to 1."""
+    """Return the share of the second half of the held-out problems that `model` solves, 0 to 1."""
     return _share_right(model, held_out()[HELD_OUT // 2 :])
 
 
@@ -37,15 +37,17 @@ def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> floa
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
     requests = [Request(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
     sampled = generate(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
-    answers = [
+    completions = [
         TOKENIZER.decode(tokens[: length - ended].tolist())
         for tokens, length, ended in zip(sampled.tokens, sampled.lengths, sampled.ended, strict=True)
     ]
-    return sum(is_right(answer, entry) for answer, entry in zip(answers, problems, strict=True)) / len(problems)
+    return sum(is_right(completion, entry) for completion, entry in zip(completions, problems, strict=True)) / len(
+        problems
+    )
 
 
 class ExaminedTrainer:
-    """A trainer that has the policy examined after every so many steps, and adds `accuracy` to those steps' metrics."""
+    """A trainer that measures the policy after every so many steps, and adds `accuracy` to the metrics of the step."""
 
     def __init__(self, trainer: TorchTrainer, model: Transformer, *, every: int = 10) -> None:
         self._trainer = trainer
@@ -54,7 +56,7 @@ class ExaminedTrainer:
         self.weights = trainer.weights
 
     def step(self, batch: TrainBatch) -> Mapping[str, float]:
-        """See `Trainer`."""
+        """Train on `batch`; see `Trainer`."""
         metrics = self._trainer.step(batch)
         if self._trainer.steps % self._every == 0:
             metrics["accuracy"] = quiz(self._model)

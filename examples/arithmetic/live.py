@@ -27,16 +27,16 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def kept(run: Run) -> Iterator[Run]:
-    """Whatever ends the body, Ctrl-C too: keep what came of `run` until then, and show it."""
+    """Save and show the results of `run` however the body ends, also by Ctrl-C."""
     console = Console()
     try:
-        console.print("warming up on the demonstrations of somebody careless …")
+        console.print("warming up on demonstrations with mistakes …")
         yield run
     except Exception:
         run.end("failed")
         raise
     finally:
-        run.end("interrupted")  # where nothing else was said before
+        run.end("interrupted")  # unless it ended for another reason before
         show_summary(run, run.keep(), console)
 
 
@@ -69,17 +69,17 @@ def _print_line(run: Run, console: Console) -> None:
         console.print(f"step {len(run.steps)}: {shown}", soft_wrap=True, highlight=False)
 
 
-# -- while it goes on ----------------------------------------------------------------------------------------------
+# -- during the run ----------------------------------------------------------------------------------------------
 
 
 def view(run: Run) -> RenderableType:
-    """Everything that is shown, as it stands."""
+    """Return the current view."""
     statistics = run.pipeline.statistics() if run.pipeline else PipelineStatistics(stages=(), edges=())
     return Group(_progress(run), _stages(statistics))
 
 
 def _figures(run: Run) -> dict[str, str]:
-    """Reward, accuracy, tokens per second and lag, as text."""
+    """Return reward, accuracy, tokens per second and lag, as text."""
     recent = run.steps[-RECENT:]
     return {
         "reward": f"{mean_of(run.rewards[-1:]):.2f}",
@@ -90,7 +90,7 @@ def _figures(run: Run) -> dict[str, str]:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Their mean; 0 where there are none."""
+    """Return the mean of `values`; 0 if there are none."""
     return sum(values) / max(1, len(values))
 
 
@@ -103,14 +103,14 @@ def _progress(run: Run) -> RenderableType:
 
 
 def _sparkline(values: Sequence[float], width: int = 30) -> str:
-    """`values`, 0 to 1, as at most `width` little bars."""
+    """Return `values`, 0 to 1, as at most `width` small bars."""
     share = max(1, -(-len(values) // width))
     means = [mean_of(values[i : i + share]) for i in range(0, len(values), share)]
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int(mean * len(SPARKS))))] for mean in means)
 
 
 def _stages(statistics: PipelineStatistics) -> Table:
-    """Each stage with what it waits for, and the channel that leads to it with its fill."""
+    """Return a table of the stages: the reason that each waits, and the channel before it with its fill."""
     table = Table("stage", "where", "waits for", "waited", "channel before it", "passed", box=None, padding=(0, 1))
     for column in table.columns:
         column.no_wrap = True
@@ -125,7 +125,7 @@ def _waited(stage: StageStatistics) -> str:
 
 
 def _channel(edge: EdgeStatistics | None) -> tuple[RenderableType, str]:
-    """Its fill, and how many trajectories passed it."""
+    """Return the fill of a channel, and the number of trajectories that passed it."""
     if edge is None:
         return "", ""
     channel = edge.channel
@@ -135,11 +135,11 @@ def _channel(edge: EdgeStatistics | None) -> tuple[RenderableType, str]:
     return fill, f"{edge.trajectories:,}"
 
 
-# -- when it is over -----------------------------------------------------------------------------------------------
+# -- after the run -----------------------------------------------------------------------------------------------
 
 
 def show_summary(run: Run, summary: Summary, console: Console) -> None:
-    """Before and after, the ledger's balance, and where everything lies."""
+    """Print the results before and after, the ledger's balance, and the folder."""
     console.print(f"\n{summary.stop_reason} after {summary.seconds:.0f} s and {summary.steps} optimizer steps")
     console.print(_before_and_after(run, summary), _balance(run, summary))
     console.print(f"in flight when training ended: {summary.in_flight_at_end:,} trajectories, now counted as lost")

@@ -28,7 +28,7 @@ LOGITS_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a transformer is."""
+    """The size of a transformer."""
 
     vocabulary: int
     longest: int = 16
@@ -39,7 +39,7 @@ class Shape:
 
 
 class Seen(NamedTuple):
-    """What the tokens of one call may look at."""
+    """The attention mask and the cache of one call."""
 
     attend: Tensor
     """[B, 1, T, C] bool, the same for every head."""
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each added to what comes in."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        """`x` [B, T, W], and what this layer makes of it."""
+        """Return `x` [B, T, W] plus the output of this layer."""
         x = x + self._attend(self.attention_norm(x), seen)
         forwarded: Tensor = self.down(functional.gelu(self.up(self.forward_norm(x))))
         return x + forwarded
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Draw weights so that every layer passes on what it gets at about the scale it came."""
+        """Draw weights so that every layer preserves the scale of its input."""
         for embedding in (self.token_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=EMBEDDING_STD)
         for module in self.layers.modules():
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         nn.init.normal_(self.logits.weight, std=LOGITS_STD)
 
     def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
-        """See `CausalModel`."""
+        """Return logits; see `CausalModel`."""
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         seen = Seen(attend[:, None], cache)
         for layer in self.layers:
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         return logits
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """See `CausalModel`."""
+        """Return an empty cache; see `CausalModel`."""
         shape = self.shape
         return KVCache(
             layers=shape.layers,
@@ -120,5 +120,5 @@ class Transformer(nn.Module):
 
 
 def make_model() -> Transformer:
-    """The demo's policy, untrained; seed torch before for a certain one."""
+    """Return the demo's policy, untrained; its weights depend on torch's seed."""
     return Transformer(Shape(vocabulary=TOKENIZER.vocabulary))

@@ -10,14 +10,14 @@ __all__ = ["annealed_adamw"]
 
 LEARNING_RATE = 1.2e-3
 RAMP = 10
-"""Steps until the full learning rate: Adam's first steps are large for the little that they know."""
+"""Steps until the full learning rate: Adam's first steps are large, and based on few gradients."""
 
 FLOOR = 0.05
 """Share of the learning rate that is left at the end."""
 
 
 def annealed_adamw(parameters: Iterable[torch.nn.Parameter], steps: int) -> torch.optim.Optimizer:
-    """AdamW for a run of `steps` optimizer steps; the rate falls in a straight line, which settles what was learned."""
+    """Return AdamW for a run of `steps` optimizer steps, with a linearly decreasing learning rate."""
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
 
     def share(step: int) -> float:

@@ -25,14 +25,14 @@ from .model import Transformer
 __all__ = ["RECENT", "Run", "Summary"]
 
 RECENT = 10
-"""Optimizer steps over which what is shown is averaged."""
+"""Optimizer steps over which displayed values are averaged."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What summary.json holds."""
+    """The content of summary.json."""
 
     accuracy_before: float | None
-    """Share of the final exam's problems answered rightly after the warm-up; null if the run ended before."""
+    """Share of the final exam's problems solved after the warm-up; null if the run ended before."""
     accuracy_after: float
     """The same when training ended."""
     seconds: float
@@ -45,7 +45,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that an optimizer step trained."""
     stop_reason: str
     in_flight_at_end: int
-    """Trajectories that were in flight when training ended: counted as lost."""
+    """Trajectories in flight when training ended, counted as lost."""
     ledger: dict[str, Any]
     """{admitted, in_flight, ended: {state: count}}."""
 
@@ -59,20 +59,20 @@ class Run:
         self.folder = _new_folder(runs)
         (self.folder / "metrics.jsonl").touch()
         self.metrics = Metrics(JsonlMetrics(self.folder / "metrics.jsonl"), self.note)
-        """Give it to the pipeline: every step is written, and noted here."""
+        """Metrics for the pipeline: every step is written to the file, and recorded here."""
         self.steps: list[dict[str, float]] = []
         """The metrics of every optimizer step so far."""
         self.rewards: list[float] = []
-        """Mean raw score of all that was sampled lately, by optimizer step."""
+        """Mean raw score of recently sampled trajectories, by optimizer step."""
         self._sampled: deque[tuple[float, float]] = deque(maxlen=RECENT)
         """Trajectories that arrived before each of the last steps, and the sum of their scores."""
         self.accuracies: dict[int, float] = {}
-        """What the policy made of the quiz, by optimizer step; step 0 is after the warm-up."""
+        """Accuracy in the quiz, by optimizer step; step 0 is after the warm-up."""
         self._before: float | None = None
-        """What it made of the final exam after the warm-up."""
+        """Accuracy in the final exam after the warm-up."""
         self.pipeline: Pipeline | None = None
         self.stop_reason = ""
-        """Why training ended; empty while it goes on."""
+        """Reason for the end of training; empty before it."""
         self._listeners: list[Callable[[], None]] = []
         self._began = time.monotonic()
         self._warm_s = 0.0
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, or took."""
+        """Return the duration of the run so far."""
         return self._ended_s or time.monotonic() - self._began
 
     @property
     def accuracy(self) -> float:
-        """What the policy was last found to be worth; 0 before the first exam."""
+        """Return the last accuracy in the quiz; 0 before the first one."""
         return next(reversed(self.accuracies.values()), 0.0)
 
     def on_step(self, listener: Callable[[], None]) -> None:
@@ -93,23 +93,23 @@ class Run:
         self._listeners.append(listener)
 
     def stop_at(self, target: float, scope: anyio.CancelScope) -> None:
-        """Cancel `scope` once the policy was found to be worth `target`."""
+        """Cancel `scope` once the accuracy reaches `target`."""
 
         def stop() -> None:
             if self.accuracy >= target:
-                self.end(f"{target:.0%} of the held-out problems answered rightly")
+                self.end(f"{target:.0%} of the held-out problems solved")
                 scope.cancel()
 
         self.on_step(stop)
 
     def warmed_up(self) -> None:
-        """The warm-up is done."""
+        """Record the accuracies after the warm-up."""
         self._warm_s = self.seconds
         self.accuracies[0] = quiz(self.model)
         self._before = final_exam(self.model)
 
     def note(self, metrics: dict[str, float], step: int) -> None:
-        """An optimizer step is done; see `MetricSink`."""
+        """Record the metrics of an optimizer step; see `MetricSink`."""
         self.steps.append(metrics)
         arrived = metrics.get("rollout/trajectories", 0.0)
         self._sampled.append((arrived, arrived * metrics.get("rollout/reward", 0.0)))
@@ -121,17 +121,17 @@ class Run:
             listener()
 
     def end(self, reason: str) -> None:
-        """Training has ended, for `reason`; the first one counts."""
+        """Record the reason for the end of training; the first one counts."""
         self.stop_reason = self.stop_reason or reason
         self._ended_s = self._ended_s or self.seconds
 
     @property
     def report(self) -> Report | None:
-        """What the pipeline came to; None where none has run."""
+        """Return the report of the pipeline; None if it has not run."""
         return self.pipeline.report if self.pipeline else None
 
     def keep(self) -> Summary:
-        """Write weights, summary and picture; metrics.jsonl was written on the way."""
+        """Write weights, summary and picture; metrics.jsonl was written during the run."""
         summary = self._summary()
         save_file(self.model.state_dict(), self.folder / "weights.safetensors")
         encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
@@ -160,7 +160,7 @@ class Run:
         )
 
     def _draw(self, path: Path) -> None:
-        """Reward of every step and accuracy of every exam, as a picture."""
+        """Draw the reward of every step and the accuracy of every quiz."""
         from matplotlib.figure import Figure  # noqa: PLC0415 (half a second, and only at the end)
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -174,7 +174,7 @@ class Run:
 
 
 def _new_folder(runs: Path) -> Path:
-    """`runs/<time>/`, and `runs/latest` pointing to it."""
+    """Create `runs/<time>/` and point `runs/latest` to it."""
     runs.mkdir(parents=True, exist_ok=True)
     stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
     names = [stamp, *(f"{stamp}_{number}" for number in range(2, 100))]

@@ -19,16 +19,16 @@ LONGEST_ANSWER = 4
 """Tokens: a sign, two digits and the full stop."""
 
 HELD_OUT = 800
-"""How many problems are held out: two exams of 400, each enough to tell 90 % from 93 %."""
+"""Number of problems that are held out: two exams of 400, each large enough to distinguish 90 % from 93 %."""
 
 LENGTH = 1_000_000
-"""How many problems a training set has; they repeat, as there are only 4,000."""
+"""Number of problems in a training set; they repeat, because there are only 4,000."""
 
 DRAWS = 100
-"""How often a problem is drawn again before one gives up: four of five are not held out."""
+"""Bound on draws of a problem: four of five are not held out."""
 
 HELD_OUT_SEED = 0
-"""chain_sum makes its problem i from the seed plus i, so seeds lie further apart than any set is long."""
+"""chain_sum makes its problem i from the seed plus i, so seeds differ by more than the length of a set."""
 
 
 def _chain_sum(seed: int, size: int) -> ChainSumDataset:
@@ -36,13 +36,13 @@ def _chain_sum(seed: int, size: int) -> ChainSumDataset:
 
 
 def _without_words(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The problem with only its expression as question: `3+4-5=`."""
+    """Return the problem with only its expression as question: `3+4-5=`."""
     return {**entry, "question": entry["metadata"]["expression"].replace(" ", "") + "="}
 
 
 @cache
 def held_out() -> tuple[dict[str, Any], ...]:
-    """The problems that are never trained on, each once: the same in every run, whatever its seed."""
+    """Return the problems that are never trained on, each once: the same in every run, with any seed."""
     problems = _chain_sum(HELD_OUT_SEED, LENGTH)
     different: dict[str, dict[str, Any]] = {}
     for number in count():
@@ -59,7 +59,7 @@ def _held_out_questions() -> frozenset[str]:
 
 
 class TrainingProblems:
-    """A scored data set of problems that are not held out, in an order that `seed` (0 or more) decides.
+    """A scored data set of problems that are not held out, in an order that depends on `seed` (0 or more).
 
     >>> TrainingProblems(seed=0)[7] == TrainingProblems(seed=0)[7]
     True
@@ -72,18 +72,18 @@ class TrainingProblems:
         return LENGTH
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Problem `number`: question, answer and metadata, as reasoning-gym has them."""
+        """Return problem `number`: question, answer and metadata, as in reasoning-gym."""
         draws = (_without_words(self._problems[number + draw * LENGTH]) for draw in range(DRAWS))
         fresh = (entry for entry in draws if entry["question"] not in _held_out_questions())
         return next(islice(fresh, 1))
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        """Reasoning-gym's own score: 1 for the right number, part of it where the answer merely contains it."""
+        """Return reasoning-gym's own score: 1 for the right number, less if the completion only contains it."""
         return float(self._problems.score_answer(answer, entry))
 
 
 def is_right(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether reasoning-gym gives `answer` its full score."""
+    """Return whether reasoning-gym gives `answer` the full score."""
     return bool(_scorer().score_answer(answer, entry) == 1)
 
 

@@ -20,20 +20,20 @@ class CharacterTokenizer:
 
     @property
     def eos_id(self) -> int:
-        """The full stop."""
+        """Return the id of the full stop."""
         return CHARACTERS.index(".")
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens there are."""
+        """Return the number of different tokens."""
         return len(CHARACTERS)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token and its id: what distinguishes this tokenizer from another."""
+        """Return every token with its id, which identifies this tokenizer."""
         return {character: index for index, character in enumerate(CHARACTERS)}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`.
+        """Return the ids of `text`.
 
         Raises:
             ValueError: a character that is not in the vocabulary.
@@ -41,9 +41,9 @@ class CharacterTokenizer:
         return [CHARACTERS.index(character) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
         return "".join(CHARACTERS[token] for token in ids)
 
 
 TOKENIZER = CharacterTokenizer()
-"""The only one there is."""
+"""The tokenizer of the demo."""

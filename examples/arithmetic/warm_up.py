@@ -1,8 +1,8 @@
 """Train an initial policy: seconds of supervised training on demonstrations, more than half of them wrong.
 
-Without it, a model this small collapses to the most frequent answer, because right answers are too rare to learn from.
-In seven of ten demonstrations the answer is one too high. A model that imitates them solves about a third of the
-held-out problems; reinforcement learning does the rest.
+Without it, a model this small collapses to the most frequent answer, because right answers are too rare for
+reinforcement learning. In seven of ten demonstrations the answer is one too high. A model that imitates them solves
+about a third of the held-out problems; reinforcement learning does the rest.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Demonstrations", "warm_up"]
 
 STEPS = 400
 DEMONSTRATIONS = 128
-"""Of each step."""
+"""Demonstrations in each step."""
 
 ONE_TOO_HIGH = 0.72
-"""How often the demonstrator is careless."""
+"""Share of demonstrations whose answer is one too high."""
 
 LEARNING_RATE = 3e-3
 RAMP = 30
 """Steps until the full learning rate."""
 
 FIRST = 500_000
-"""Number of the first problem demonstrated: reinforcement begins at 0, and never comes as far."""
+"""Number of the first problem demonstrated: reinforcement begins at 0, and uses fewer."""
 
 
 class Demonstrations:
@@ -46,7 +46,7 @@ class Demonstrations:
         self._next = FIRST
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """The next `size` demonstrations: tokens [size, L] int64, right-padded, and a mask that is true on answers."""
+        """Return the next `size` demonstrations: tokens [size, L] int64, right-padded, and a mask, true on answers."""
         rows = [self._row() for _ in range(size)]
         width = max(len(question) + len(answer) for question, answer in rows)
         tokens = torch.full((size, width), TOKENIZER.eos_id)
@@ -65,7 +65,7 @@ class Demonstrations:
 
 
 async def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
-    """Train `model` to imitate the demonstrator. Holds up the event loop; between any two steps it can be cancelled."""
+    """Train `model` to imitate the demonstrations. Blocks the event loop; cancellation works between two steps."""
     demonstrations = Demonstrations(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / RAMP))
@@ -81,7 +81,7 @@ async def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
 
 
 def imitation_loss(model: Transformer, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Cross-entropy of the tokens [B, L] where `mask` [B, L] is true, each predicted at the position before it."""
+    """Return the cross-entropy of the tokens [B, L] where `mask` [B, L] is true, predicted at the previous position."""
     present = torch.ones_like(mask)
     logits = model(tokens, positions=positions_of(present), attend=causal_attend(present))
     return functional.cross_entropy(logits[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])

@@ -12,7 +12,7 @@ from penstock.integrations.atropos import ShmTransport
 
 
 class SharedMemoryRegexEnv(ShmTransport, RegexEnv):  # type: ignore[misc]
-    """RegexEnv, but for the way that its groups take."""
+    """RegexEnv with shared memory as the transport of its groups."""
 
 
 if __name__ == "__main__":

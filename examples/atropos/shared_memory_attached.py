@@ -13,7 +13,7 @@ from penstock.integrations.atropos import ShmTransport
 
 
 def main(gateway: str, model_server: str, model: str, groups: str) -> None:
-    """Run the environment until the gateway is gone."""
+    """Run the environment until the gateway closes."""
     config, (server,) = RegexEnv.config_init()
     config.rollout_server_url, config.tokenizer_name, config.data_path_to_save_groups = gateway, model, groups
     config.group_size, config.max_token_length, config.use_wandb = 4, 8192, False

@@ -18,7 +18,7 @@ from environments.gsm8k_server_teacher_distill import (  # type: ignore[import-n
 
 
 class TaughtGSM8kEnv(GSM8kTeacherDistillEnv):  # type: ignore[misc]
-    """GSM8kTeacherDistillEnv that can be made."""
+    """GSM8kTeacherDistillEnv with a constructor that works."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         TeacherDistillationEnv.__init__(self, *arguments, **options)

@@ -259,7 +259,7 @@ async def test_a_run_is_stopped_once_the_policy_is_good_enough(run: Run) -> None
     run.note(metrics(accuracy=0.91), 20)
 
     assert (before, scope.cancel_called) == (False, True)
-    assert run.stop_reason == "90% of the held-out problems answered rightly"
+    assert run.stop_reason == "90% of the held-out problems solved"
 
 
 def shown(run: Run) -> str:

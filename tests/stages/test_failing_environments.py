@@ -86,7 +86,7 @@ def test_a_success_by_any_worker_ends_a_row_of_failures() -> None:
 def test_the_message_lists_the_most_frequent_reasons() -> None:
     reasons = {"a": 60, "b": 3, "c": 2, "d": 1, "e": 1}
 
-    with pytest.raises(RolloutsFailed, match=r"in all\): 60 × a, 3 × b, 2 × c, 2 more reasons\. Mend"):
+    with pytest.raises(RolloutsFailed, match=r"in all\): 60 × a, 3 × b, 2 × c, 2 more reasons\. Fix"):
         FailureStreak().check(67, 0, lambda: reasons)
 
 
