@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.atropos.builders import env, group, running_queue, taken
-
-from penstock._stages.integrations.atropos.queue.records import (
-    EnvStatus,
-)
 
 
 def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
@@ -16,14 +13,14 @@ def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
     )
     made.submit(0, [group(size=2, env_id=0)] * 3 + [group(size=4, env_id=1)] * 2 + [group(size=1)])
 
-    assert made.env_status(0, 0) == EnvStatus(
-        current_step=0,
-        queue_size=(6 + 8 + 4) // 2,  # its own, the other's, and a whole group of 4 that is nobody's
-        unallocated_fraction=0.75,
-        self_queue_size=3,
-        max_group_size=4,
-        env_weight=100 / 700,
-    )
+    assert msgspec.to_builtins(made.env_status(0, 0)) == {
+        "current_step": 0,
+        "queue_size": (6 + 8 + 4) // 2,  # its own, the other's, and a whole group of 4 that is nobody's
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 100 / 700,
+    }
     assert made.env_status(0, 1).queue_size == (8 + (8 - 4) + 4) // 4  # of the other only what is beyond its minimum
 
 

@@ -20,11 +20,13 @@ from tests.failsafe import FAILSAFE_S
 from tests.faults.zygote import ROOT, environment
 
 from penstock import GroupId, ReceiveChannel, TrajectoryGroup, current, source
-from penstock._stages.integrations.atropos.server.shm_receiver import CAPACITY
 from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
 
 BATCH = 16
 TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)
+
+CAPACITY = 16
+"""Groups that the connection of one environment through shared memory may hold."""
 
 
 @dataclass(eq=False)

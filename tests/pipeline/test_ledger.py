@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
-from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
-from penstock.accounting import Ledger
+from penstock.accounting import EndState, Ledger
 from penstock.errors import InvalidRecord, LedgerImbalance
 from penstock.testing import group
 
@@ -251,133 +250,6 @@ def test_the_pace_is_the_mean_of_what_steps_train() -> None:
             ledger.admit(GroupId("test", name), range(2))
         ledger.commit(batch, step)
     assert ledger.trained_per_step == pytest.approx((2 + 4 + 8) / 3)
-
-
-class TestTwoProcesses:
-    """A worker's ledger with its account, and the trainer's, joined as a channel joins them."""
-
-    def setup_method(self) -> None:
-        self.page = bytearray(COUNTERS_BYTES)
-        self.worker = Ledger(SharedCounters(self.page))
-        self.account = SharedCounters(self.page, "worker 0")
-        self.trainer = Ledger()
-        self.trainer.attach_counters(self.account)
-
-    def hand_over(self, name: str) -> None:
-        self.trainer.take_over(group(instance_id=name), self.worker.settle, self.account)
-
-    def balanced(self) -> dict[str, int]:
-        balance = self.trainer.balance()
-        assert balance.balanced
-        return {"admitted": balance.admitted, "in_flight": balance.in_flight} | {
-            k: v for k, v in balance.ended.items() if v
-        }
-
-    def test_the_books_balance_while_a_trajectory_crosses(self) -> None:
-        self.worker.admit(A, range(2))
-        assert self.balanced() == {"admitted": 2, "in_flight": 2}
-        self.hand_over("a")
-        assert self.balanced() == {"admitted": 2, "in_flight": 2}
-        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=1)
-        assert self.balanced() == {"admitted": 2, "in_flight": 0, "trained": 2}
-
-    def test_the_worker_hears_of_the_end_and_has_room_again(self) -> None:
-        self.worker.admit(A, range(2))
-        self.hand_over("a")
-        assert self.worker.in_flight == 2
-        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=3)
-        assert self.worker.in_flight == 0
-        assert self.worker.step == 3
-        assert self.worker.trained_per_step == 2
-
-    def test_the_workers_own_books_balance_when_its_trajectories_end_elsewhere(self) -> None:
-        self.worker.admit(A, range(2))
-        self.hand_over("a")
-
-        self.trainer.end(group(instance_id="a"), "stale", "old")
-
-        assert self.worker.balance().ended["stale"] == 2
-        assert self.worker.balance().balanced
-        assert not self.worker.balance().reasons["stale"]  # told in the trainer's books, once
-
-    def test_workers_that_share_a_prompt_each_hear_of_what_they_sampled(self) -> None:
-        other = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
-        first, second = group(instance_id="a", repetition_ids=[0, 1]), group(instance_id="a", repetition_ids=[2, 3])
-        for ledger, sampled in ((self.worker, first), (other, second)):
-            ledger.admit(A, sampled.repetition_ids.tolist())
-            self.trainer.take_over(sampled, ledger.settle)
-
-        self.trainer.commit(TrainBatch.pack([first]), step=1)
-        assert (self.worker.in_flight, other.in_flight) == (0, 2)
-        self.trainer.end(second, "stale", "old")
-        assert (self.worker.in_flight, other.in_flight) == (0, 0)
-
-    def test_a_copy_leaves_the_account_of_its_worker_which_is_told_at_once(self) -> None:
-        self.trainer.hand_over(group(instance_id="a"))
-        self.worker.admit(A, range(3))
-
-        self.trainer.take_over(group(instance_id="a"), self.worker.settle, self.account)
-
-        assert self.worker.in_flight == 1
-        assert self.balanced() == {"admitted": 5, "in_flight": 3, "rejected": 2}
-        assert self.trainer.detach_counters(self.account, "killed") == 1
-        assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
-
-    def test_a_worker_is_not_told_of_what_another_sampled_when_its_own_had_ended(self) -> None:
-        told: list[tuple[GroupId, int, EndState, int]] = []
-        self.trainer.take_over(group(instance_id="a"), lambda *ended: told.append(ended))
-        again = group(instance_id="a").select(np.array([True, False]))
-        self.trainer.end(again, "stale", "old")
-
-        self.trainer.take_over(again, lambda *_: None)
-        self.trainer.end(again, "filtered", "")
-
-        assert told == [(A, 0b01, "stale", 0)]
-
-    def test_what_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
-        record = group(instance_id="a")
-        assert (self.worker.hand_over(record), self.worker.hand_over(record)) == (0, 0b11)
-        self.hand_over("a")
-
-        assert self.balanced() == {"admitted": 4, "in_flight": 2, "rejected": 2}
-
-    def test_what_ends_in_the_worker_counts_in_the_trainers_books(self) -> None:
-        self.worker.admit(A, range(2))
-        self.worker.end(group(instance_id="a").ids[:1], "failed", "the environment raised")
-        assert self.balanced() == {"admitted": 2, "in_flight": 1, "failed": 1}
-        assert self.trainer.balance().reasons["failed"] == {"in worker 0": 1}
-
-    @pytest.mark.parametrize("handed_over", [True, False])
-    def test_what_a_dead_worker_held_is_lost_and_what_it_handed_over_goes_on(self, handed_over: bool) -> None:  # noqa: FBT001
-        self.worker.admit(A, range(2))
-        self.worker.admit(B, range(3))
-        if handed_over:
-            self.hand_over("a")
-
-        lost = self.trainer.detach_counters(self.account, "worker 0 was killed by SIGKILL")
-
-        assert lost == (3 if handed_over else 5)
-        assert self.balanced() == {"admitted": 5, "in_flight": 5 - lost, "lost": lost}
-        assert self.trainer.balance().reasons["lost"] == {"worker 0 was killed by SIGKILL": lost}
-
-    def test_closing_an_account_twice_counts_once(self) -> None:
-        self.worker.admit(A, range(2))
-        assert self.trainer.detach_counters(self.account, "killed") == 2
-        assert self.trainer.detach_counters(self.account, "killed") == 0
-        assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
-
-    def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:
-        successor = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
-        successor.settle(A, 0b11, "trained", 7)
-        assert successor.in_flight == 0
-        assert successor.step == 7
-
-    def test_at_the_end_of_a_run_whatever_is_left_is_lost_by_name(self) -> None:
-        self.worker.admit(A, range(2))
-        self.worker.admit(B, range(2))
-        self.hand_over("a")
-        assert self.trainer.lose("the run was stopped") == 4
-        assert self.balanced() == {"admitted": 4, "in_flight": 0, "lost": 4}
 
 
 def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:

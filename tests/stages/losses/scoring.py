@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock._stages.losses import check_used, merge
 from penstock.losses import (
     CISPO,
     GSPO,
@@ -97,6 +99,19 @@ def part_of(whole: Scored, sequences: Tensor) -> Scored:
         name: column[tokens] for name, column in columns.items() if isinstance(column, Tensor) and name != "lengths"
     }
     return replace(whole, lengths=whole.lengths[sequences], **taken)
+
+
+def reported(*micro_batches: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a batch as a trainer reports them, of those of its micro-batches.
+
+    Raises:
+        InvalidRecord: a term could use none of the batch's tokens.
+    """
+    merged: dict[str, Any] = {}
+    for metrics in micro_batches:
+        merge(merged, metrics)
+    check_used(merged)
+    return {name: metric.value() for name, metric in merged.items()}
 
 
 def slope(value: Tensor, variable: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, scored, slope
+from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, reported, scored, slope
 from torch import Tensor
 
 from penstock._stages.losses import Metric, diagnostics, entropy_of, merge
@@ -40,12 +40,7 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(loss
         assert (gradient is None) == (other is None)
         if gradient is not None and other is not None:
             torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
-    merged: dict[str, Metric] = {}
-    for piece in pieces:
-        merge(merged, piece.metrics)
-    assert {name: each.value() for name, each in merged.items()} == pytest.approx(
-        {name: each.value() for name, each in metrics.items()}
-    )
+    assert reported(*[piece.metrics for piece in pieces]) == pytest.approx(reported(metrics))
 
 
 def far_from_what_sampled(sign: int) -> Scored:
