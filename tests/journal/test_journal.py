@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +28,23 @@ from penstock import (
     processes,
     source,
 )
-from penstock._pipeline.journal_entry import encode_entry
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline, JournalFull, JournalInUse, StageFailed
 from penstock.testing import drive, entered, group
 
 RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
-ENTRY_BYTES = len(encode_entry(RECORDS[0]))
+
+
+def _bytes_of(record: TrajectoryGroup) -> int:
+    """Bytes that a journal writes of `record`."""
+    with tempfile.TemporaryDirectory() as folder:
+        anyio.run(drive, Journal(folder), [record])
+        (volume,) = Path(folder).glob("*.volume-1")
+        return volume.stat().st_size
+
+
+ENTRY_BYTES = _bytes_of(RECORDS[0])
 
 
 def names(records: Sequence[TrajectoryGroup]) -> list[int]:

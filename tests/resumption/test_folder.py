@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from tests.pipeline.flow_stages import Collect, Groups, Pack
 
-from penstock import Context, SinkTrainer, TrainBatch, source
-from penstock._pipeline.resumption import with_checkpoints
+from penstock import ReceiveChannel, SinkTrainer, TrainBatch, current, source
 from penstock.errors import InvalidPipeline, RunInUse
 from penstock.training import ResumePoint
 
@@ -41,12 +40,20 @@ async def test_two_folders_for_checkpoints_are_one_too_many(tmp_path: Path) -> N
         await source(Groups(1)).then(Pack()).sink(sink).run(folder=tmp_path)
 
 
-def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
+async def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
     class Keeping(Collect):
         def with_checkpoints(self, folder: Path, gathering: object) -> tuple[object, ResumePoint]:  # noqa: ARG002 (the hook's)
             return self, ResumePoint(0, {})
 
-    links = source(Groups(1)).sink(Keeping()).nodes
+        async def run(self, inbox: ReceiveChannel[Any]) -> None:
+            with pytest.raises(RunInUse, match="expected one run at a time") as raised:
+                await source(Groups(1)).sink(Keeping()).run(folder=tmp_path)
+            refused.append(raised.value)
+            async for record in inbox:
+                current().ledger.end(record, "trained")
 
-    with with_checkpoints(tmp_path, links, Context()), pytest.raises(RunInUse, match="expected one run at a time"):
-        with_checkpoints(tmp_path, links, Context()).__enter__()
+    refused: list[RunInUse] = []
+
+    await source(Groups(1)).sink(Keeping()).run(folder=tmp_path)
+
+    assert len(refused) == 1
