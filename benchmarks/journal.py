@@ -22,7 +22,7 @@ import anyio
 from rich.console import Console
 
 from penstock import Batcher, Flow, Journal, Pipeline, TrajectoryGroup, processes, source
-from penstock._pipeline.journal_entry import encode_entry
+from penstock._pipeline.durability.journal_entry import encode_entry
 from penstock.accounting import Ledger
 
 from .contestants import leaving_nothing

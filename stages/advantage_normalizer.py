@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
-from .._pipeline.context import current
-from .._pipeline.flush import FlushableInbox
+from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.graph.context import current
+from .._pipeline.graph.flush import FlushableInbox
 from .._schemas import TrajectoryGroup
 from .._schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel

@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.context import current, drop
 from .._pipeline.errors import RecordTooLarge
-from .._pipeline.flush import FlushableInbox
-from .._pipeline.ledger import Ledger
-from .._pipeline.stage_info import StageInfo
+from .._pipeline.graph.context import current, drop
+from .._pipeline.graph.flush import FlushableInbox
+from .._pipeline.graph.stage_info import StageInfo
 from .._schemas import Packer, TrainBatch, TrajectoryGroup, TrajectoryId
 from .._schemas.batch import oldest_versions
 from .._schemas.numbers import normalize_counts

@@ -15,16 +15,16 @@ from typing import Literal, TypeAlias, get_args
 import anyio
 import msgspec
 
+from .._pipeline.accounting.repetition_sets import iter_bits, trajectories
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.chunks import receive_chunks, send_all
-from .._pipeline.context import current, drop
-from .._pipeline.flush import flush_cancels
-from .._pipeline.group_buffer import Flush, GroupBuffer, Why
-from .._pipeline.repetition_sets import iter_bits, trajectories
-from .._pipeline.stage_info import StageInfo
-from .._pipeline.telemetry import get_logger
+from .._pipeline.channels.chunks import receive_chunks, send_all
+from .._pipeline.graph.context import current, drop
+from .._pipeline.graph.flush import flush_cancels
+from .._pipeline.graph.stage_info import StageInfo
 from .._schemas import InvalidRecord, TrainBatch, TrajectoryGroup
 from .._schemas.numbers import normalize_counts, normalize_numbers
+from .group_buffer import Flush, GroupBuffer, Why
 
 __all__ = ["GroupAssembler"]
 

@@ -18,14 +18,14 @@ from typing import NoReturn, TypeVar
 import anyio
 import anyio.to_thread
 
-from .._pipeline.blocking import enter_in_thread
+from .._pipeline.accounting.ledger import Ledger
+from .._pipeline.accounting.repetition_sets import exclude, mask_of, set_mask
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.chunks import receive_chunks, send_all
-from .._pipeline.context import Context, current
-from .._pipeline.journal import JournalFiles, LogContents, LogFile, open_journal
-from .._pipeline.ledger import Ledger
-from .._pipeline.repetition_sets import exclude, mask_of, set_mask
-from .._pipeline.telemetry import get_logger
+from .._pipeline.channels.chunks import receive_chunks, send_all
+from .._pipeline.durability.journal import JournalFiles, LogContents, LogFile, open_journal
+from .._pipeline.graph.context import Context, current
+from .._pipeline.util.blocking import enter_in_thread
 from .._schemas import GroupId, TrajectoryGroup
 from .._schemas.numbers import normalize_counts
 

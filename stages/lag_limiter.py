@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import anyio
 
-from .._pipeline.ledger import Ledger
-from .._pipeline.telemetry import get_logger
+from .._pipeline.accounting.ledger import Ledger
+from .._pipeline.accounting.telemetry import get_logger
 
 __all__ = ["LagLimiter"]
 

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
-from .._pipeline.context import drop
-from .._pipeline.exception_groups import unwrap_single
-from .._pipeline.stage_info import StageInfo, tokenizer_of
-from .._pipeline.waiting import Waiters
+from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.graph.context import drop
+from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.exception_groups import unwrap_single
+from .._pipeline.util.waiting import Waiters
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer

@@ -20,14 +20,14 @@ import anyio.to_thread
 import numpy as np
 from anyio.abc import TaskStatus
 
+from .._pipeline.accounting.committed_prompts import CommittedPrompts
+from .._pipeline.accounting.ledger import Ledger
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
-from .._pipeline.committed_prompts import CommittedPrompts
-from .._pipeline.context import current
-from .._pipeline.flush import FlushableInbox
-from .._pipeline.ledger import Ledger
-from .._pipeline.resumption import ResumePoint, Snapshot, Stateful
-from .._pipeline.stage_info import StageInfo, tokenizer_of
-from .._pipeline.telemetry import get_logger
+from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
+from .._pipeline.graph.context import current
+from .._pipeline.graph.flush import FlushableInbox
+from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints

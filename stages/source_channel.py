@@ -16,6 +16,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from .._pipeline.accounting.ledger import Ledger
+from .._pipeline.accounting.repetition_sets import mask_of, set_mask
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
 from .._pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from .._pipeline.channels.keys import ChannelKey
@@ -23,14 +26,11 @@ from .._pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from .._pipeline.channels.peer import Peer
 from .._pipeline.channels.remote_receiver import RemoteReceiver
 from .._pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
-from .._pipeline.context import current, outliving_the_sink
 from .._pipeline.errors import PeerLost
-from .._pipeline.ledger import Ledger
-from .._pipeline.os_errors import explaining_os_errors
-from .._pipeline.repetition_sets import mask_of, set_mask
-from .._pipeline.stage_info import StageInfo, tokenizer_of
-from .._pipeline.telemetry import get_logger
-from .._pipeline.waiting import Waiters
+from .._pipeline.graph.context import current, outliving_the_sink
+from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.os_errors import explaining_os_errors
+from .._pipeline.util.waiting import Waiters
 from .._schemas import GroupId, TrajectoryGroup, tokenizer_identity
 from .._schemas.numbers import normalize_counts, normalize_numbers
 

@@ -23,14 +23,14 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
+from .._pipeline.accounting.ledger import EndState
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import SendChannel
-from .._pipeline.context import Context, Worker, current, drop
+from .._pipeline.durability.resumption import ResumePoint
 from .._pipeline.errors import InvalidConfig
-from .._pipeline.ledger import EndState
-from .._pipeline.repeated_errors import RepeatedErrors
-from .._pipeline.resumption import ResumePoint
-from .._pipeline.stage_info import StageInfo, tokenizer_of
-from .._pipeline.telemetry import get_logger
+from .._pipeline.graph.context import Context, Worker, current, drop
+from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.repeated_errors import RepeatedErrors
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer

@@ -18,12 +18,12 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
+from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.context import Worker, current, drop
 from .._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
-from .._pipeline.exception_groups import unwrap_single
-from .._pipeline.stage_info import StageInfo, tokenizer_of
-from .._pipeline.telemetry import get_logger
+from .._pipeline.graph.context import Worker, current, drop
+from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.exception_groups import unwrap_single
 from .._schemas import TrajectoryGroup
 from .._schemas.columns import freeze
 from .._schemas.numbers import normalize_counts, normalize_numbers

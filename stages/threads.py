@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from .._pipeline.waiting import Waiters
+from .._pipeline.util.waiting import Waiters
 
 __all__ = ["Call", "Threads"]
 

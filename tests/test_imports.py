@@ -18,6 +18,12 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock", "benchmarks", "chaos", "examples"]
 """Each may import what stands before it, and itself. Benchmarks and examples do not know each other."""
 
+PIPELINE_FOLDERS = (
+    *("errors", "util", "accounting", "channels", "graph"),
+    *("processes", "weights", "durability", "runtime", "testing"),
+)
+"""The parts of pipeline/, each of which may import what stands before it, and itself."""
+
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
 """Import names that exist in a checkout only: nobody who installed penstock has them."""
 
@@ -27,9 +33,9 @@ FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
 TORCH_AT_MODULE_LEVEL = {
     path.relative_to(ROOT).as_posix()
     for pattern in (
-        "pipeline/policy/meta_model.py",
-        "pipeline/policy/weight_tables.py",
-        "pipeline/policy/weight_views.py",
+        "pipeline/weights/meta_model.py",
+        "pipeline/weights/weight_tables.py",
+        "pipeline/weights/weight_views.py",
         "stages/training/causal_model.py",
         "stages/losses/*.py",
         "stages/training/micro_batches.py",
@@ -142,6 +148,20 @@ def test_nobody_imports_a_name_that_only_a_checkout_has(path: Path) -> None:
     found = imports(path.read_text(), package_of(path))
 
     assert not [each for each in found if each.module.partition(".")[0] in OURS_AT_TOP_LEVEL]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sources() if layer_of_file(path) == "pipeline" and path.parent.name != "pipeline"],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_the_folders_of_the_pipeline_depend_on_each_other_in_one_direction(path: Path) -> None:
+    below = PIPELINE_FOLDERS[: PIPELINE_FOLDERS.index(path.parent.name) + 1]
+
+    found = [each.module.split(".") for each in imports(path.read_text(), package_of(path))]
+
+    inside = [module for module in found if module[:2] == ["penstock", "_pipeline"]]
+    assert not [".".join(module) for module in inside if module[2] not in below]
 
 
 @EVERY_SOURCE

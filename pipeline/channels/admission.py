@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from ..._schemas import TokenizerIdentity
 from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
 from ..._schemas.tokenizer import disagreements
-from ..telemetry import get_logger
+from ..accounting.telemetry import get_logger
 from .connection import PeerControl
 from .transport import PayloadReader
 
@@ -28,7 +28,7 @@ class RejectionCounter:
     LOGGED = 8
 
     def __init__(self, url: str) -> None:
-        self.count = 0
+        self.count: int = 0
         self._url = url
 
     def record(self, reason: str) -> None:
@@ -59,7 +59,7 @@ class Admission(Generic[G]):
     ) -> None:
         self.granted = 0
         """Senders that were granted a place and have not joined yet."""
-        self.joined = 0
+        self.joined: int = 0
         """Senders that have ever joined."""
         self.max_senders = max_senders
         """Senders that may be connected at a time."""

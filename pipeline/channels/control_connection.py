@@ -20,7 +20,7 @@ from anyio.lowlevel import checkpoint
 
 from ..._schemas.control import Message, decode, encode
 from ..errors import OutOfFileDescriptors, ProtocolMismatch
-from ..os_errors import EXHAUSTED, RAISE_LIMIT
+from ..util.os_errors import EXHAUSTED, RAISE_LIMIT
 from .protocols import AsyncCloseable
 
 __all__ = ["ControlConnection", "connect_control", "serve_control"]

@@ -17,7 +17,7 @@ import zmq
 import zmq.utils.z85
 
 from ..errors import InvalidKey
-from ..os_errors import explaining_os_errors
+from ..util.os_errors import explaining_os_errors
 
 __all__ = ["ChannelKey", "Role"]
 

@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from ..._schemas.numbers import whole_number
 from ..errors import ChannelFull, PeerClosed, RecordTooLarge
-from ..waiting import WaitClock, Waiters
+from ..util.waiting import WaitClock, Waiters
 from .channel import MEMORY_CAPACITY, ChannelStatistics
 from .protocols import AsyncCloseable, AsyncReceiver
 

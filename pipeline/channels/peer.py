@@ -10,8 +10,8 @@ from typing import Literal
 from ..._schemas import GroupId
 from ..._schemas.control import Connect, Reject
 from ..._schemas.descriptor import Descriptor
-from ..ledger import EndState
-from ..repetition_sets import iter_bits
+from ..accounting.ledger import EndState
+from ..accounting.repetition_sets import iter_bits
 from .connection import PeerControl
 from .transport import PayloadReader
 
@@ -22,12 +22,12 @@ class Peer:
     """The state of a sender at its receiver."""
 
     def __init__(self, request: Connect, schedule: Callable[[Peer], None], release_at: int) -> None:
-        self.identity = request.identity
-        self.name = request.name or f"process {request.pid}"
+        self.identity: bytes = request.identity
+        self.name: str = request.name or f"process {request.pid}"
         """Its name in messages."""
-        self.member = request.name
+        self.member: str = request.name
         """The name under which it is counted; empty where it has none."""
-        self.pid = request.pid
+        self.pid: int = request.pid
         self.reader: PayloadReader
         """Set when it is admitted."""
         self.control: PeerControl
@@ -53,9 +53,9 @@ class Peer:
         """Its last record that arrived."""
         self.taken = 0
         """Records that `receive` has returned."""
-        self.returned = 0
+        self.returned: int = 0
         """Records whose credit was returned."""
-        self.released_bytes = 0
+        self.released_bytes: int = 0
         """Bytes of the records that were released, whether or not their credit was returned."""
         self.nbytes = 0
         """Bytes of all its records that arrived."""
@@ -63,8 +63,8 @@ class Peer:
         """Records that were released since `collect_releases`; any thread may append, and do nothing else."""
         self.unreturned_credit: list[tuple[int, int, int]] = []
         """Slot, generation and records of bundles whose credit was not returned."""
-        self.unreturned_records = 0
-        self.credit_requested = False
+        self.unreturned_records: int = 0
+        self.credit_requested: bool = False
         """Whether it waits for credit, or is about to: true until some is returned."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Outcomes that have not been sent yet."""

@@ -37,9 +37,9 @@ from ..._schemas.control import (
     printable,
 )
 from ..._schemas.descriptor import Descriptor
+from ..accounting.telemetry import get_logger
 from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
-from ..telemetry import get_logger
-from ..waiting import WaitClock, Waiters
+from ..util.waiting import WaitClock, Waiters
 from .admission import Admission, RejectionCounter
 from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
@@ -127,9 +127,9 @@ class RemoteReceiver(AsyncReceiver[R]):
     ) -> None:
         self.url = url
         """Where senders connect."""
-        self.checksum = config.checksum
+        self.checksum: bool = config.checksum
         """Whether senders are asked for checksums."""
-        self.schema = record_type.schema
+        self.schema: Schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
         self._transport = transport
@@ -150,7 +150,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections = RejectionCounter(url)
-        self.admission = Admission(
+        self.admission: Admission[Peer] = Admission(
             self.peers,
             self._admit,
             self._check,

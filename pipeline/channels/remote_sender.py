@@ -34,10 +34,10 @@ from ..._schemas.control import (
     encode,
 )
 from ..._schemas.layout import AxisSizes, ColumnLayout
+from ..accounting.ledger import Origin
+from ..accounting.telemetry import get_logger
 from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
-from ..ledger import Origin
-from ..telemetry import get_logger
-from ..waiting import WaitClock, Waiters
+from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .connection import SenderControl
 from .memory import CHECKPOINT_EVERY
@@ -66,18 +66,18 @@ class SenderConnection:
         """The receiver's answer, with the credit that it granted."""
         self.ends = 0
         """Open clones."""
-        self.sent = 0
+        self.sent: int = 0
         """Sequence number of the last record."""
         self.failure: PeerClosed | PeerLost | InvalidRecord | None = None
         """Why nothing can be sent any more: the receiver closed or died, or a record was changed before it was
         copied."""
-        self.failed = anyio.Event()
+        self.failed: anyio.Event = anyio.Event()
         """Set with `failure`."""
-        self.disconnected = anyio.Event()
+        self.disconnected: anyio.Event = anyio.Event()
         """Set when the connection has ended, and all messages that arrived on it were handled."""
         self.on_ended: Origin | None = None
         """Called with the outcomes of trajectories."""
-        self.waiting = Waiters()
+        self.waiting: Waiters = Waiters()
         self._control = control
         self._socket = socket
         self._loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ class SenderConnection:
         """Whether the socket has no connection any more."""
         self._close_sent: Leaving | None = None
         """The last Close that was sent."""
-        self.close_acknowledged = False
+        self.close_acknowledged: bool = False
         """Whether the receiver has answered a Close."""
         self.body_failed = False
         """Whether the body of an `async with` of this connection raised."""

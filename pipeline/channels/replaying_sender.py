@@ -18,11 +18,11 @@ import anyio.to_thread
 
 from ..._schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
 from ..._schemas.numbers import finite_number, whole_number
+from ..accounting.repetition_sets import mask_of
+from ..accounting.telemetry import get_logger
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, ReplayBufferFull, TooManySenders
-from ..exception_groups import unwrap_single
-from ..repetition_sets import mask_of
-from ..telemetry import get_logger
-from ..waiting import WaitClock, Waiters
+from ..util.exception_groups import unwrap_single
+from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from .keys import ChannelKey

@@ -32,8 +32,8 @@ from ..._schemas.layout import (
     aligned,
     encode_contents,
 )
-from ..blocking import enter_in_thread
 from ..errors import NobodyListens, PeerLost, RecordTooLarge
+from ..util.blocking import enter_in_thread
 from .checksum import CHECKSUM_BYTES
 from .control_connection import ControlConnection, connect_control
 from .handshake import connect_message, handshake_timeout, offer_segment, request_session

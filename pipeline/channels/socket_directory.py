@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..os_errors import explaining_os_errors
+from ..util.os_errors import explaining_os_errors
 
 __all__ = ["socket_directory", "sweep", "sweep_after"]
 

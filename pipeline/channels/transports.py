@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from ..._schemas import tokenizer_identity
 from ..._schemas.control import check_name
 from ..._schemas.numbers import finite_number, whole_number
-from ..file_descriptors import available
+from ..util.file_descriptors import available
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from .keys import ChannelKey

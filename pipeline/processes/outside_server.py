@@ -22,10 +22,10 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from ..._schemas.numbers import normalize_numbers, whole_number
-from ..context import current
+from ..accounting.telemetry import get_logger
 from ..errors import ServerFailed
-from ..os_errors import explaining_os_errors
-from ..telemetry import get_logger
+from ..graph.context import current
+from ..util.os_errors import explaining_os_errors
 from .log_errors import first_error
 from .subreaper_process import SubreaperProcess, describe_end, start_subreaper
 

@@ -26,14 +26,14 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from ..accounting.ledger import SWALLOWED
+from ..accounting.telemetry import get_logger
 from ..channels.socket_directory import sweep
-from ..context import Worker
 from ..errors import WorkerFailed
-from ..exception_groups import first_exception
-from ..outcome import SWALLOWED
-from ..statistics import WorkerState, WorkerStatistics
-from ..telemetry import get_logger
-from .placement import Processes
+from ..graph.context import Worker
+from ..graph.placement import Processes
+from ..graph.statistics import WorkerState, WorkerStatistics
+from ..util.exception_groups import first_exception
 from .worker import refuse_while_importing_main
 from .worker_accounting import WorkerAccounting
 from .worker_messages import (

@@ -27,15 +27,15 @@ import anyio
 import msgspec
 
 from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..accounting.ledger import EndState, Ledger
+from ..accounting.shared_counters import SharedCounters
+from ..accounting.telemetry import Metrics, report_waits
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..context import Context, entered
-from ..edge import CountingSendChannel, EdgeCounter
 from ..errors import StageFailed
-from ..exception_groups import consists_of, single_exception
-from ..ledger import EndState, Ledger
-from ..telemetry import Metrics, report_waits
-from .shared_counters import SharedCounters
+from ..graph.context import Context, entered
+from ..graph.edge import CountingSendChannel, EdgeCounter
+from ..util.exception_groups import consists_of, single_exception
 from .worker_messages import (
     RECORDS,
     Connected,

@@ -17,15 +17,15 @@ import msgspec
 
 from ..._schemas import GroupId, TrajectoryId
 from ..._schemas.errors import UNREADABLE
+from ..accounting.ledger import Ledger
+from ..accounting.repetition_sets import exclude
+from ..accounting.shared_counters import SharedCounters
+from ..accounting.telemetry import MetricsReceiver, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch
-from ..edge import EdgeCounter, trajectories_of
 from ..errors import PeerLost, ProtocolMismatch
-from ..ledger import Ledger
-from ..repetition_sets import exclude
-from ..telemetry import MetricsReceiver, get_logger
-from .shared_counters import SharedCounters
+from ..graph.edge import EdgeCounter, trajectories_of
 from .worker_messages import WorkerReport
 
 __all__ = ["WorkerAccounting"]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..accounting.ledger import EndState
+from ..accounting.telemetry import Observations
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from ..context import Worker
-from ..ledger import EndState
-from ..telemetry import Observations
+from ..graph.context import Worker
 
 __all__ = [
     "RECORDS",

@@ -13,18 +13,18 @@ from typing import Any
 
 import anyio
 
+from ..accounting.telemetry import WaitAggregator
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.remote_receiver import RemoteReceiver
 from ..channels.transports import connect, serve
-from ..context import Context
-from ..edge import EdgeCounter
 from ..errors import NobodyListens
-from ..file_descriptors import reserved
-from ..stage_node import StageNode, wire_type
-from ..statistics import WorkerStatistics
-from ..telemetry import WaitAggregator
-from .placement import Processes
+from ..graph.context import Context
+from ..graph.edge import EdgeCounter
+from ..graph.placement import Processes
+from ..graph.stage_node import StageNode, wire_type
+from ..graph.statistics import WorkerStatistics
+from ..util.file_descriptors import reserved
 from .supervisor import Supervisor
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerChannels

@@ -10,13 +10,13 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from ._pipeline.channels.channel import ReceiveChannel, SendChannel
-from ._pipeline.context import Context, Worker, current, drop
-from ._pipeline.each import each
-from ._pipeline.flow import Flow, Pipeline, source
-from ._pipeline.processes.placement import here, processes
-from ._pipeline.stage import Sink, Source, Stage
-from ._pipeline.stage_info import StageInfo
-from ._pipeline.statistics import Report
+from ._pipeline.graph.context import Context, Worker, current, drop
+from ._pipeline.graph.each import each
+from ._pipeline.graph.placement import here, processes
+from ._pipeline.graph.stage import Sink, Source, Stage
+from ._pipeline.graph.stage_info import StageInfo
+from ._pipeline.graph.statistics import Report
+from ._pipeline.runtime.flow import Flow, Pipeline, source
 from ._schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
 from ._stages.advantage_normalizer import AdvantageNormalizer
 from ._stages.batcher import Batcher

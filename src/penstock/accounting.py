@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ._pipeline.committed_prompts import CommittedPrompts
-from ._pipeline.ledger import Balance, EndState, Ledger
-from ._pipeline.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
-from ._pipeline.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
+from ._pipeline.accounting.committed_prompts import CommittedPrompts
+from ._pipeline.accounting.ledger import Balance, EndState, Ledger
+from ._pipeline.accounting.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
+from ._pipeline.graph.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
 
 __all__ = [
     "Balance",

@@ -9,7 +9,7 @@ from ._pipeline.channels.remote_receiver import RemoteReceiver
 from ._pipeline.channels.remote_sender import RemoteSender
 from ._pipeline.channels.replaying_sender import ReplayingSender, connect_with_replay
 from ._pipeline.channels.transports import connect, serve
-from ._pipeline.flush import FlushableInbox
+from ._pipeline.graph.flush import FlushableInbox
 
 __all__ = [
     "ChannelKey",

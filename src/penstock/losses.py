@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._pipeline.extras import extra
+from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.losses"):
     from ._stages.losses import (

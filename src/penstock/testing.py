@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from ._pipeline.channels.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
-from ._pipeline.testing import Driven, VirtualClock, batch, drive, drive_sink, drive_source, entered, group, trajectory
+from ._pipeline.testing.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
+from ._pipeline.testing.drive import (
+    Driven,
+    VirtualClock,
+    batch,
+    drive,
+    drive_sink,
+    drive_source,
+    entered,
+    group,
+    trajectory,
+)
 
 __all__ = [
     "CHANNEL_RULES",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._pipeline.resumption import ResumePoint, Stateful
+from ._pipeline.durability.resumption import ResumePoint, Stateful
 from ._stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
 from ._stages.training.checkpoint import latest_checkpoint, write_checkpoint
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._pipeline.policy.weight_publisher import WeightPublisher
-from ._pipeline.policy.weight_specs import FusedTensor
-from ._pipeline.policy.weight_subscriber import WeightSubscriber
+from ._pipeline.weights.weight_publisher import WeightPublisher
+from ._pipeline.weights.weight_specs import FusedTensor
+from ._pipeline.weights.weight_subscriber import WeightSubscriber
 
 __all__ = ["FusedTensor", "WeightPublisher", "WeightSubscriber"]

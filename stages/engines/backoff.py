@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..._pipeline.context import Worker
+from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["Backoff", "jitter"]

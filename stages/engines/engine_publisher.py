@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import anyio
 
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineTimedOut, PenstockError
-from ..._pipeline.exception_groups import first_exception
-from ..._pipeline.policy.engine_sync import Published
-from ..._pipeline.telemetry import get_logger
+from ..._pipeline.util.exception_groups import first_exception
+from ..._pipeline.weights.engine_sync import Published
 from .policies import Engine
 
 __all__ = ["EnginePublisher", "Weights"]

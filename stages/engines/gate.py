@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
-from ..._pipeline.waiting import Waiters
+from ..._pipeline.util.waiting import Waiters
 
 __all__ = ["GenerationGate", "Reason"]
 

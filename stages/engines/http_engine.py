@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.context import Worker, current
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineRefused, PenstockError, ProtocolMismatch
-from ..._pipeline.policy.shielded import shielded
-from ..._pipeline.telemetry import get_logger
+from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.weights.shielded import shielded
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .backoff import jitter
 from .completion_stream import Events, StreamedCompletion

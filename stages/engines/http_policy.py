@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..._pipeline.context import Worker
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.extras import extra
+from ..._pipeline.graph.context import Worker
+from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .backoff import Backoff

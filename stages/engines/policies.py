@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.context import Worker
 from ..._pipeline.errors import PenstockError
+from ..._pipeline.graph.context import Worker
 from ..._schemas import StopReason
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.extras import extra
+from ..._pipeline.util.extras import extra
 
 __all__ = ["PretrainedTokenizer"]
 

@@ -15,7 +15,7 @@ import aiohttp
 import anyio
 import msgspec
 
-from ..._pipeline.context import current
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import (
     EngineFailed,
     EngineRefused,
@@ -24,7 +24,7 @@ from ..._pipeline.errors import (
     PenstockError,
     ProtocolMismatch,
 )
-from ..._pipeline.telemetry import get_logger
+from ..._pipeline.graph.context import current
 from .backoff import Backoff
 from .retry import RetryDecision, retry
 

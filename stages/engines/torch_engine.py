@@ -23,9 +23,9 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._pipeline.context import current
 from ..._pipeline.errors import EngineRefused, PeerLost
-from ..._pipeline.policy.weights import NO_VERSION
+from ..._pipeline.graph.context import current
+from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
 from ..training.causal_model import CausalModel
 from .gate import GenerationGate

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..._pipeline.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsDamaged
-from ..._pipeline.policy.tensor_layout import TensorLayout
-from ..._pipeline.policy.weight_copies import CopiedModel, attached
-from ..._pipeline.policy.weight_memory import HostMemory, TensorBuffer
-from ..._pipeline.policy.weight_specs import FusedTensor, Tensor
-from ..._pipeline.policy.weight_subscriber import WeightSubscriber
-from ..._pipeline.policy.weight_views import MappedModel
-from ..._pipeline.policy.weights import NO_VERSION
+from ..._pipeline.weights.tensor_layout import TensorLayout
+from ..._pipeline.weights.weight_copies import CopiedModel, attached
+from ..._pipeline.weights.weight_memory import HostMemory, TensorBuffer
+from ..._pipeline.weights.weight_specs import FusedTensor, Tensor
+from ..._pipeline.weights.weight_subscriber import WeightSubscriber
+from ..._pipeline.weights.weight_views import MappedModel
+from ..._pipeline.weights.weights import NO_VERSION
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .torch_weight_folder import MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import anyio
 import anyio.to_thread
 
-from ..._pipeline.context import Worker
+from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
 from .policies import Engine

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..._pipeline.errors import EngineRefused
-from ..._pipeline.policy.tensor_layout import LENGTH, TensorEntry, header_bytes, parse_header
+from ..._pipeline.weights.tensor_layout import LENGTH, TensorEntry, header_bytes, parse_header
 
 __all__ = ["check_weight_files"]
 

@@ -17,11 +17,11 @@ from typing import Any, Literal, TypeAlias
 import anyio
 import msgspec
 
-from ..._pipeline.context import current
+from ..._pipeline.accounting.failure_streak import FAILURE_LIMIT
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import RewardFunctionFailed
-from ..._pipeline.failure_streak import FAILURE_LIMIT
-from ..._pipeline.repeated_errors import RepeatedErrors
-from ..._pipeline.telemetry import get_logger
+from ..._pipeline.graph.context import current
+from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._schemas import Trajectory
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.context import Worker
 from ..._pipeline.errors import ProtocolMismatch
-from ..._pipeline.extras import extra
+from ..._pipeline.graph.context import Worker
+from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
 from ..engines.backoff import Backoff, jitter
 from ..teacher import TeacherEngine

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._pipeline.context import Worker
+from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel

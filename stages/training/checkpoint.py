@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..._pipeline.os_errors import explaining_os_errors
+from ..._pipeline.util.os_errors import explaining_os_errors
 
 __all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "step_of", "write_checkpoint"]
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.errors import PeerLost
-from ..._pipeline.resumption import Stateful
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .torch_ranks import decode_share, encode_share, owners
 from .torch_trainer import TorchTrainer

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..._pipeline.chunks import receive_chunks, send_all
+from ..._pipeline.channels.chunks import receive_chunks, send_all
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers

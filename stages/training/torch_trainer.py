@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..._pipeline.committed_prompts import CommittedPrompts, CommittedState
-from ..._pipeline.policy.weight_specs import check_weights, specs_of
-from ..._pipeline.resumption import Stateful
+from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
+from ..._pipeline.durability.resumption import Stateful
+from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
     GroupId,

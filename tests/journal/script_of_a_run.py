@@ -32,7 +32,7 @@ from penstock import (
     processes,
     source,
 )
-from penstock._pipeline.appending import append_whole
+from penstock._pipeline.util.appending import append_whole
 from penstock.testing import group
 from penstock.training import latest_checkpoint, write_checkpoint
 

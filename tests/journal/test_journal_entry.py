@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.journal_entry import CorruptRange, encode_entry, read_entries
+from penstock._pipeline.durability.journal_entry import CorruptRange, encode_entry, read_entries
 from penstock.errors import InvalidRecord
 from penstock.testing import group
 

@@ -14,8 +14,8 @@ import pytest
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.channels.socket_directory import sweep
-from penstock._pipeline.journal import JournalFiles, open_journal
-from penstock._pipeline.journal_entry import encode_entry
+from penstock._pipeline.durability.journal import JournalFiles, open_journal
+from penstock._pipeline.durability.journal_entry import encode_entry
 from penstock.errors import JournalFull, JournalInUse, ProtocolMismatch
 from penstock.testing import group
 

@@ -21,7 +21,7 @@ import torch
 from tests.tiny_model import TinyModel
 
 from penstock import Batcher, Pipeline, ReceiveChannel, SendChannel, SinkTrainer, SourceChannel, TrajectoryGroup, source
-from penstock._pipeline.journal import open_journal
+from penstock._pipeline.durability.journal import open_journal
 from penstock.channels import ChannelKey
 from penstock.errors import DiskFull, JournalFull, StageFailed
 from penstock.losses import AdvantageWeighted

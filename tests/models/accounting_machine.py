@@ -19,9 +19,9 @@ from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import TrajectoryGroup, TrajectoryId
+from penstock._pipeline.accounting.shared_counters import EndState, SharedCounters
 from penstock._pipeline.channels.peer import Peer
-from penstock._pipeline.edge import EdgeCounter
-from penstock._pipeline.processes.shared_counters import EndState, SharedCounters
+from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
 from penstock._schemas.control import PROTOCOL_VERSION, Connect

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from tests.models.explore import Broken, Moments, Step, explore, hold
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
+from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock._pipeline.channels.slots import SlotTable, Span
-from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
 from penstock.testing import group

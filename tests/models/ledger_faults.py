@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock._pipeline.ledger import Origin
-from penstock._pipeline.processes.shared_counters import EndState, SharedCounters
+from penstock._pipeline.accounting.ledger import Origin
+from penstock._pipeline.accounting.shared_counters import EndState, SharedCounters
 from penstock.accounting import CommittedPrompts, Ledger
 from penstock.errors import LedgerImbalance
 

@@ -18,8 +18,8 @@ from tests.models.explore import Broken, hold
 from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
-from penstock._pipeline.repetition_sets import iter_bits, mask_of
+from penstock._pipeline.accounting.repetition_sets import iter_bits, mask_of
+from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.accounting import Balance, Ledger
 from penstock.errors import LedgerImbalance
 from penstock.testing import group

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of
 
-from penstock._pipeline.waiting import Waiters
+from penstock._pipeline.util.waiting import Waiters
 
 __all__ = ["WAITING_RULES", "WaitingMachine"]
 

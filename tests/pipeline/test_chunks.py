@@ -8,7 +8,7 @@ from itertools import pairwise
 import anyio
 import pytest
 
-from penstock._pipeline.chunks import MAX_CHUNK, receive_chunks, send_all
+from penstock._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import PeerLost
 

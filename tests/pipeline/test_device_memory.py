@@ -17,8 +17,8 @@ import torch
 from anyio.abc import TaskStatus
 from torch import nn
 
-from penstock._pipeline.policy import device_memory as module
-from penstock._pipeline.policy.device_memory import HANDLE_BYTES, DeviceMemory
+from penstock._pipeline.weights import device_memory as module
+from penstock._pipeline.weights.device_memory import HANDLE_BYTES, DeviceMemory
 from penstock._schemas.control import DeviceHandle
 from penstock.errors import NoDevice, OutOfSharedMemory, PeerLost, StaleHandle, WeightsMismatch
 from penstock.weights import WeightPublisher, WeightSubscriber

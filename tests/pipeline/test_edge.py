@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
-from penstock._pipeline.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel, trajectories_of
+from penstock._pipeline.graph.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel, trajectories_of
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import ChannelFull

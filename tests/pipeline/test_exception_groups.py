@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from penstock._pipeline.exception_groups import consists_of, first_exception, single_exception, unwrap_single
+from penstock._pipeline.util.exception_groups import consists_of, first_exception, single_exception, unwrap_single
 
 
 def test_the_only_exception_is_found_however_deep() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from penstock._pipeline.failure_streak import FAILURE_LIMIT, FailureStreak
-from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, SharedCounters
+from penstock._pipeline.accounting.failure_streak import FAILURE_LIMIT, FailureStreak
+from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import RolloutsFailed
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 
 from penstock import Context
-from penstock._pipeline.flush import FlushableInbox
+from penstock._pipeline.graph.flush import FlushableInbox
 from penstock.accounting import Ledger, Metrics
 from penstock.channels import memory_channel
 from penstock.testing import entered

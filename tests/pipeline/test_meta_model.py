@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock._pipeline.policy.meta_model import MetaMaterializer
+from penstock._pipeline.weights.meta_model import MetaMaterializer
 
 
 class Rotary(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, each, source
-from penstock._pipeline.record_types import RecordTypes, never_fits, record_types
+from penstock._pipeline.graph.record_types import RecordTypes, never_fits, record_types
 from penstock._stages.integrations import atropos
 
 T = TypeVar("T")

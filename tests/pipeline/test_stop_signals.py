@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from tests.pipeline.flow_stages import Collect, Count, Forever
 
 from penstock import Context, ReceiveChannel, SendChannel, source
-from penstock._pipeline.exception_groups import all_of
-from penstock._pipeline.run import Run
+from penstock._pipeline.runtime.run import Run
+from penstock._pipeline.util.exception_groups import all_of
 from penstock.errors import RunStopped, StageFailed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

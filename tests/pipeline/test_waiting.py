@@ -4,8 +4,8 @@ import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
 
-from penstock._pipeline.telemetry import WaitAggregator, report_waits
-from penstock._pipeline.waiting import WaitClock, Waiters
+from penstock._pipeline.accounting.telemetry import WaitAggregator, report_waits
+from penstock._pipeline.util.waiting import WaitClock, Waiters
 from penstock.accounting import Metrics
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock._pipeline.policy.weight_tables import published_tables
+from penstock._pipeline.weights.weight_tables import published_tables
 from penstock._stages.engines.torch_folder_subscriber import Subscriber, subscriber
 from penstock.errors import WeightsMismatch
 from penstock.torch import FolderSubscriber, WeightFolder

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from penstock._pipeline.policy import weights as module
-from penstock._pipeline.policy.weight_copies import CopiedModel, PrivateCopy
-from penstock._pipeline.policy.weight_memory import HostMemory
-from penstock._pipeline.policy.weight_specs import Tensor, TensorManifest, TensorSpec, check_weights, specs_of
-from penstock._pipeline.policy.weights import NO_VERSION, WeightReader, WeightWriter
-from penstock._pipeline.policy.write_plan import WritePlan
+from penstock._pipeline.weights import weights as module
+from penstock._pipeline.weights.weight_copies import CopiedModel, PrivateCopy
+from penstock._pipeline.weights.weight_memory import HostMemory
+from penstock._pipeline.weights.weight_specs import Tensor, TensorManifest, TensorSpec, check_weights, specs_of
+from penstock._pipeline.weights.weights import NO_VERSION, WeightReader, WeightWriter
+from penstock._pipeline.weights.write_plan import WritePlan
 from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, WeightsMismatch
 
 
@@ -407,7 +407,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPa
 
     gc.collect()  # what other tests left is not counted
     held = len([*Path("/proc/self/fd").iterdir()])
-    monkeypatch.setattr("penstock._pipeline.policy.weights.mmap.mmap", refuse)
+    monkeypatch.setattr("penstock._pipeline.weights.weights.mmap.mmap", refuse)
 
     with pytest.raises(OutOfSharedMemory, match="Cannot allocate memory"):
         WeightWriter(plan(arrays()))

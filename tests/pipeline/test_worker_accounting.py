@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, SharedCounters
+from penstock._pipeline.accounting.telemetry import Observations
 from penstock._pipeline.channels.peer import Peer
-from penstock._pipeline.edge import EdgeCounter
-from penstock._pipeline.processes.shared_counters import COUNTERS_BYTES, SharedCounters
+from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
-from penstock._pipeline.telemetry import Observations
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import EndState, Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch

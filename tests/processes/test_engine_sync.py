@@ -23,8 +23,8 @@ from tests.fake_policy import Letters
 from tests.tiny_model import TinyModel
 
 from penstock import Batcher, SinkTrainer, SourceEnv, TrainBatch, Worker, source
-from penstock._pipeline.policy import engine_sync
-from penstock._pipeline.policy.engine_sync import synced
+from penstock._pipeline.weights import engine_sync
+from penstock._pipeline.weights.engine_sync import synced
 from penstock._stages.engines import http_engine
 from penstock.errors import EngineFailed
 from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy

@@ -18,7 +18,7 @@ from penstock import TrajectoryGroup
 from penstock._pipeline.channels.control_connection import ControlConnection
 from penstock._pipeline.channels.handshake import offer_segment
 from penstock._pipeline.channels.segment import SegmentWriter
-from penstock._pipeline.policy import weight_publisher, weight_subscriber
+from penstock._pipeline.weights import weight_publisher, weight_subscriber
 from penstock._schemas import control
 from penstock.channels import connect, connect_with_replay, serve
 from penstock.errors import NobodyListens, OutOfSharedMemory, PeerClosed, PeerLost, ProtocolMismatch, TokenizersDiffer

@@ -26,7 +26,7 @@ from penstock import (
     processes,
     source,
 )
-from penstock._pipeline.edge import CountingSendChannel, EdgeCounter
+from penstock._pipeline.graph.edge import CountingSendChannel, EdgeCounter
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline

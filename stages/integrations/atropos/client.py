@@ -20,12 +20,12 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from ...._pipeline.accounting.repetition_sets import mask_of
+from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.channels.channel import SendChannel
-from ...._pipeline.context import current
 from ...._pipeline.errors import InvalidConfig
-from ...._pipeline.exception_groups import unwrap_single
-from ...._pipeline.repetition_sets import mask_of
-from ...._pipeline.telemetry import get_logger
+from ...._pipeline.graph.context import current
+from ...._pipeline.util.exception_groups import unwrap_single
 from ...._schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ...._schemas.config import Config, check_url, load_config, parse_config
 from ...._schemas.numbers import normalize_counts, normalize_numbers

@@ -19,9 +19,9 @@ from urllib.parse import urlencode, urlsplit
 import aiohttp
 import msgspec
 
-from ...._pipeline.context import current
+from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
-from ...._pipeline.telemetry import get_logger
+from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
 from ...engines.backoff import Backoff, jitter
 from ...engines.retry import RetryDecision, retry

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import msgspec
 
+from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.channels.remote_sender import RemoteSender
 from ...._pipeline.channels.transports import connect
-from ...._pipeline.context import current
 from ...._pipeline.errors import (
     NobodyListens,
     OutOfSharedMemory,
@@ -29,9 +29,9 @@ from ...._pipeline.errors import (
     RecordTooLarge,
     TooManySenders,
 )
-from ...._pipeline.exception_groups import unwrap_single
-from ...._pipeline.telemetry import get_logger
-from ...._pipeline.waiting import Waiters
+from ...._pipeline.graph.context import current
+from ...._pipeline.util.exception_groups import unwrap_single
+from ...._pipeline.util.waiting import Waiters
 from ...._schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
 from ...._schemas.config import check_url
 from ...engines.backoff import Backoff, jitter

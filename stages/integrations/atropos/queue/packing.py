@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from ....._pipeline.telemetry import get_logger
+from ....._pipeline.accounting.telemetry import get_logger
 from .scheduling import PendingGroups, QueuedGroup
 
 __all__ = ["MAX_BATCH_SIZE", "StallDetector", "exact_subset", "form_batch", "unpackable"]

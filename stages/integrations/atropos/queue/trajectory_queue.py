@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from ....._pipeline.telemetry import get_logger
+from ....._pipeline.accounting.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
 from .environments import Allocation, Buffer, Environment, Environments, QueueDepth
 from .leases import IdempotencyCache, LeaseTable, PreparedBatch

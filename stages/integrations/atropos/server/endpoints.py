@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ....._pipeline.errors import PenstockError
-from ....._pipeline.waiting import Waiters
+from ....._pipeline.util.waiting import Waiters
 from ....._schemas import InvalidRecord, TrajectoryGroup
 from ..coercion import decode
 from ..contract import (

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from ....._pipeline.accounting.repetition_sets import mask_of
+from ....._pipeline.accounting.telemetry import Metrics
 from ....._pipeline.channels.channel import SendChannel
-from ....._pipeline.context import Context, current
-from ....._pipeline.repetition_sets import mask_of
-from ....._pipeline.telemetry import Metrics
-from ....._pipeline.waiting import Waiters
+from ....._pipeline.graph.context import Context, current
+from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrajectoryGroup
 from ....._schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
+from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.errors import PenstockError
-from ....._pipeline.telemetry import get_logger
 from ....._schemas.numbers import normalize_counts, normalize_numbers
 
 __all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RejectionCounter"]

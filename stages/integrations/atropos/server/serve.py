@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra
-from ....._pipeline.waiting import Waiters
+from ....._pipeline.util.waiting import Waiters
 from ....._schemas.numbers import normalize_counts
 from ..queue.trajectory_queue import TrajectoryQueue
 from .backend import Backend, RelayBackend

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
+from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.channels.peer import Peer
 from ....._pipeline.channels.remote_receiver import RemoteReceiver
 from ....._pipeline.channels.transports import serve
 from ....._pipeline.errors import PeerLost
-from ....._pipeline.telemetry import get_logger
 from ....._schemas import TrajectoryGroup
 from ..contract import Untrainable
 from ..queue.records import QueueFull, RequestRejected, Submission

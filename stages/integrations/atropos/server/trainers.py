@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.channels.channel import ReceiveChannel
-from ....._pipeline.context import current, drop
-from ....._pipeline.telemetry import get_logger
-from ....._pipeline.waiting import Waiters
+from ....._pipeline.graph.context import current, drop
+from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrainBatch, TrajectoryGroup
 from ....._schemas.numbers import normalize_numbers
 from ....sink_trainer import batch_metrics

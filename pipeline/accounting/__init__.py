@@ -1,0 +1,1 @@
+"""The ledger of trajectories, and the metrics of a run."""

@@ -1,0 +1,534 @@
+"""The ledger: every admitted trajectory ends in exactly one state, with a reason, and the sums balance at any moment.
+
+    admitted = in flight + trained + filtered + stale + rejected + failed + lost
+
+One ledger a process. The ledger of the trainer's process is that of the run: a worker's ledger has counters in a page
+of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. The trainer's
+ledger takes over a trajectory that arrives from a worker; when it ends there, the worker's ledger is notified
+(`settle`), which frees its sampling allowance.
+
+A trajectory may be delivered twice. Only one copy is ever in flight: another one is refused where it enters the ledger,
+goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from ..._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from ..._schemas.layout import check_sequences
+from ..errors import LedgerImbalance
+from ..util.waiting import Waiters
+from .committed_prompts import CommittedPrompts
+from .repetition_sets import iter_bits, mask_in, mask_of, masks_in, set_mask
+from .shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
+
+__all__ = ["SWALLOWED", "Balance", "CheckpointListener", "EndState", "Ledger", "Origin"]
+
+Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
+"""Notifies the process that sampled trajectories of their end: (group, repetitions as a bit mask, state, step)."""
+
+CheckpointListener: TypeAlias = Callable[[Mapping[GroupId, int]], None]
+"""Called with the trajectories that a checkpoint holds as trained: `Ledger.committed` at the time of writing."""
+
+L = TypeVar("L")
+
+MAX_REASONS = 64
+"""Distinct reasons for each end state: error messages may all differ, and a run may fail for days."""
+
+MAX_REASON_LENGTH = 200
+"""Characters of a reason that are kept."""
+
+PACE_WINDOW = 8
+"""Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
+
+
+SWALLOWED = "swallowed by "
+"""Prefix of the reason of trajectories that are lost because a stage received and neither sent nor dropped them."""
+
+
+class Balance(msgspec.Struct, frozen=True):
+    """The counts of a ledger at one moment."""
+
+    admitted: int
+    """Trajectories of which sampling has begun."""
+    in_flight: int
+    """Admitted trajectories that have not ended."""
+    ended: dict[str, int]
+    """Trajectories that have ended, by state; every state is listed."""
+    reasons: dict[str, dict[str, int]]
+    """The same, by state and reason."""
+
+    @property
+    def balanced(self) -> bool:
+        """Return whether admitted = in flight + ended."""
+        return self.admitted == self.in_flight + sum(self.ended.values())
+
+
+@dataclass(slots=True)
+class _Pace:
+    """The number of this process' trajectories that one optimizer step trains, averaged over the last few steps."""
+
+    steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
+
+    def trained(self, step: int, count: int) -> None:
+        if self.steps and self.steps[-1][0] == step:
+            count += self.steps.pop()[1]
+        self.steps.append((step, count))
+
+    @property
+    def per_step(self) -> float | None:
+        if not self.steps:
+            return None
+        span = self.steps[-1][0] - self.steps[0][0] + 1
+        return sum(count for _, count in self.steps) / max(1, span)
+
+
+class Ledger:
+    """Counts the trajectories of one process from admission to end."""
+
+    def __init__(self, counters: SharedCounters | None = None, *, admits_on_end: bool = False) -> None:
+        self._counters = counters
+        """In a worker: the counters that its parent reads."""
+        self._admits_on_end = admits_on_end
+        """True where trajectories may end that were not admitted: stages that run without a pipeline."""
+        self._worker_counters: list[SharedCounters] = []
+        """The workers' counters, in the trainer's process."""
+        self._open: dict[GroupId, int] = {}
+        """Repetitions in flight of each group, as a bit mask."""
+        self._begun: dict[GroupId, int] = {}
+        """The repetitions among them that were admitted and have not been handed over yet."""
+        self._origins: dict[GroupId, dict[Origin, int]] = {}
+        """The processes that sampled the repetitions in flight of each group, which may be several, with a bit mask."""
+        self._committed = CommittedPrompts()
+        self._admitted = 0
+        self._in_flight = 0
+        self._ended: Counter[EndState] = Counter()
+        self._reasons: Counter[tuple[EndState, str]] = Counter()
+        self._pace = _Pace()
+        self._room = Waiters()
+        self._on_checkpoint: list[CheckpointListener] = []
+        self._on_end: list[Callable[[], None]] = []
+        """Called after trajectories have ended."""
+        self._succeeded = 0
+        """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
+        self._on_failure: list[Callable[[], None]] = []
+        """Called after trajectories were counted as failed."""
+        self.step: int = 0
+        """The last optimizer step that was committed, or of which this process was notified."""
+        self.checkpoint: str = ""
+        """Path of the last checkpoint that was announced; empty where it had none."""
+
+    def __repr__(self) -> str:
+        balance = self.balance()
+        ended = ", ".join(f"{count} {state}" for state, count in balance.ended.items() if count)
+        return f"<Ledger: {balance.admitted} admitted, {balance.in_flight} in flight, {ended or 'none ended'}>"
+
+    # -- from admission to end ---------------------------------------------------------------------------------------
+
+    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
+        """Admit trajectories of which sampling begins. One that is in flight already is not counted again.
+
+        Returns:
+            The number of new ones.
+
+        Raises:
+            LedgerImbalance: one of them was trained before: ids are never reused within a run.
+        """
+        mask = mask_of(repetitions)
+        if again := self._committed.mask(group) & mask:
+            raise LedgerImbalance(
+                f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
+            )
+        new, _ = self._enter(group, mask)
+        self._admit(new.bit_count())
+        set_mask(self._begun, group, self._begun.get(group, 0) | new)
+        return new.bit_count()
+
+    def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
+        """Hand over `record`, which is about to be sent; admit its trajectories that were not. For a source's process.
+
+        Returns:
+            The repetitions that must not be sent, as a bit mask. They are copies: of trajectories that were handed over
+            before and are in flight, or were trained.
+
+        Raises:
+            LedgerImbalance: a batch holds a copy. A batch cannot be sent in part, so nothing is counted.
+            InvalidRecord: a group has no sequences.
+        """
+        refused = 0
+        self.succeed(len(record))
+        for group, mask in self._entering(record, self._begun):
+            begun = self._begun.get(group, 0)
+            new, copies = self._enter(group, mask, begun)
+            self._admit((new | copies).bit_count())
+            if begun:
+                set_mask(self._begun, group, begun & ~mask)
+            if copies:
+                self._reject_copies(group, copies)
+                refused |= copies
+        return refused
+
+    def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
+        """Let `record` be handed over again: it was not sent, or leaves a fragment. For a source's process."""
+        for group, mask in _masks(record):
+            set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
+
+    def succeed(self, count: int = 1) -> None:
+        """Count rollouts that succeeded, which ends a row of failures. For a source's process."""
+        self._succeeded += count
+        if self._counters is not None:
+            self._counters.succeed(count)
+
+    def refuse(self, copies: int, reason: str) -> None:
+        """Count copies of trajectories that this ledger has already as admitted and rejected; the first ones go on."""
+        self._admit(copies)
+        self._reject(copies, reason)
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        """Count the end of trajectories.
+
+        Raises:
+            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
+        """
+        leaving = _masks(what)
+        for group, mask in leaving:
+            self._expect_in_flight(group, mask, state)
+        self._leave(leaving, state, reason)
+
+    def commit(self, batch: TrainBatch, step: int) -> None:
+        """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
+
+        Raises:
+            LedgerImbalance: one of them was trained before, or is not in flight. Nothing is counted.
+        """
+        trained: dict[GroupId, int] = {}
+        masks = masks_in(batch.repetition_ids, [packed.sequences for packed in batch.groups])
+        for packed, mask in zip(batch.groups, masks, strict=True):
+            group = packed.id
+            earlier = trained.get(group, 0)
+            if again := (self._committed.mask(group) | earlier) & mask:
+                raise LedgerImbalance(f"{_name(group, again)} was trained before and is committed again")
+            self._expect_in_flight(group, mask, "trained")
+            trained[group] = earlier | mask
+        self.step = max(self.step, step)
+        self._leave(trained.items(), "trained", "")
+        for group, mask in trained.items():
+            self._committed.add(group, mask)
+
+    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
+        """Count the end of trajectories that the trainer's ledger had taken over. For a worker.
+
+        Trajectories that this ledger does not know are ignored: a restarted worker is notified of those before it.
+        """
+        self.step = max(self.step, step)
+        known = self._open.get(group, 0) & mask
+        if known:
+            self._remove(group, known)
+            self._ended[state] += known.bit_count()  # the reason is in the ledger where they ended
+            if state == "trained":
+                self._pace.trained(step, known.bit_count())
+            self._room.wake_all()
+
+    # -- between processes -------------------------------------------------------------------------------------------
+
+    def attach_counters(self, counters: SharedCounters) -> None:
+        """Add a worker's counters to this ledger. For the trainer's process."""
+        self._worker_counters.append(counters)
+
+    def take_over(
+        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, counters: SharedCounters | None = None
+    ) -> int:
+        """Take over a record that was received from another process.
+
+        Args:
+            record: the record.
+            origin: called when trajectories of the record end here.
+            counters: of the worker, where it has any; without them the record is admitted here.
+
+        Returns:
+            The repetitions that must not go on, as a bit mask. They are copies: of trajectories that are in flight
+            here, or were trained. Their origin is called at once.
+
+        Raises:
+            LedgerImbalance: a batch holds a copy. A batch cannot go on in part, so nothing is counted.
+        """
+        refused = 0
+        for group, mask in self._entering(record, {}):
+            new, copies = self._enter(group, mask)
+            if counters is None:
+                self._admitted += mask.bit_count()
+            else:
+                counters.taken_over += mask.bit_count()
+            if origin is not None and new:
+                origins = self._origins.setdefault(group, {})
+                origins[origin] = origins.get(origin, 0) | new
+            if copies:
+                self._reject_copies(group, copies)
+                refused |= copies
+                if origin is not None:
+                    origin(group, copies, "rejected", self.step)
+        return refused
+
+    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
+        """Take over the counts of a worker that ended, and count its trajectories as lost; return their number."""
+        if counters not in self._worker_counters:
+            return 0
+        self._worker_counters.remove(counters)
+        lost = counters.in_flight
+        self._admitted += counters.admitted
+        self._succeeded += counters.succeeded
+        for state, reported_reason, count in counters.ends():
+            self._count(state, reported_reason, count)
+        self._count("lost", reason, lost)
+        counters.close()
+        return lost
+
+    def lose(self, reason: str) -> int:
+        """Count all trajectories in flight as lost, at the end of the run; return their number."""
+        lost = sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))
+        left = list(self._open.items())
+        self._leave(left, "lost", reason)
+        return lost + sum(mask.bit_count() for _, mask in left)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories in flight in this ledger: admitted here or taken over, and not ended anywhere."""
+        return self._in_flight
+
+    def failures(self) -> tuple[int, int]:
+        """Return the number of failed trajectories and of successful rollouts, workers included.
+
+        Failures are read first: if successes have not grown since the last check, all these failures are in a row.
+        """
+        failed = self._ended["failed"] + sum(counters.ended("failed") for counters in self._worker_counters)
+        return failed, self._succeeded + sum(counters.succeeded for counters in self._worker_counters)
+
+    @property
+    def trained_per_step(self) -> float | None:
+        """Trajectories of this ledger that one optimizer step trains, averaged over the last steps; None before any."""
+        return self._pace.per_step
+
+    @property
+    def committed(self) -> CommittedPrompts:
+        """Repetitions of each group that were trained, as a bit mask, for a checkpoint. A copy, as of now."""
+        return CommittedPrompts(self._committed)
+
+    def restore(self, committed: Mapping[GroupId, int], step: int) -> None:
+        """Continue from a checkpoint: `committed` was trained by the run that this one resumes."""
+        self._committed = CommittedPrompts(committed)
+        self.step = step
+
+    def known(self, group: GroupId) -> int:
+        """Return the repetitions of `group` that are in flight in this ledger or were trained, as a bit mask."""
+        return self._open.get(group, 0) | self._committed.mask(group)
+
+    def is_open(self, trajectory: TrajectoryId) -> bool:
+        """Return whether the trajectory is in flight in this ledger."""
+        return bool(self._open.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
+
+    def is_committed(self, trajectory: TrajectoryId) -> bool:
+        """Return whether the trajectory was trained."""
+        return bool(self._committed.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
+
+    async def room(self, limit: float) -> None:
+        """Wait until fewer than `limit` trajectories of this ledger are in flight."""
+        while self._in_flight >= limit:
+            await self._room.wait()
+
+    async def ended(self, group: GroupId) -> None:
+        """Wait until no trajectory of `group` is in flight in this ledger."""
+        while group in self._open:
+            await self._room.wait()
+
+    def balance(self) -> Balance:
+        """Return the counts now, those of all workers with counters included."""
+        ended: dict[str, int] = {state: self._ended[state] for state in END_STATES}
+        reasons: dict[str, dict[str, int]] = {state: {} for state in END_STATES}
+        for (state, reason), count in self._reasons.items():
+            reasons[state][reason] = count
+        admitted, in_flight = self._admitted, self._in_flight
+        for counters in self._worker_counters:
+            ends = list(counters.ends())  # before the admissions: a worker may be counting meanwhile
+            for state, reason, count in ends:
+                ended[state] += count
+                reasons[state][reason] = reasons[state].get(reason, 0) + count
+            entered = counters.admitted
+            admitted += entered
+            in_flight += entered - sum(count for _, _, count in ends) - counters.taken_over
+        return Balance(admitted, in_flight, ended, reasons)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def announce_checkpoint(self, committed: Mapping[GroupId, int], path: str | Path = "") -> None:
+        """Notify the `on_checkpoint` listeners of a checkpoint on the disk, at `path`, that holds `committed`."""
+        self.checkpoint = str(path)
+        for call in self._on_checkpoint:
+            call(committed)
+
+    def on_checkpoint(self, call: CheckpointListener) -> AbstractContextManager[None]:
+        """Call `call` within the body for every checkpoint of the run, with the trajectories that it holds."""
+        return _listed(self._on_checkpoint, call)
+
+    # -- ends and failures -------------------------------------------------------------------------------------------
+
+    def on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `call` within the body after trajectories have ended in this ledger."""
+        return _listed(self._on_end, call)
+
+    def on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `call` within the body after trajectories were counted as failed, here or in a worker."""
+        return _listed(self._on_failure, call)
+
+    def failures_changed(self) -> None:
+        """Call the `on_failure` listeners: trajectories failed here, or a worker's report may hold new failures."""
+        for call in self._on_failure:
+            call()
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _entering(
+        self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
+    ) -> Collection[tuple[GroupId, int]]:
+        """Return the trajectories of `record` by group; refuse a batch with copies. Those that are `begun` are none."""
+        entering = _masks(record)
+        if isinstance(record, TrainBatch):
+            for group, mask in entering:
+                if copies := mask & self.known(group) & ~begun.get(group, 0):
+                    raise LedgerImbalance(
+                        f"{_name(group, copies)} is in flight or was trained, and arrives again in a batch: expected a "
+                        f"batch without copies, because a batch cannot go on in part"
+                    )
+        return entering
+
+    def _enter(self, group: GroupId, mask: int, begun: int = 0) -> tuple[int, int]:
+        """Count these as in flight; return those that were not in flight before, and those that are copies."""
+        present = self._open.get(group, 0)
+        copies = mask & (present & ~begun | self._committed.mask(group))
+        new = mask & ~(present | copies)
+        if new:
+            self._add(group, new)
+        return new, copies
+
+    def _add(self, group: GroupId, new: int) -> None:
+        self._open[group] = self._open.get(group, 0) | new
+        self._in_flight += new.bit_count()
+
+    def _reject_copies(self, group: GroupId, copies: int) -> None:
+        trained = copies & self._committed.mask(group)
+        self._reject(trained.bit_count(), "trained already")
+        self._reject((copies & ~trained).bit_count(), "in flight already")
+
+    def _reject(self, copies: int, reason: str) -> None:
+        self._count("rejected", reason, copies)
+        if self._counters is not None:
+            self._counters.end("rejected", copies)
+
+    def _admit(self, count: int) -> None:
+        self._admitted += count
+        if self._counters is not None:
+            self._counters.admit(count)
+
+    def _remove(self, group: GroupId, mask: int) -> None:
+        set_mask(self._open, group, self._open[group] & ~mask)
+        if group in self._begun:
+            set_mask(self._begun, group, self._begun[group] & ~mask)
+        self._in_flight -= mask.bit_count()
+
+    def _expect_in_flight(self, group: GroupId, mask: int, state: EndState) -> None:
+        absent = mask & ~self._open.get(group, 0)
+        if absent and not self._admits_on_end:
+            raise LedgerImbalance(
+                f"{_name(group, absent)} ended as {state} but is not in flight: "
+                f"expected every trajectory to be admitted once and to end once"
+            )
+
+    def _leave(self, leaving: Collection[tuple[GroupId, int]], state: EndState, reason: str) -> None:
+        """Count the end of these, which are in flight, no group twice; then notify the processes that sampled them."""
+        if self._admits_on_end:
+            self._admit_absent(leaving)
+        ended = 0
+        for group, mask in leaving:
+            self._remove(group, mask)
+            ended += mask.bit_count()
+        self._count(state, reason, ended)
+        if self._counters is not None:
+            self._counters.end(state, ended)
+        own = []
+        for group, mask in leaving:
+            origins = self._origins.get(group)
+            if origins is not None:
+                self._notify(origins, group, mask, state)
+            else:
+                own.append(mask.bit_count())
+        if own and state == "trained":
+            self._pace.trained(self.step, sum(own))
+        if self._room:
+            self._room.wake_all()
+        for call in self._on_end:
+            call()
+        if state == "failed":
+            self.failures_changed()
+
+    def _admit_absent(self, leaving: Collection[tuple[GroupId, int]]) -> None:
+        for group, mask in leaving:
+            absent = mask & ~self._open.get(group, 0)
+            self._add(group, absent)
+            self._admitted += absent.bit_count()
+
+    def _notify(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
+        """Notify every process that sampled some of these of their end."""
+        if group not in self._open:
+            del self._origins[group]
+        for origin, sampled in origins.items():
+            if ended := sampled & mask:
+                origins[origin] = sampled & ~mask
+                origin(group, ended, state, self.step)
+
+    def _count(self, state: EndState, reason: str, count: int) -> None:
+        if count:
+            self._ended[state] += count
+            self._reasons[state, self._kept_reason(state, reason)] += count
+
+    def _kept_reason(self, state: EndState, reason: str) -> str:
+        """Return `reason` as it is stored: cut where it is long, and `OTHER_REASONS` where there are too many."""
+        if len(reason) > MAX_REASON_LENGTH:
+            reason = reason[: MAX_REASON_LENGTH - 1] + "…"
+        if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:
+            return reason
+        return OTHER_REASONS
+
+
+@contextmanager
+def _listed(listeners: list[L], listener: L) -> Iterator[None]:
+    """Add `listener` to `listeners` within the body."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
+    """Return the repetitions of each group, as bit masks."""
+    if isinstance(what, TrajectoryGroup):
+        check_sequences(len(what))
+        return [(what.id, mask_in(what.repetition_ids))]
+    masks: dict[GroupId, int] = {}
+    for trajectory in what.ids if isinstance(what, TrainBatch) else what:
+        group = trajectory.group
+        masks[group] = masks.get(group, 0) | 1 << trajectory.repetition_id
+    return masks.items()
+
+
+def _name(group: GroupId, mask: int) -> str:
+    return f"{group.env}/{group.instance_id} repetitions {list(iter_bits(mask))}"

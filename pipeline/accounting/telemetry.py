@@ -1,0 +1,303 @@
+"""Metrics of a run, as flat mappings for each optimizer step, and structured log events.
+
+Metrics are aggregated between optimizer steps and emitted together: means as Σ/Σ (never a mean of means), totals as
+sums, extremes as extremes, gauges as their last values. A sink is a callable of (metrics, step). A sink that raises is
+logged once and removed: watching a run must never end it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat, TypeAlias
+
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import ArrayLike
+
+from ..._schemas.numbers import whole_number
+from ..util.appending import append_whole
+from ..util.os_errors import explaining_os_errors
+
+__all__ = [
+    "JsonlMetrics",
+    "MetricSink",
+    "Metrics",
+    "MetricsReceiver",
+    "WaitAggregator",
+    "Waited",
+    "get_logger",
+    "report_waits",
+]
+
+MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
+"""Takes the metrics of one optimizer step, and the step."""
+
+
+def get_logger(name: str) -> Any:
+    """Return a structlog logger, for events with fields: `log.info("worker_started", worker=0, pid=…)`.
+
+    Where structlog is not configured, events go to the standard library's logger `name`, so that a script that
+    configures neither has warnings on stderr and no output on stdout.
+    """
+    return _Logger(name)
+
+
+class _Logger:
+    """A logger that chooses its backend at every event: a script may configure structlog after it imported penstock."""
+
+    def __init__(self, name: str) -> None:
+        self._configured = structlog.get_logger(name)
+        self._standard = structlog.wrap_logger(
+            logging.getLogger(name),
+            processors=[structlog.stdlib.filter_by_level, _as_standard],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            context_class=dict,
+        )
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._configured if structlog.is_configured() else self._standard, method)
+
+
+def _as_standard(_: Any, __: str, fields: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """Return an event as the arguments of a standard logger: `worker_started worker=0 pid=…`."""
+    passed_on = {name: fields.pop(name) for name in ("exc_info", "stack_info") if name in fields}
+    event = fields.pop("event")
+    return (" ".join([event, *(f"{name}={value!r}" for name, value in fields.items())]),), passed_on
+
+
+log = get_logger("penstock.telemetry")
+
+
+class Observations(msgspec.Struct, frozen=True, array_like=True):
+    """The observations that one process has not yet emitted; a worker sends them to the trainer's process."""
+
+    means: dict[str, tuple[float, float]]
+    totals: dict[str, float]
+    maxima: dict[str, float]
+    minima: dict[str, float]
+    gauges: dict[str, float]
+
+
+class Metrics:
+    """Aggregates observations until `emit` passes them to the sinks. One event loop uses it."""
+
+    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "file", "observers", "sinks")
+
+    def __init__(self, *sinks: MetricSink) -> None:
+        self.sinks: list[MetricSink] = list(sinks)
+        """Called with each step's metrics; one that raises is removed."""
+        self.file: MetricSink | None = None
+        """The file of metrics of a run in a folder; if it raises, so does `emit`."""
+        self.observers: list[Callable[[], None]] = []
+        """Called before observations are taken, for values that are cheaper to read then than to record at changes."""
+        self._means: dict[str, list[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def mean(self, name: str, values: ArrayLike, weight: ArrayLike | None = None) -> None:
+        """Observe `values`; emits Σ value · weight / Σ weight."""
+        weighted, weighs = _sums(values, weight)
+        sums = self._means.setdefault(name, [0.0, 0.0])
+        sums[0] += weighted
+        sums[1] += weighs
+
+    def total(self, name: str, amount: float = 1) -> None:
+        """Add `amount`; emits the sum since the last step."""
+        self._totals[name] = self._totals.get(name, 0.0) + amount
+
+    def maximum(self, name: str, values: ArrayLike) -> None:
+        """Observe `values`; emits the largest."""
+        if np.size(values):
+            self._maxima[name] = max(self._maxima.get(name, -np.inf), float(np.max(values)))
+
+    def minimum(self, name: str, values: ArrayLike) -> None:
+        """Observe `values`; emits the smallest."""
+        if np.size(values):
+            self._minima[name] = min(self._minima.get(name, np.inf), float(np.min(values)))
+
+    def gauge(self, name: str, value: float) -> None:
+        """Set a present value; emits the last one, at every step from now on."""
+        self._gauges[name] = float(value)
+
+    @contextmanager
+    def observing(self, observe: Callable[[], None]) -> Iterator[None]:
+        """Call `observe` before each emission within the body, and at its end."""
+        self.observers.append(observe)
+        try:
+            yield
+        finally:
+            observe()
+            self.observers.remove(observe)
+
+    def take(self) -> Observations:
+        """Return all observations since the last `take` or `emit`, for the `merge` of another process."""
+        for observe in self.observers:
+            observe()
+        means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
+        taken = Observations(means, self._totals, self._maxima, self._minima, dict(self._gauges))
+        self._means, self._totals, self._maxima, self._minima = {}, {}, {}, {}
+        return taken
+
+    def merge(self, observed: Observations) -> None:
+        """Add the observations of another process."""
+        for name, (weighted, weight) in observed.means.items():
+            sums = self._means.setdefault(name, [0.0, 0.0])
+            sums[0] += weighted
+            sums[1] += weight
+        for name, amount in observed.totals.items():
+            self.total(name, amount)
+        for name, value in observed.maxima.items():
+            self.maximum(name, value)
+        for name, value in observed.minima.items():
+            self.minimum(name, value)
+        self._gauges |= observed.gauges
+
+    def __bool__(self) -> bool:
+        """Return whether anything was observed since the last `take` or `emit`."""
+        return bool(self._means or self._totals or self._maxima or self._minima)
+
+    def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
+        """Pass all observations since the last step, and `extra`, to the sinks, and return them.
+
+        Raises:
+            DiskFull, NotWritable, OutOfFileDescriptors: the run's own file of metrics cannot be written.
+        """
+        now = time.monotonic()
+        observed = self.take()
+        metrics = {name: weighted / weight for name, (weighted, weight) in observed.means.items() if weight}
+        metrics |= observed.totals | observed.maxima | observed.minima | observed.gauges
+        metrics["perf/time_per_step"] = now - self._since
+        metrics |= {name: float(value) for name, value in (extra or {}).items()}
+        self._since = now
+        if self.file is not None:
+            self.file(dict(metrics), step)
+        for sink in list(self.sinks):
+            self._deliver(sink, metrics, step)
+        return metrics
+
+    def _deliver(self, sink: MetricSink, metrics: dict[str, float], step: int) -> None:
+        try:
+            sink(dict(metrics), step)
+        except Exception:
+            self.sinks.remove(sink)
+            log.exception("metric_sink_failed", sink=repr(sink), step=step)
+
+
+def _sums(values: ArrayLike, weight: ArrayLike | None) -> tuple[float, float]:
+    """Return Σ value · weight, and Σ weight. Most values are single numbers, which need no array."""
+    if isinstance(values, int | float) and (weight is None or isinstance(weight, int | float)):
+        weighs = 1.0 if weight is None else float(weight)
+        return float(values) * weighs, weighs
+    array = np.asarray(values, np.float64)
+    if weight is None:
+        return float(array.sum()), float(array.size)
+    weights = np.broadcast_to(np.asarray(weight, np.float64), array.shape)
+    return float((array * weights).sum()), float(weights.sum())
+
+
+Waited: TypeAlias = Callable[[], tuple[float, float]]
+"""Returns the seconds that a stage has waited in all so far: for records, and for credit."""
+
+
+@contextmanager
+def report_waits(metrics: Metrics, stage: str, waited: Waited) -> Iterator[None]:
+    """Report the waits of `stage` within the body, as `timing_s/<stage>/wait_input` and `…/wait_output`."""
+    reported = waited()
+
+    def observe() -> None:
+        nonlocal reported
+        now = waited()
+        for name, before, after in zip(_names_of_waits(stage), reported, now, strict=True):
+            metrics.total(name, after - before)
+        reported = now
+
+    with metrics.observing(observe):
+        yield
+
+
+def _names_of_waits(stage: str) -> tuple[str, str]:
+    return f"timing_s/{stage}/wait_input", f"timing_s/{stage}/wait_output"
+
+
+class MetricsReceiver(Protocol):
+    """Receives the observations of other processes."""
+
+    def merge(self, observed: Observations) -> None:
+        """Add the observations of another process."""
+        ...
+
+
+class WaitAggregator:
+    """Passes on the observations of the workers of one stage, and adds up their waits."""
+
+    def __init__(self, metrics: MetricsReceiver, stage: str) -> None:
+        self._metrics = metrics
+        self._names = _names_of_waits(stage)
+        self.waited = (0.0, 0.0)
+        """Seconds reported so far, workers added up: for records, and for credit."""
+
+    def merge(self, observed: Observations) -> None:
+        """Add the observations of a worker."""
+        records, credit = (observed.totals.get(name, 0.0) for name in self._names)
+        self.waited = (self.waited[0] + records, self.waited[1] + credit)
+        self._metrics.merge(observed)
+
+
+class JsonlMetrics:
+    """Writes one JSON object for each step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
+
+    Args:
+        path: of the file; existing lines stay.
+        after_step: the step that this run continues from: lines of later steps, which an earlier run wrote and no
+            checkpoint holds, and an incomplete line are cut off. None leaves all.
+
+    Raises:
+        DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; no part of it stays.
+    """
+
+    def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
+        self._path = Path(path)
+        if after_step is not None:
+            after_step = whole_number("after_step", after_step, least=0)
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if after_step is not None and self._path.exists():
+                os.truncate(self._path, _bytes_until(self._path, after_step))
+
+    def __repr__(self) -> str:
+        return f"JsonlMetrics({str(self._path)!r})"
+
+    def __call__(self, metrics: dict[str, float], step: int) -> None:
+        """Append one line."""
+        self._write_line(msgspec.json.encode({"step": step} | metrics) + b"\n")
+
+    def _write_line(self, line: bytes) -> None:
+        with self._writing(), self._path.open("ab") as file:
+            append_whole(file.fileno(), [line])
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return explaining_os_errors("a line of metrics", self._path, or_else="then run again")
+
+
+class _Line(msgspec.Struct):
+    step: int
+
+
+def _bytes_until(path: Path, step: int) -> int:
+    """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_Line).step > step:
+                break
+            kept += len(line)
+    return kept

@@ -1,0 +1,206 @@
+"""The files of a journal: a folder of volumes, to which records are appended and from which they are read again.
+
+A *volume* is an append-only file of entries; only the newest grows, and a volume of which every trajectory has ended is
+deleted. Every run begins a new volume. One process at a time has the folder. Blocks, so it is used in a thread; one
+thread at a time. Knows no ledger: the caller knows which trajectories have ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ..._schemas import ProtocolMismatch, TrajectoryGroup
+from ..errors import JournalFull, JournalInUse
+from ..util.appending import append_whole
+from ..util.os_errors import explaining_os_errors
+from .journal_entry import CorruptRange, encode_entry, read_entries
+
+__all__ = ["JournalFiles", "LogContents", "LogFile", "open_journal"]
+
+VOLUME_BYTES = 32 * 2**20
+"""A volume of this size grows no more: a volume is read as a whole, and deleted as a whole."""
+
+VOLUMES = 8
+"""The least number of volumes that fit a journal: space is freed by whole volumes."""
+
+VERSION = 1
+"""The version of the entries, part of the name of every volume."""
+
+NAME = re.compile(r"(\d{8})\.volume-(\d+)")
+
+OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; records written before will be offered again"
+
+
+@dataclass(slots=True, eq=False)
+class LogFile:
+    """One volume."""
+
+    number: int
+    """Its place in the order in which volumes were begun."""
+    path: Path
+    nbytes: int
+
+
+class LogContents(NamedTuple):
+    """The content of a volume."""
+
+    records: list[TrajectoryGroup]
+    damage: list[CorruptRange]
+    """Ranges between the records that cannot be read."""
+    torn: CorruptRange | None
+    """An incomplete entry at the end of the newest volume, whose writer died; it has been cut off."""
+
+
+class JournalFiles:
+    """The folder of a journal, locked for this object; see `open_journal`."""
+
+    def __init__(self, folder: Path, *, capacity_bytes: int, fsync: bool) -> None:
+        self._folder = folder
+        self._capacity_bytes = capacity_bytes
+        self._fsync = fsync
+        self.volumes = _volumes(folder)
+        """Oldest first."""
+        self._fd: int | None = None
+        """Descriptor of the last volume, which grows; None before the first record of this run and after a full one."""
+
+    def __repr__(self) -> str:
+        return f"<JournalFiles {self._folder}: {self.nbytes} bytes in {len(self.volumes)} volumes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all volumes."""
+        return sum(volume.nbytes for volume in self.volumes)
+
+    def read(self, volume: LogFile) -> LogContents:
+        """Return the readable content of `volume`, which an earlier run wrote."""
+        found = list(read_entries(volume.path.read_bytes()))
+        records = [each for each in found if isinstance(each, TrajectoryGroup)]
+        damage = [each for each in found if isinstance(each, CorruptRange)]
+        torn = damage.pop() if damage and found[-1] is damage[-1] and volume is self.volumes[-1] else None
+        if torn is not None:
+            os.truncate(volume.path, torn.first)
+            volume.nbytes = torn.first
+        return LogContents(records, damage, torn)
+
+    def append(self, records: Sequence[TrajectoryGroup]) -> LogFile:
+        """Write `records`, all or none, and return their volume. With `fsync` they are on the disk afterwards.
+
+        Raises:
+            JournalFull: they would bring the journal beyond its capacity, or the disk has no room.
+            NotWritable, OutOfFileDescriptors: they cannot be written for another reason.
+        """
+        entries = [encode_entry(record) for record in records]
+        nbytes = sum(map(len, entries))
+        if self.nbytes + nbytes > self._capacity_bytes:
+            raise JournalFull(
+                f"expected at most {self._capacity_bytes} bytes in {self._folder} (capacity_bytes of this journal), "
+                f"got {nbytes} on top of {self.nbytes}, whose trajectories no checkpoint holds yet: let SinkTrainer "
+                f"write checkpoints more often (checkpoint_every), or raise capacity_bytes"
+            )
+        with _writing(f"{nbytes} bytes", self._folder):
+            return self._write(entries, nbytes)
+
+    def delete(self, volumes: Iterable[LogFile]) -> None:
+        """Delete `volumes`, in which every trajectory has ended."""
+        for volume in volumes:
+            if volume is self.volumes[-1]:
+                self._close_volume()
+            volume.path.unlink(missing_ok=True)
+            self.volumes.remove(volume)
+
+    def close(self) -> None:
+        """Close the volume that grows."""
+        self._close_volume()
+
+    def _write(self, entries: list[bytes], nbytes: int) -> LogFile:
+        if self._fd is not None and self.volumes[-1].nbytes >= min(VOLUME_BYTES, self._capacity_bytes // VOLUMES):
+            self._close_volume()
+        fd = self._begin_volume() if self._fd is None else self._fd
+        volume = self.volumes[-1]
+        append_whole(fd, entries)  # records that are not sent on leave nothing in the file
+        volume.nbytes += nbytes
+        if self._fsync:
+            os.fsync(fd)
+        return volume
+
+    def _begin_volume(self) -> int:
+        number = self.volumes[-1].number + 1 if self.volumes else 1
+        path = self._folder / f"{number:08d}.volume-{VERSION}"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.volumes.append(LogFile(number, path, 0))
+        if self._fsync:
+            _sync_folder(self._folder)
+        return self._fd
+
+    def _close_volume(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@contextmanager
+def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[JournalFiles]:
+    """Lock the journal in `folder` within the body; one is created where there is none. Blocks.
+
+    Raises:
+        JournalInUse: another process has locked it, or this one has already.
+        ProtocolMismatch: another version of penstock wrote it.
+        JournalFull: the disk has no room.
+        NotWritable, OutOfFileDescriptors: the folder cannot be used.
+    """
+    with ExitStack() as stack:
+        with _writing("the lock of a journal", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)  # closing the file unlocks it, as the end of this process would
+            _lock(lock, folder)
+        files = JournalFiles(folder, capacity_bytes=capacity_bytes, fsync=fsync)
+        stack.callback(files.close)
+        yield files
+
+
+def _lock(lock: int, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 32, 0).decode(errors="replace")
+        raise JournalInUse(
+            f"expected no other process to write to the journal in {folder}, got process {owner}: let it end, or give "
+            f"this run a folder of its own"
+        ) from None
+    owner = str(os.getpid())
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, owner.encode(), 0)
+
+
+def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
+    return explaining_os_errors(what, folder, disk_full=JournalFull, or_else=OFFERED_AGAIN)
+
+
+def _volumes(folder: Path) -> list[LogFile]:
+    found = []
+    for path in folder.iterdir():
+        if (name := NAME.fullmatch(path.name)) is None:
+            continue
+        if int(name[2]) != VERSION:
+            raise ProtocolMismatch(
+                f"expected volumes of version {VERSION} in {folder}, got {path.name}: let the penstock that wrote it "
+                f"train what it holds, or move it away"
+            )
+        found.append(LogFile(int(name[1]), path, path.stat().st_size))
+    return sorted(found, key=lambda volume: volume.number)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,116 @@
+"""Encode a record as an entry of a journal's file, and decode the entries of a file, also of a damaged one.
+
+An entry is a head, the `BundleHeader` of a record that travels alone, and its columns where its `Layout` puts them: the
+content of a span of shared memory in reverse, so that a file is read from its beginning. Every entry begins on a cache
+line and has a checksum over all of it. Sans-I/O: knows bytes and no file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._schemas import InvalidRecord, TrajectoryGroup
+from ..._schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
+
+__all__ = ["CorruptRange", "encode_entry", "read_entries"]
+
+MARK = b"penstock"
+"""The first bytes of every entry: behind a damaged one, the next one is found by them."""
+
+_HEAD = struct.Struct("<8sIIQ")
+"""MARK, the checksum of all bytes after it, bytes of contents, bytes of columns."""
+
+_LENGTHS = struct.Struct("<IQ")
+"""The part of the head that the checksum covers."""
+
+_PADDING = bytes(ALIGNMENT)
+
+
+class CorruptRange(NamedTuple):
+    """Bytes that are no entry."""
+
+    first: int
+    """Offset of the first of them."""
+    last: int
+    """Offset behind the last: the next whole entry, or the end."""
+
+
+def encode_entry(group: TrajectoryGroup) -> bytes:
+    """`group` as an entry.
+
+    Raises:
+        InvalidRecord: it does not conform to its schema.
+    """
+    form, lengths, plain = group.schema.laid_out(group)
+    contents = encode_contents(BundleHeader.alone(group.schema.kind, form, lengths, group.header()))
+    body: list[bytes | memoryview] = [contents, _padding(_HEAD.size + len(contents))]
+    for column in plain:
+        body += [column.data.cast("B") if column.size else b"", _padding(column.nbytes)]
+    measures = _LENGTHS.pack(len(contents), form.layout(lengths).nbytes)
+    checksum = zlib.crc32(measures)
+    for piece in body:
+        checksum = zlib.crc32(piece, checksum)
+    return b"".join([MARK, checksum.to_bytes(4, "little"), measures, *body])
+
+
+def read_entries(data: bytes) -> Iterator[TrajectoryGroup | CorruptRange]:
+    """Yield every whole record, in memory of its own, and the damaged ranges between them."""
+    at = 0
+    while at < len(data):
+        end = _end_of_entry(data, at)
+        group = None if end is None else _decoded(data, at)
+        if end is None or group is None:
+            end = _next_entry(data, at)
+            yield CorruptRange(at, end)
+        else:
+            yield group
+        at = end
+
+
+def _end_of_entry(data: bytes, at: int) -> int | None:
+    """Return the end of the entry at `at`; None where there is no whole entry."""
+    if at + _HEAD.size > len(data):
+        return None
+    mark, checksum, contents_bytes, nbytes = _HEAD.unpack_from(data, at)
+    end = at + aligned(_HEAD.size + contents_bytes) + nbytes
+    if mark != MARK or end > len(data):
+        return None
+    covered = memoryview(data)[at + _HEAD.size - _LENGTHS.size : end]
+    return int(end) if zlib.crc32(covered) == checksum else None
+
+
+def _next_entry(data: bytes, damaged: int) -> int:
+    """Return the beginning of the first whole entry after `damaged`, or the end."""
+    at = data.find(MARK, damaged + 1)
+    while at >= 0 and (at % ALIGNMENT or _end_of_entry(data, at) is None):
+        at = data.find(MARK, at + 1)
+    return at if at >= 0 else len(data)
+
+
+def _decoded(data: bytes, at: int) -> TrajectoryGroup | None:
+    """Return the record of a whole entry; None where it holds no valid record although its checksum is right."""
+    _, _, contents_bytes, nbytes = _HEAD.unpack_from(data, at)
+    first = at + _HEAD.size
+    columns_at = at + aligned(_HEAD.size + contents_bytes)
+    try:
+        contents = BundleHeader.decode(memoryview(data)[first : first + contents_bytes])
+        form = TrajectoryGroup.schema.received(contents)
+        layout = form.layout(contents.lengths())
+        if len(contents.parts) != 1 or layout.nbytes != nbytes:
+            return None
+        payload = np.frombuffer(data, np.uint8, nbytes, columns_at).copy()  # lives as long as the record, alone
+        payload.setflags(write=False)
+        columns = form.view(layout.places, payload, contents.candidates)
+        form.check_numbers(list(columns.values()), contents.parts)
+        return TrajectoryGroup.assemble(contents.parts[0].header, columns)
+    except InvalidRecord:
+        return None
+
+
+def _padding(nbytes: int) -> bytes:
+    return _PADDING[: aligned(nbytes) - nbytes]

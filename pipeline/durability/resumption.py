@@ -1,0 +1,162 @@
+"""Resume a run from its folder: run again with the same folder, it continues from its last checkpoint.
+
+    <folder>/checkpoints/step-00000100/    written by the sink's trainer
+    <folder>/metrics.jsonl                 one line for each step
+
+Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
+resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
+content of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ..._schemas import GroupId
+from ..accounting.telemetry import JsonlMetrics, get_logger
+from ..errors import InvalidPipeline, RunInUse
+from ..graph.context import Context
+from ..graph.stage_node import StageNode
+from ..util.os_errors import explaining_os_errors
+
+__all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "resumed", "with_checkpoints"]
+
+log = get_logger("penstock.pipeline")
+
+
+class ResumePoint(NamedTuple):
+    """The progress of a run before it is resumed."""
+
+    step: int
+    """Optimizer steps; 0 for a run that begins."""
+    committed: Mapping[GroupId, int]
+    """The trajectories that they trained, as `Ledger.committed`."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with state that a resumed run needs, such as the running statistics of an AdvantageNormalizer."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state, as JSON values; floats are restored bit for bit."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Restore a state that `state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class WithCheckpoints(Protocol):
+    """A sink that a run in a folder can be resumed with."""
+
+    def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful], /) -> tuple[Any, ResumePoint]:
+        """Return the same sink with checkpoints in `folder`, resumed from the last one, and the progress of that one.
+
+        Args:
+            folder: holds the checkpoints.
+            gathering: stages whose state checkpoints are to hold, by name.
+        """
+        ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """A stage that begins differently in a resumed run."""
+
+    def resume_from(self, point: ResumePoint, /) -> Any:
+        """Return the stage to run instead."""
+        ...
+
+
+class Snapshot:
+    """The state of a stage when `take` was last called: a checkpoint is written while the stage goes on."""
+
+    def __init__(self, stage: Stateful) -> None:
+        self._stage = stage
+        self._taken: Mapping[str, Any] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Record the present state of the stage."""
+        self._taken = dict(self._stage.state_dict())
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `Stateful`."""
+        return self._taken
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """See `Stateful`."""
+        self._stage.load_state_dict(state)
+
+
+@contextmanager
+def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
+    """Lock `folder` for the run within the body; yield the resumed stages, to run instead of `nodes`. Blocks.
+
+    The ledger and the metrics of `context` continue too.
+
+    Raises:
+        InvalidPipeline: the sink writes no checkpoints.
+        RunInUse: another process runs in `folder`.
+        DiskFull, NotWritable, OutOfFileDescriptors: the folder or its file of metrics cannot be written.
+    """
+    with explaining_os_errors("the files of a run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        nodes, point = _opened(folder, nodes)
+        if point.step:
+            context.ledger.restore(point.committed, point.step)
+        context.metrics.file = JsonlMetrics(folder / "metrics.jsonl", after_step=point.step)
+        try:
+            yield tuple(nodes)
+        finally:
+            context.metrics.file = None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock that the kernel releases when the process ends."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunInUse(
+            f"expected one run at a time in {folder}, got a second one: end the other, or take another"
+        ) from None
+
+
+def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
+    *before, last = nodes
+    if not isinstance(last.stage, WithCheckpoints):
+        raise InvalidPipeline(
+            f"{last.name}: expected a sink that writes checkpoints (SinkTrainer) for a run in a folder"
+        )
+    gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
+    sink, point = last.stage.with_checkpoints(folder / "checkpoints", gathering)
+    if point.step:
+        log.info("run_resumed", folder=str(folder), step=point.step)
+    return (*resumed(before, point), replace(last, stage=sink)), point
+
+
+def resumed(nodes: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
+    """Return the same nodes, with their stages resumed from `point`."""
+    return tuple(replace(node, stage=_stage_resumed(node.stage, point)) for node in nodes)
+
+
+def _stage_resumed(stage: Any, point: ResumePoint) -> Any:
+    return stage.resume_from(point) if isinstance(stage, Resumes) else stage

@@ -1,0 +1,234 @@
+"""Find problems of a chain before anything starts: `problems` lists all of them, each with what to change.
+
+The facts that are compared come from `stage_info()` of each stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..._schemas import InvalidConfig, TokenizerIdentity, TrainBatch, TrajectoryGroup, tokenizer_identity
+from ..._schemas.numbers import whole_number
+from ..._schemas.tokenizer import disagreements
+from ..accounting.telemetry import get_logger
+from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .misplaced import written
+from .placement import Processes
+from .record_types import RecordTypes, never_fits, record_types, type_name
+from .stage_info import info_of
+from .stage_node import StageNode, output_type, sent_along
+
+__all__ = ["problems"]
+
+log = get_logger("penstock.check")
+
+SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "waits_for", "keeps_groups")
+"""The fields of `StageInfo` that are numbers."""
+
+BYTES_PER_TOKEN = 9
+"""The least that a sampled token takes: its id, its place in the loss mask, its behavior log-probability."""
+
+
+def problems(nodes: Sequence[StageNode]) -> list[str]:
+    """Return all problems of a chain; empty where there are none."""
+    found = list(_of_chain(nodes))
+    identities = _identities(nodes)
+    _log_unknown_tokenizers(nodes, {name for name, _ in identities})
+    return [*found, *_of_waits(nodes), *_of_state(nodes), *disagreements(identities)]
+
+
+def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:
+    """Find the problems of each stage and each edge, those within fragments included."""
+    for position, node in enumerate(nodes):
+        yield from _of_stage(node, first=position == 0)
+        yield from _of_chain(info_of(node.stage).nodes)
+    types = [record_types(node.stage) for node in nodes]
+    yield from _of_types(nodes, types)
+    group_tokens: int | None = None
+    for (before, after), (_, sent) in zip(pairwise(nodes), types, strict=False):
+        group_tokens = _hint(before.stage, "sends_at_most_tokens") or group_tokens
+        yield from _of_edge(before, after)
+        if sent is not TrainBatch:
+            yield from _of_sizes(before, after, group_tokens)
+
+
+def _of_types(nodes: Sequence[StageNode], types: Sequence[RecordTypes]) -> Iterator[str]:
+    """Find the edges whose two stages have no record type in common, by their annotations."""
+    sent_by = sent_along(types)
+    for (before, after), sent, (received, _) in zip(pairwise(nodes), sent_by, types[1:], strict=False):
+        if never_fits(sent, received):
+            yield (
+                f"{before.name} → {after.name}: {before.name} sends {type_name(sent)}, and {after.name} receives "
+                f"{type_name(received)}: {_line_instead(before.stage, after.stage)}"
+            )
+
+
+def _line_instead(before: object, after: object) -> str:
+    """Return what to write in place of two stages that do not fit: the other order, if it fits, or a stage between."""
+    first, second = record_types(before), record_types(after)
+    if None not in (*first, *second) and not never_fits(second.sent, first.received):
+        return f"write .then({written(after)}).then({written(before)})"
+    if first.sent is TrajectoryGroup and second.received is TrainBatch:
+        return f"write .then(Batcher(max_tokens=…)) before {written(after)}"
+    return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
+
+
+def _log_unknown_tokenizers(nodes: Sequence[StageNode], known: Collection[str]) -> None:
+    """Log where the tokenizers of source and trainer cannot be compared because one of them has no identity."""
+    first, last = nodes[0], nodes[-1]
+    source, trainer = _any_of(first, known), _any_of(last, known)
+    if source != trainer and info_of(last.stage).tokenizers is not None:
+        unknown_to = last.name if source else first.name
+        log.info("tokenizers_not_compared", source=first.name, trainer=last.name, unknown_to=unknown_to)
+
+
+def _any_of(node: StageNode, names: Collection[str]) -> bool:
+    return node.name in names or any(_any_of(inner, names) for inner in info_of(node.stage).nodes)
+
+
+def _of_waits(nodes: Sequence[StageNode]) -> Iterator[str]:
+    begun = _hint(nodes[0].stage, "begins_at_most")
+    for node in nodes[1:]:
+        wanted = _hint(node.stage, "waits_for")
+        if begun is not None and wanted is not None and wanted > begun:
+            yield (
+                f"{nodes[0].name} → {node.name}: {node.name} waits for {wanted} trajectories, and {nodes[0].name} "
+                f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
+            )
+
+
+def _of_state(nodes: Sequence[StageNode]) -> Iterator[str]:
+    kept = info_of(nodes[-1].stage).saved
+    for node in nodes:
+        parts = [node.stage, *(inner.stage for inner in info_of(node.stage).nodes)]
+        for name in (name for name, each in kept.items() if node.remote and any(each is part for part in parts)):
+            yield (
+                f"{node.name}: checkpoints keep its state as {name!r}, but it runs in "
+                f"{node.on.__class__.__name__.lower()} and gathers there: checkpoints would hold the state of a stage "
+                f"that has received no record; place it on here()"
+            )
+
+
+def _identities(nodes: Sequence[StageNode]) -> list[tuple[str, TokenizerIdentity]]:
+    """Return the identity of every tokenizer that has one, with its stage; a shared tokenizer is read once."""
+    known: dict[int, TokenizerIdentity] = {}
+    found: list[tuple[str, TokenizerIdentity]] = []
+    for name, tokenizer in _tokenizers(nodes):
+        if isinstance(tokenizer, TokenizerIdentity) or hasattr(tokenizer, "get_vocab"):
+            known[id(tokenizer)] = known.get(id(tokenizer)) or tokenizer_identity(tokenizer)
+            found.append((name, known[id(tokenizer)]))
+    return found
+
+
+def _tokenizers(nodes: Sequence[StageNode]) -> Iterator[tuple[str, Any]]:
+    for node in nodes:
+        yield from _tokenizers(info_of(node.stage).nodes)
+        for tokenizer in info_of(node.stage).tokenizers or ():
+            yield node.name, tokenizer
+
+
+def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
+    run = getattr(node.stage, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        ends = "outbox" if first else "inbox, outbox"
+        yield f"{node.name}: expected a stage with `async def run(self, {ends})`, got {node.stage!r}"
+    yield from _of_workers(node)
+    if isinstance(node.on, Processes):
+        yield from _of_processes(node, node.on)
+    for name in SIZES:
+        if (value := getattr(info_of(node.stage), name)) is not None and _hint(node.stage, name) is None:
+            yield f"{node.name}: {name}: expected a whole number, got {value!r}"
+
+
+def _of_workers(node: StageNode) -> Iterator[str]:
+    """Check the number of workers; every stage of a fragment has as many as the fragment."""
+    count = node.on.count if isinstance(node.on, Processes) else 1
+    for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
+        check_workers = info_of(stage).check_workers
+        if check_workers is None:
+            continue
+        try:
+            check_workers(count)
+        except InvalidConfig as error:
+            yield f"{node.name}: {error}"
+
+
+def _of_processes(node: StageNode, on: Processes) -> Iterator[str]:
+    if any(inner.remote for inner in info_of(node.stage).nodes):
+        yield f"{node.name}: it has processes within processes; place either the whole fragment there, or its parts"
+    if info_of(node.stage).sees_everything and on.count > 1:
+        yield (
+            f"{node.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
+            f"here() or processes(1), or in one fragment with its source"
+        )
+    record = output_type(node.stage)
+    if record is not None and record not in {TrajectoryGroup, TrainBatch}:
+        yield (
+            f"{node.name}: it runs in {node.on.__class__.__name__.lower()} and sends {record.__name__}, but between "
+            f"processes only TrajectoryGroup and TrainBatch travel"
+        )
+    try:
+        pickled = pickle.dumps(node.stage)
+    except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
+        yield (
+            f"{node.name}: expected a stage that can be pickled to its process, got {error!r}; give it functions of a "
+            f"module, by name, and open files, models and sockets in `run`"
+        )
+        return
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
+        yield (
+            f"{node.name}: it is defined in an interactive session, which its process cannot import: put it into a "
+            f"module"
+        )
+
+
+def _of_edge(before: StageNode, after: StageNode) -> Iterator[str]:
+    for name in ("capacity", "capacity_bytes"):
+        if (value := getattr(after, name)) is not None:
+            try:
+                whole_number(name, value)
+            except InvalidConfig as error:
+                yield f"{before.name} → {after.name}: {error}"
+    if (before.remote or after.remote) and after.capacity == 1:
+        yield (
+            f"{before.name} → {after.name}: expected a capacity of at least 2 between processes, got 1: a stage that "
+            f"loops over its inbox holds one record while it asks for the next"
+        )
+
+
+def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> Iterator[str]:
+    edge = f"{before.name} → {after.name}"
+    accepted = _hint(after.stage, "takes_at_most_tokens")
+    if accepted is not None and group_tokens is not None and group_tokens > accepted:
+        yield (
+            f"{edge}: a group may hold {group_tokens} tokens, and {after.name} takes at most {accepted}: raise its "
+            f"token budget, or sample smaller groups or shorter completions"
+        )
+    remote = before.remote or after.remote
+    budget = after.capacity_bytes or (REMOTE_CAPACITY_BYTES if remote else None)
+    at_once = 2 if remote else 1  # a stage holds one record, which is not copied, while it asks for the next
+    if budget is not None and group_tokens is not None and at_once * group_tokens * BYTES_PER_TOKEN > budget:
+        yield (
+            f"{edge}: a group may take {group_tokens * BYTES_PER_TOKEN} bytes ({group_tokens} tokens), and the edge "
+            f"holds {budget}: raise capacity_bytes{' to twice as much' if remote else ''}"
+        )
+    keeps = _hint(after.stage, "keeps_groups") or 0
+    if isinstance(before.on, Processes) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
+        yield (
+            f"{edge}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
+            f"they would wait for each other; raise capacity"
+        )
+
+
+def _hint(stage: Any, name: str) -> int | None:
+    if (value := getattr(info_of(stage), name)) is None:
+        return None
+    try:
+        return whole_number(name, value, least=0)
+    except InvalidConfig:
+        return None

@@ -1,0 +1,140 @@
+"""The context of a running stage: the ledger, the metrics, and the worker that it is among several.
+
+A context variable, set by the pipeline for each stage's task, so that a stage's signature stays inbox and outbox.
+Where no pipeline runs (a stage that a test drives, a script of one's own) there is a detached context, which works the
+same and whose ledger and metrics belong to no run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from ..._schemas import TrajectoryGroup, TrajectoryId
+from ..accounting.ledger import EndState, Ledger
+from ..accounting.telemetry import Metrics
+
+__all__ = ["Context", "Flush", "Worker", "current", "drop", "entered", "outliving_the_sink"]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The worker, among several equal ones, that runs this stage. Seeds and instance ids are derived from it."""
+
+    index: int = 0
+    """0 to count − 1."""
+    count: int = 1
+    """Workers that share the work."""
+    restart: int = 0
+    """Times that the worker was restarted."""
+
+
+class Flush:
+    """The request of a source that stages send on all that they hold; one for all stages of a run. See `flush`."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._checks: list[Callable[[], None]] = []
+        """The checks of stages that wait for a record and hold some back."""
+
+    def __repr__(self) -> str:
+        return f"<Flush: {'requested' if self._requested else 'not requested'}, {len(self._checks)} stages waiting>"
+
+    def request(self) -> None:
+        """Ask every stage to send on what it holds, until `withdraw`."""
+        self._requested = True
+        self.check()
+
+    def withdraw(self) -> None:
+        """Let stages hold records back again: more will come."""
+        self._requested = False
+
+    def check(self) -> None:
+        """Call the checks of waiting stages: a trajectory has ended, so a requested flush may be due for one."""
+        if self._requested:
+            for check in list(self._checks):
+                check()
+
+    @contextmanager
+    def checked_by(self, check: Callable[[], None]) -> Iterator[None]:
+        """Call `check` now and whenever a requested flush may have become due, until the body ends."""
+        self._checks.append(check)
+        try:
+            if self._requested:
+                check()
+            yield
+        finally:
+            self._checks.remove(check)
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything that a stage can use besides its channels."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    metrics: Metrics = field(default_factory=Metrics)
+    worker: Worker = Worker()
+    dropped: Counter[EndState] = field(default_factory=Counter)
+    """Trajectories that this stage has dropped, by their end state."""
+    flush: Flush = field(default_factory=Flush)
+    """The request that stages send on all that they hold."""
+    nothing_on_the_way: Callable[[], bool] = _always
+    """Returns whether every trajectory in flight is in this stage or downstream of it."""
+    on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the sink has returned; a stage that has any is not cancelled then."""
+
+
+@contextmanager
+def outliving_the_sink(call: Callable[[], None]) -> Iterator[None]:
+    """Have `call` called when the sink returns within the body, instead of this stage being cancelled."""
+    calls = current().on_sink_returned
+    calls.append(call)
+    try:
+        yield
+    finally:
+        calls.remove(call)
+
+
+_context: ContextVar[Context] = ContextVar("penstock")
+
+
+def current() -> Context:
+    """Return the context of the running stage; where there is none, a detached one, which is kept."""
+    try:
+        return _context.get()
+    except LookupError:
+        context = Context(ledger=Ledger(admits_on_end=True))
+        _context.set(context)
+        return context
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[Context]:
+    """Make `context` current within the body and in every task started there."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str) -> None:
+    """Record the end of trajectories that a stage does not send on, in the ledger and in the metrics.
+
+    >>> drop([], "filtered", "zero_variance")
+
+    Raises:
+        LedgerImbalance: one of them is not in flight.
+    """
+    ids = what if isinstance(what, TrajectoryGroup) else list(what)
+    context = current()
+    context.ledger.end(ids, state, reason)
+    context.dropped[state] += len(ids)
+    context.metrics.total(f"dropped/{state}", len(ids))

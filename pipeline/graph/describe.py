@@ -1,0 +1,43 @@
+"""Describe a pipeline as text: each stage with its placement, each edge with its capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .stage_node import StageNode
+
+__all__ = ["drawn"]
+
+
+def drawn(nodes: Sequence[StageNode]) -> str:
+    """Return the chain from top to bottom, one line for each stage and each edge."""
+    width = max(len(node.name) for node in nodes)
+    lines = [_stage(nodes[0], width)]
+    for before, after in pairwise(nodes):
+        lines += [f"  │ {_edge(before, after)}", _stage(after, width)]
+    return "\n".join(lines)
+
+
+def _stage(node: StageNode, width: int) -> str:
+    return f"{node.name:<{width}}  {node.on}"
+
+
+def _edge(before: StageNode, after: StageNode) -> str:
+    if not (before.remote or after.remote):
+        capacity = _records(after.capacity or MEMORY_CAPACITY)
+        return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")
+    capacity = _records(after.capacity or REMOTE_CAPACITY)
+    return f"shm: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _bytes(count: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.4g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,102 @@
+"""Statistics of a pipeline: frozen values, taken at one moment."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from ..accounting.ledger import Balance
+from ..channels.channel import ChannelStatistics
+
+__all__ = [
+    "EdgeStatistics",
+    "PipelineStatistics",
+    "Report",
+    "StageState",
+    "StageStatistics",
+    "WorkerState",
+    "WorkerStatistics",
+]
+
+StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
+"""returned: by itself · cancelled: by the pipeline, or because the stage after it had ended · failed: it raised."""
+
+WorkerState: TypeAlias = Literal["starting", "running", "stopping", "finished", "failed", "dead"]
+"""failed: its stage raised · dead: its process ended without reporting, by a signal or `os._exit`."""
+
+
+class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a stage that runs in processes."""
+
+    name: str
+    """`SourceEnv 2/4`: the second of four."""
+    pid: int | None
+    """Id of its present process, or of its last one; None before it was started."""
+    state: WorkerState
+    restarts: int
+    """Times that it died and was restarted."""
+    starting: str = ""
+    """The phase of its start: `importing train.py`; "" at any other time."""
+
+
+class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one stage, and its waits."""
+
+    name: str
+    placement: str
+    """`here`, or the number of processes and restarts."""
+    state: StageState
+    waiting_for: str
+    """The cause of its present wait, and its origin: `records from Batcher`, `credit from SinkTrainer`,
+    `start of SourceEnv 2/4`; "" while busy."""
+    waited_for_records_s: float
+    """Seconds that it has waited for records in all, including the present wait.
+
+    For a stage in processes: its workers added up, as of their last reports.
+    """
+    waited_for_credit_s: float
+    """Seconds that it has waited for credit from the next channel in all; likewise."""
+    dropped: dict[str, int]
+    """Trajectories that it dropped here, by end state."""
+    workers: tuple[WorkerStatistics, ...]
+    """Its processes; none where it runs here."""
+
+
+class EdgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the channel between two stages."""
+
+    upstream: str
+    downstream: str
+    trajectories: int
+    """Trajectories that have passed; records that are neither groups nor batches are not counted."""
+    channel: ChannelStatistics
+
+
+class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Every stage and every edge, source first; both are empty before the first run."""
+
+    stages: tuple[StageStatistics, ...]
+    edges: tuple[EdgeStatistics, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run."""
+
+    stop_reason: str
+    """`end of stream`, `SinkTrainer returned`, `stopped by SIGTERM`, `cancelled`, or the failure in a line:
+    `opening failed: …` where no stage had begun."""
+    seconds: float
+    balance: Balance
+    """The ledger's balance at the end: trajectories that were in flight are counted as lost, with the reason."""
+    in_flight: int
+    """Trajectories that were in flight when the run ended, and were counted as lost then."""
+    checkpoint: str = ""
+    """Path of the last checkpoint that this run wrote; "" where it wrote none."""
+    statistics: PipelineStatistics
+    """The statistics at the end of the run."""
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """Trajectories that ended during the run, by state; those in flight at its end are not counted as lost here."""
+        return self.balance.ended | {"lost": self.balance.ended["lost"] - self.in_flight}

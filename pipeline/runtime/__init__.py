@@ -1,0 +1,1 @@
+"""A running pipeline, from its first stage to its report."""

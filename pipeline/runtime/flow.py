@@ -1,0 +1,250 @@
+"""Stages joined into a pipeline: `source(…).then(…).sink(…)`, typed so that a chain that does not fit is a type error.
+
+A flow and a pipeline are descriptions, immutable values; `Pipeline.run` runs one any number of times. Capacity and
+placement belong to the edge, so they are arguments here and not fields of the stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ..accounting.ledger import Ledger
+from ..accounting.telemetry import Metrics, get_logger
+from ..channels.channel import SendChannel
+from ..durability.resumption import ResumePoint, resumed, with_checkpoints
+from ..errors import InvalidPipeline
+from ..graph.check import problems
+from ..graph.context import Context, current
+from ..graph.describe import drawn
+from ..graph.misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
+from ..graph.placement import HERE, Here, Placement
+from ..graph.record_types import record_types
+from ..graph.stage import Sink, Source, Stage
+from ..graph.stage_info import StageInfo, info_of
+from ..graph.stage_node import StageNode, name_of, named, sent_along
+from ..graph.statistics import PipelineStatistics, Report
+from ..processes.worker import refuse_while_importing_main
+from ..util.blocking import enter_in_thread
+from .outcome import check_outcome
+from .run import Run
+from .stop_message import stop_message
+from .stop_signals import STOP_TIMEOUT_S, StopRequest, print_line, stop_request
+
+__all__ = ["Flow", "Pipeline", "source"]
+
+log = get_logger("penstock.pipeline")
+
+Out_co = TypeVar("Out_co", covariant=True)
+Out = TypeVar("Out")
+New = TypeVar("New")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow(Generic[Out_co]):
+    """A source and the stages after it, without a sink. Itself a source, so that fragments can be composed."""
+
+    nodes: tuple[StageNode, ...]
+    """The stages so far, each with the edge that leads to it."""
+
+    def stage_info(self) -> StageInfo:
+        """Return the names of its stages, the type that the last one sends, and the last known bound on its groups."""
+        last = sent_along(record_types(node.stage) for node in self.nodes)[-1]
+        bounds = (info_of(node.stage).sends_at_most_tokens for node in reversed(self.nodes))
+        return StageInfo(
+            name=" → ".join(node.name for node in self.nodes),
+            output_type=last if isinstance(last, type) else None,
+            sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
+            nodes=self.nodes,
+        )
+
+    def resume_from(self, point: ResumePoint) -> Flow[Out_co]:
+        """Return this flow with its stages resumed from `point`."""
+        return replace(self, nodes=resumed(self.nodes, point))
+
+    def then(
+        self,
+        stage: Stage[Out_co, New],
+        *,
+        on: Placement = HERE,
+        capacity: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> Flow[New]:
+        """Return the flow with `stage` at its end.
+
+        Args:
+            stage: receives what the flow sends.
+            on: `here()` or `processes(n)`.
+            capacity: records that may wait in front of `stage`: 2 by default; between processes 64 for each worker.
+            capacity_bytes: bytes that may wait; between processes 64 MiB for each worker, allocated when it starts.
+
+        Raises:
+            InvalidPipeline: `stage` is a class, a source or a sink, or `on` is no placement; with the line to write.
+        """
+        refuse_misplaced_stage("stage", stage)
+        refuse_unknown_placement(on)
+        return Flow(named((*self.nodes, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
+
+    def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
+        """Return the pipeline that ends in `stage`, which runs here; capacities as in `then`.
+
+        Raises:
+            InvalidPipeline: `stage` is a class, or no sink; with the line to write.
+        """
+        refuse_misplaced_stage("sink", stage)
+        return Pipeline(named((*self.nodes, StageNode(stage, name_of(stage), HERE, capacity, capacity_bytes))))
+
+    @ends_in_a_sink
+    async def run(self, outbox: SendChannel[Out_co], /) -> None:
+        """Run the stages, and send the records of the last one to `outbox`: `Source.run` of a flow.
+
+        Raises:
+            InvalidPipeline: there is no `outbox`: the call was meant for a pipeline, which ends in a sink.
+            StageFailed: a stage raised.
+        """
+        await Run(self.nodes, current(), outbox).run()
+
+
+class Pipeline:
+    """A chain from a source to a sink: its description, its run, and the statistics of that."""
+
+    def __init__(self, nodes: tuple[StageNode, ...]) -> None:
+        self.nodes = nodes
+        """The stages, source first, each with the edge that leads to it."""
+        self.report: Report | None = None
+        """The report of the last run, also of one that was cancelled or failed; None before, and while one runs."""
+        self._run: Run | None = None
+        """The present run, or the last one."""
+        self._running = False
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {' → '.join(node.name for node in self.nodes)}>"
+
+    def check(self) -> None:
+        """Check the chain for problems, before anything starts.
+
+        Raises:
+            InvalidPipeline: with every problem, and what to change.
+        """
+        found = problems(self.nodes)
+        if found:
+            raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
+
+    def describe(self) -> str:
+        """Return the pipeline as text: each stage with its placement, each edge with its capacity."""
+        return drawn(self.nodes)
+
+    def statistics(self) -> PipelineStatistics:
+        """Return the state and waits of every stage, and the content of every edge: now, or at the last run's end."""
+        return self._run.statistics() if self._run is not None else PipelineStatistics(stages=(), edges=())
+
+    async def run(
+        self,
+        *,
+        folder: str | Path | None = None,
+        ledger: Ledger | None = None,
+        metrics: Metrics | None = None,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+    ) -> Report:
+        """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
+
+        However the run ends, cancellation included, `report` is set afterwards.
+
+        SIGTERM and Ctrl-C stop it gracefully: the sink finishes its present step, SinkTrainer writes a checkpoint, and
+        the script ends with exit code 143 or 130. A second signal ends the process at once. This holds where the run
+        is in the main thread of a script that does not handle the signal itself.
+
+        Args:
+            folder: of the run's checkpoints, and of its metrics in `metrics.jsonl`. Where it holds a checkpoint of an
+                earlier run, that run is continued.
+            ledger: counts the trajectories, a restored one to continue a run; a new one by default.
+            metrics: collects the metrics of stages; give one with sinks to see them.
+            stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
+
+        Raises:
+            InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
+            RunInUse: another process runs in `folder`.
+            RolloutsFailed: 64 rollouts failed in a row, in all workers together, without a success between them.
+            RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped some received records.
+            NothingTrained: the run ended by itself, and no record had reached the sink.
+            StageFailed: a stage raised; it is named, and `__cause__` is its exception.
+            WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
+            RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
+            RuntimeError: the pipeline is running already.
+            ValueError: `stop_timeout_s` is not positive.
+        """
+        refuse_while_importing_main()
+        self.check()
+        if self._running:
+            raise RuntimeError("expected one run at a time, got a second one while the first is running")
+        context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
+        with stop_request(stop_timeout_s) as stop:
+            self._running, self.report = True, None
+            try:
+                async with AsyncExitStack() as stack:
+                    nodes: Sequence[StageNode] = self.nodes
+                    if folder is not None:
+                        nodes = await enter_in_thread(stack, with_checkpoints(Path(folder), nodes, context))
+                    self.report = await self._run_once(Run(nodes, context), context.ledger, stop)
+            finally:
+                self._running = False
+            if stop.by is not None:
+                print_line(stop_message(self.report, folder))
+                raise await stop.error()
+        return self.report
+
+    async def _run_once(self, run: Run, ledger: Ledger, stop: StopRequest) -> Report:
+        self._run = run
+        stop.call(run.stop)
+        started = time.monotonic()
+        try:
+            with ledger.on_failure(run.limit_failures):
+                await run.run()
+        finally:
+            self.report = _report(run, ledger, time.monotonic() - started)
+        check_outcome(self.report, ledger.step)
+        return self.report
+
+
+def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
+    """Return a flow that begins with `stage`.
+
+    pipeline = (
+        source(SourceEnv(make_env, policy, group_size=8), on=processes(4))
+        .then(AdvantageNormalizer("grpo"))
+        .then(Batcher(max_tokens=16_384, max_lag=4), capacity=2)
+        .sink(SinkTrainer(trainer))
+    )
+    report = await pipeline.run()
+
+    Args:
+        stage: sends records until there are no more. A flow is one: `source(source(A()).then(B()), on=processes(4))`
+            runs A and B together in each of four processes.
+        on: `here()` or `processes(n)`.
+
+    Raises:
+        InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; with the line to write.
+    """
+    refuse_misplaced_stage("source", stage)
+    refuse_unknown_placement(on)
+    if isinstance(stage, Flow) and isinstance(on, Here):
+        return stage
+    return Flow(named([StageNode(stage, name_of(stage), on)]))
+
+
+def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
+    ledger.lose(run.loss_reason(ledger))
+    report = Report(
+        stop_reason=run.stop_reason,
+        seconds=seconds,
+        balance=ledger.balance(),
+        in_flight=run.in_flight_at_end,
+        statistics=run.statistics(),
+        checkpoint=ledger.checkpoint,
+    )
+    log.info("run_ended", stop_reason=report.stop_reason, in_flight=report.in_flight, ended=report.ended)
+    return report

@@ -1,0 +1,383 @@
+"""Run a chain of stages once: open its channels, run its stages as tasks of one group, and end all of them together.
+
+The end of one stage determines the end of the others:
+
+1. It returned: its outgoing stream ends when all of it is received, and the stages before it are cancelled, because
+   their records would not be received.
+2. It raised: all stages are cancelled, and the run raises `StageFailed`.
+3. The run was cancelled: all stages are cancelled, without a failure.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import anyio
+
+from ..accounting.failure_streak import FailureStreak
+from ..accounting.ledger import SWALLOWED, Ledger
+from ..accounting.telemetry import get_logger, report_waits
+from ..channels.channel import MEMORY_CAPACITY, SendChannel
+from ..channels.memory import memory_channel
+from ..errors import PeerClosed, RolloutsFailed, StageFailed
+from ..graph.context import Context, entered
+from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
+from ..graph.placement import Here, Processes
+from ..graph.stage_node import StageNode
+from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
+from ..processes.worker_accounting import RUN_ENDED
+from ..processes.workers import Workers
+from ..util.exception_groups import single_exception, unwrap_single
+from .outcome import END_OF_STREAM
+
+__all__ = ["Run"]
+
+log = get_logger("penstock.pipeline")
+
+
+class _Forwarder:
+    """The last stage of a fragment that ends in processes: sends their records to the channel outside."""
+
+    async def run(self, inbox: Any, outbox: Any) -> None:
+        async for record in inbox:
+            await outbox.send(record)
+
+
+class _StageTask:
+    """One stage while it runs."""
+
+    def __init__(self, node: StageNode, context: Context, run: Run) -> None:
+        self.node = node
+        self.context = Context(
+            context.ledger,
+            context.metrics,
+            context.worker,
+            flush=context.flush,
+            nothing_on_the_way=lambda: run.nothing_before(self),
+        )
+        """A context of its own, in which the trajectories that the stage drops are counted."""
+        self.state: StageState = "not started"
+        self.scope = anyio.CancelScope()
+        self.before: Edge | None = None
+        """The edge that it receives from; None for a source."""
+        self.after: Edge | None = None
+        """The edge that it sends to; None for a sink."""
+        self.outbox: CountingSendChannel[Any] | None = None
+        self.workers: Workers | None = None
+        """Its processes, where it does not run here."""
+
+    @property
+    def over(self) -> bool:
+        """Return whether it has ended, so that it receives no more."""
+        return self.state not in {"not started", "running"}
+
+    @property
+    def stream_ended(self) -> bool:
+        """Return whether it returned, or was cancelled after it had closed its end, when the sink returned."""
+        waited = self.state == "cancelled" and self.outbox is not None and self.outbox.all_closed
+        return self.state == "returned" or waited
+
+    def statistics(self) -> StageStatistics:
+        """Return its state now."""
+        for_records_s, for_credit_s = self.waited()
+        return StageStatistics(
+            name=self.node.name,
+            placement=str(self.node.on),
+            state=self.state,
+            waiting_for="" if self.over else self._waiting_for(),
+            waited_for_records_s=for_records_s,
+            waited_for_credit_s=for_credit_s,
+            dropped={state: count for state, count in self.context.dropped.items() if count},
+            workers=self.workers.statistics() if self.workers else (),
+        )
+
+    def waited(self) -> tuple[float, float]:
+        """Return the seconds that it has waited in all, for records and for credit; its workers added up."""
+        if self.workers is not None:
+            return self.workers.waited
+        records = self.before.inbox.statistics().waited_s if self.before else 0.0
+        return records, self.outbox.waits[1] if self.outbox else 0.0
+
+    def _waiting_for(self) -> str:
+        workers = self.workers.statistics() if self.workers else ()
+        starting = [worker.name for worker in workers if worker.state == "starting"]
+        if starting:
+            return f"start of {', '.join(starting)}"
+        if self.before is not None and self.before.starved:
+            return f"records from {self.before.upstream}"
+        if self.after is not None and self.after.congested:
+            return f"credit from {self.after.downstream}"
+        return ""
+
+    @property
+    def unaccounted(self) -> int:
+        """Trajectories that it received, and neither sent nor dropped."""
+        received = self.before.counter.trajectories if self.before else 0
+        sent = self.after.counter.trajectories if self.after else 0
+        return max(0, received - sent - self.context.dropped.total())
+
+
+class Run:
+    """A chain of stages while it runs, and its statistics afterwards."""
+
+    def __init__(self, nodes: Sequence[StageNode], context: Context, outbox: SendChannel[Any] | None = None) -> None:
+        if outbox is not None and nodes[-1].remote:
+            nodes = [*nodes, StageNode(_Forwarder(), "outlet", Here())]
+        self._context = context
+        self._outbox = outbox
+        """The channel that the last stage sends to, in a fragment without a sink."""
+        self._tasks = [_StageTask(node, context, self) for node in nodes]
+        self._edges: list[Edge] = []
+        self._failure: StageFailed | RolloutsFailed | None = None
+        self._streak = FailureStreak()
+        self._open_error: Exception | None = None
+        """The exception for which channels could not be opened."""
+        self._cancel: Callable[[], None] = _no_op
+        self._opening = anyio.CancelScope()
+        """The scope in which the channels are opened."""
+        self._stopped_by = ""
+        """The signal that stopped the run; empty where none did."""
+        self._inbox: StoppableReceiveChannel[Any] | None = None
+        """The channel that the sink receives from."""
+        self._stream_ended = False
+        """True when every stage has returned by itself and the channels between them were empty."""
+        self.in_flight_at_end = 0
+        """Trajectories that were in flight when every stage had ended."""
+
+    # -- from beginning to end ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run the chain until its last stage has returned.
+
+        Raises:
+            StageFailed: a stage raised.
+            PenstockError: a channel could not be opened.
+        """
+        async with AsyncExitStack() as channels:
+            try:
+                with self._opening:
+                    await self._open_edges(channels)
+            except Exception as error:
+                self._open_error = error
+                raise
+            if self._opening.cancel_called:
+                return
+            channels.enter_context(self._context.ledger.on_end(self._context.flush.check))
+            channels.callback(self._finish)  # while the channels are still open
+            with unwrap_single():
+                async with anyio.create_task_group() as group:
+                    self._cancel = group.cancel_scope.cancel
+                    for task in self._tasks:
+                        group.start_soon(self._supervise, task, name=task.node.name)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self, by: str) -> None:
+        """End the run gracefully: the sink's stream ends, and every stage before it is cancelled.
+
+        Args:
+            by: the name of the signal, for the report.
+        """
+        self._stopped_by = by
+        if self._inbox is None:
+            self._opening.cancel()
+            return
+        self._inbox.end()
+        for task in self._tasks[:-1]:
+            task.scope.cancel()
+
+    async def _supervise(self, task: _StageTask) -> None:
+        """Run one stage, and then end or cancel the stages that its end concerns."""
+        task.state = "running"
+        try:
+            with task.scope, entered(task.context), self._reporting_waits(task):
+                await self._body(task)
+                task.state = "returned"
+        except Exception as error:  # noqa: BLE001 (every exception of a stage is reported with its name)
+            self._record_failure(task, error)
+        finally:
+            if task.state == "running":
+                task.state = "cancelled"
+        if task.state == "returned":
+            self._release_upstream(task)
+            await _close_ends(task)
+
+    def _reporting_waits(self, task: _StageTask) -> AbstractContextManager[None]:
+        if task.workers is not None:
+            return nullcontext()
+        return report_waits(self._context.metrics, task.node.name, task.waited)
+
+    async def _body(self, task: _StageTask) -> None:
+        if task.workers is not None:
+            await task.workers.run(task.before.inbox if task.before else None)
+        elif task.before is None:
+            await task.node.stage.run(task.outbox)
+        elif task.outbox is None:
+            await task.node.stage.run(self._inbox)
+        else:
+            await task.node.stage.run(task.before.inbox, task.outbox)
+
+    def limit_failures(self) -> None:
+        """End the run if too many rollouts failed in a row; called after each failure."""
+        ledger = self._context.ledger
+        try:
+            self._streak.check(*ledger.failures(), lambda: ledger.balance().reasons["failed"])
+        except RolloutsFailed as error:
+            if self._failure is None:
+                self._failure = error
+                self._cancel()
+
+    def _record_failure(self, task: _StageTask, error: Exception) -> None:
+        if _is_only(error, PeerClosed) and self._is_over_after(task):
+            return
+        task.state = "failed"
+        cause = single_exception(error)
+        if self._stopped_by and task is not self._tasks[-1]:
+            log.warning("stage_failed_while_stopping", stage=task.node.name, error=_line(cause))
+            return
+        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{task.node.name} raised {_line(cause)}")
+        if failure is not cause:
+            failure.__cause__ = cause
+        if self._failure is None:
+            self._failure = failure
+        else:
+            self._failure.add_note(f"besides: {failure}")
+            log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
+        self._cancel()
+
+    def _is_over_after(self, task: _StageTask) -> bool:
+        """Return whether a stage after `task` has ended, so that `task` need not send."""
+        position = self._tasks.index(task)
+        return any(later.over for later in self._tasks[position + 1 :])
+
+    def _release_upstream(self, task: _StageTask) -> None:
+        """Cancel the stages before `task`, which has returned; one that has closed its end runs until the sink returns.
+
+        After that it may run on if it has registered a call (`Context.on_sink_returned`).
+        """
+        for earlier in self._tasks[: self._tasks.index(task)]:
+            closed = earlier.outbox is not None and earlier.outbox.all_closed
+            if task is self._tasks[-1] and closed and earlier.context.on_sink_returned:
+                for call in earlier.context.on_sink_returned:
+                    call()
+            elif task is self._tasks[-1] or not closed:
+                earlier.scope.cancel()
+
+    def _finish(self) -> None:
+        """Record the state at the end of all stages, and count the trajectories that workers still hold as lost."""
+        channels = [edge.inbox.statistics() for edge in self._edges]
+        empty = all(channel.sent == channel.received for channel in channels)
+        self._stream_ended = empty and all(task.stream_ended for task in self._tasks)
+        self.in_flight_at_end = self._context.ledger.balance().in_flight
+        for task in self._tasks:
+            if task.workers is not None:
+                task.workers.close()
+
+    # -- channels ----------------------------------------------------------------------------------------------------
+
+    async def _open_edges(self, channels: AsyncExitStack) -> None:
+        """Open the channels between the stages."""
+        for before, after in pairwise(self._tasks):
+            edge = await self._open(before, after, channels)
+            before.after = after.before = edge
+            before.outbox = edge.outbox
+            self._edges.append(edge)
+        if self._outbox is None:
+            self._inbox = StoppableReceiveChannel(self._edges[-1].inbox)
+        if self._outbox is not None:
+            last = self._tasks[-1]
+            counter = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
+            last.outbox = CountingSendChannel(self._outbox.clone(), counter)
+            channels.push_async_callback(last.outbox.close_all)
+
+    async def _open(self, before: _StageTask, after: _StageTask, channels: AsyncExitStack) -> Edge:
+        counter = EdgeCounter(self._admits_to(before))
+        if isinstance(before.node.on, Processes):
+            inbox = await channels.enter_async_context(
+                self._create_workers(before, before.node.on, after, counter).serve()
+            )
+            return Edge(before.node.name, after.node.name, inbox, counter, None)
+        capacity = 1 if after.node.remote else after.node.capacity or MEMORY_CAPACITY
+        sender, receiver = memory_channel[Any](capacity, after.node.capacity_bytes)
+        channels.callback(receiver.close)
+        outbox = CountingSendChannel(sender, counter)
+        channels.push_async_callback(outbox.close_all)
+        return Edge(before.node.name, after.node.name, receiver, counter, outbox)
+
+    def _create_workers(self, task: _StageTask, on: Processes, after: _StageTask, counter: EdgeCounter) -> Workers:
+        first = task is self._tasks[0]
+        before = None if first else self._tasks[self._tasks.index(task) - 1].node
+        task.workers = Workers(task.node, on, task.context, counter, before=before, after=after.node)
+        return task.workers
+
+    def _admits_to(self, task: _StageTask) -> Ledger | None:
+        return self._context.ledger if task is self._tasks[0] else None
+
+    # -- statistics, during the run and afterwards -------------------------------------------------------------------
+
+    def statistics(self) -> PipelineStatistics:
+        """Return the state of every stage and every edge: now, or at the end of the run."""
+        return PipelineStatistics(
+            stages=tuple(task.statistics() for task in self._tasks),
+            edges=tuple(edge.statistics() for edge in self._edges),
+        )
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason for which the run ended, for the report."""
+        if self._failure is not None:
+            return str(self._failure).partition("\n")[0]
+        if self._open_error is not None:
+            return f"opening failed: {_line(self._open_error)}".partition("\n")[0]
+        if self._stopped_by:
+            return f"stopped by {self._stopped_by}"
+        if self._stream_ended:
+            return END_OF_STREAM
+        returned = [task.node.name for task in self._tasks if task.state == "returned"]
+        return f"{returned[-1]} returned" if returned and self._tasks[-1].state == "returned" else "cancelled"
+
+    def nothing_before(self, task: _StageTask) -> bool:
+        """Return whether every trajectory in flight is in `task` or downstream of it, channels included."""
+        ledger = self._context.ledger
+        held = sum(each.unaccounted for each in self._tasks[self._tasks.index(task) :])
+        return ledger.in_flight <= held - ledger.balance().ended["trained"]
+
+    def loss_reason(self, ledger: Ledger) -> str:
+        """Return the reason of trajectories that are lost because they are in flight when the run has ended."""
+        if not self._stream_ended:
+            return RUN_ENDED
+        sink = self._tasks[-1]
+        taken = {task: task.unaccounted for task in self._tasks[1:]}
+        taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
+        taken[self._tasks[0]] = max(0, ledger.in_flight - sum(taken.values()))
+        names = [task.node.name for task in self._tasks if taken[task]]
+        return f"{SWALLOWED}{' and '.join(names)}"
+
+
+def _no_op() -> None:
+    """Do nothing: no task runs yet that could be cancelled."""
+
+
+async def _close_ends(task: _StageTask) -> None:
+    """Close the ends of a stage that has returned: its outgoing stream ends, and senders to it are refused.
+
+    Not called where it raised or was cancelled: the stage after it would take that for the end of the stream.
+    """
+    if task.outbox is not None:
+        await task.outbox.close_all()
+    if task.before is not None and task.before.outbox is not None:
+        await task.before.inbox.aclose()
+
+
+def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kind)[1] is None
+    return isinstance(error, kind)
+
+
+def _line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()

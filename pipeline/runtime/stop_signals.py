@@ -1,0 +1,200 @@
+"""Handle SIGTERM and SIGINT during a run: the first one stops it gracefully, a second one ends the process at once.
+
+Handlers are installed where a run is in the main thread of a script, for signals for which the script has no handler of
+its own, and are restored when the last run has ended without a signal. From the first signal on the process has
+`stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a step the interpreter's exit.
+Knows no stage.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import anyio
+
+from ..errors import RunStopped
+from ..util.exception_groups import all_of
+
+__all__ = ["STOP_TIMEOUT_S", "StopRequest", "print_line", "stop_request"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+STOP_TIMEOUT_S = 30.0
+"""Seconds from the first signal to the end of the process: as many as Kubernetes and torchrun allow before SIGKILL."""
+
+STDERR = 2
+
+
+class StopRequest:
+    """The request that one run stops, by a signal."""
+
+    def __init__(self, stop_timeout_s: float) -> None:
+        self.stop_timeout_s = stop_timeout_s
+        self.by: signal.Signals | None = None
+        """The signal that was received; None until then."""
+        self.ended = anyio.Event()
+        """Set when the run has ended."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._stop: Callable[[str], None] | None = None
+
+    def call(self, stop: Callable[[str], None]) -> None:
+        """Call `stop` with the name of the signal when one is received; at once, where one was already."""
+        self._stop = stop
+        if self.by is not None:
+            stop(self.by.name)
+
+    def post(self, by: signal.Signals) -> None:
+        """Record signal `by`, and have the event loop stop the run. For a signal handler."""
+        self.by = by
+        self._loop.call_soon_threadsafe(self._stop_now)
+
+    def _stop_now(self) -> None:
+        if self.by is not None and self._stop is not None and not self.ended.is_set():
+            print_line(f"{self.by.name}: the run is stopping; a second signal ends it at once")
+            self._stop(self.by.name)
+
+    async def error(self) -> BaseException:
+        """Return the exception that ends the script, once the other runs of this process have stopped too."""
+        self.ended.set()
+        for other in list(_handlers.requests):
+            await other.ended.wait()
+        assert self.by is not None  # noqa: S101 (called only after a signal)
+        stopped = RunStopped(self.by)
+        _exit_by(stopped)
+        # asyncio ends its loop at once, with all other tasks, where a SystemExit leaves any task but the main one
+        return stopped if self._task is _handlers.main_task else BaseExceptionGroup(str(stopped), [stopped])
+
+
+class _Handlers:
+    """The signal handlers of this process, while any run is on."""
+
+    def __init__(self) -> None:
+        self.requests: list[StopRequest] = []
+        """One for each run."""
+        self.main_task: object = None
+        """The task of asyncio.run; None where it is not known."""
+        self._by: signal.Signals | None = None
+        self._replaced: dict[signal.Signals, Any] = {}
+
+    def add(self, request: StopRequest) -> None:
+        if not self.requests and self._by is None:
+            self._install()
+        self.requests.append(request)
+
+    def remove(self, request: StopRequest) -> None:
+        request.ended.set()
+        self.requests.remove(request)
+        if not self.requests and self._by is None:
+            self._restore()
+
+    def _install(self) -> None:
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if _is_default(number, handler):
+                self._replaced[number] = signal.signal(number, self._handle)
+        self.main_task = _main_task(self._replaced.get(signal.SIGINT))
+
+    def _restore(self) -> None:
+        while self._replaced:
+            number, handler = self._replaced.popitem()
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        by = signal.Signals(number)
+        if self._by is not None:
+            _end_process(by, f"{by.name}: ended at once")
+        self._by = by
+        limit_s = min(request.stop_timeout_s for request in self.requests)
+        _thread.start_new_thread(_end_after, (limit_s, by))  # threading.Thread takes locks that may be held here
+        for request in self.requests:
+            request.post(by)
+
+
+_handlers = _Handlers()
+
+_within_run: ContextVar[bool] = ContextVar("penstock run", default=False)
+
+
+@contextmanager
+def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
+    """Make a signal a request to stop within the body; see the module for exceptions. A run in a run gets none."""
+    if not stop_timeout_s > 0:
+        raise ValueError(f"stop_timeout_s: expected a positive number of seconds, got {stop_timeout_s}")
+    request = StopRequest(stop_timeout_s)
+    if _within_run.get() or not _may_install():
+        yield request
+        return
+    token = _within_run.set(True)
+    _handlers.add(request)
+    try:
+        yield request
+    finally:
+        _handlers.remove(request)
+        _within_run.reset(token)
+
+
+def print_line(line: str) -> None:
+    """Print a line to stderr, where that is open."""
+    with suppress(OSError, ValueError):
+        print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
+
+
+def _may_install() -> bool:
+    """Return whether this is the main thread of a script; in an interactive session the user handles signals."""
+    return threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1")
+
+
+def _is_default(number: signal.Signals, handler: object) -> bool:
+    """Return whether `handler` is Python's own for this signal, or the one that asyncio.run installs."""
+    is_pythons = number == signal.SIGINT and handler is signal.default_int_handler
+    return handler is signal.SIG_DFL or is_pythons or _main_task(handler) is not None
+
+
+def _main_task(handler: object) -> object:
+    """Return the task that the SIGINT handler of asyncio.run cancels; None where `handler` is another."""
+    if not isinstance(handler, partial) or getattr(handler.func, "__func__", None) is not _ON_SIGINT:
+        return None
+    return handler.keywords.get("main_task")
+
+
+_ON_SIGINT = getattr(asyncio.Runner, "_on_sigint", None)
+
+
+def _end_after(seconds: float, by: signal.Signals) -> None:
+    """End this process if it still runs after `seconds`. Runs in a thread of its own."""
+    time.sleep(seconds)
+    unfinished = len([request for request in _handlers.requests if not request.ended.is_set()])
+    cause = "the run has not stopped" if unfinished else "the script has not ended"
+    _end_process(by, f"{by.name}: {cause} within stop_timeout_s={seconds:g}; ended at once, see the last checkpoint")
+
+
+def _end_process(by: signal.Signals, message: str) -> None:
+    with suppress(OSError):
+        os.write(STDERR, f"penstock: {message}\n".encode())
+    os._exit(128 + by)
+
+
+def _exit_by(stopped: RunStopped) -> None:
+    """Make the interpreter exit by `stopped`, without a traceback, also where task groups have wrapped it."""
+    before = sys.excepthook
+
+    def exit_or_print(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if all_of(error, RunStopped):
+            raise stopped from None
+        before(kind, error, traceback)
+
+    sys.excepthook = exit_or_print

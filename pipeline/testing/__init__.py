@@ -1,0 +1,1 @@
+"""Tools with which stages and channels are tested, also those of users."""

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of records: errors of the system, tasks, files."""
