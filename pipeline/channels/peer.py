@@ -45,7 +45,7 @@ class Peer:
         Not the error, because that would keep this peer and its memory alive until cycles are collected."""
         self.unresponsive_s: float | None = None
         """Seconds for which it was unresponsive, where that is why it was disconnected."""
-        self.admitted_s = time.monotonic()
+        self.admitted_s: float = time.monotonic()
         """When it was admitted."""
         self.messages = 0
         """Messages that arrived from it."""

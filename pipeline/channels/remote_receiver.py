@@ -37,6 +37,7 @@ from ..._schemas.control import (
     printable,
 )
 from ..._schemas.descriptor import Descriptor
+from ..._schemas.layout import Schema
 from ..accounting.telemetry import get_logger
 from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
 from ..util.waiting import WaitClock, Waiters
@@ -149,7 +150,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         """Messages of one sender that ZeroMQ queues; None where it does not bound them."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
-        self.rejections = RejectionCounter(url)
+        self.rejections: RejectionCounter = RejectionCounter(url)
         self.admission: Admission[Peer] = Admission(
             self.peers,
             self._admit,
