@@ -4,7 +4,7 @@
 #   make test-all        every cell of its long tables too, of which make test runs some
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
-#   make check           formatter, linter, mypy, pyright, import directions
+#   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
@@ -70,6 +70,7 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pyright
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes penstock --ignoreexternal
 	$(BIN)/python -m pytest --quiet tests/test_imports.py
 
 # The site's tools have an environment of their own: none of them is needed to use or to test penstock.
