@@ -27,7 +27,7 @@ from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
-from .rewards.reward_functions import Calls, Failure, RewardFunction, RewardInput, calling
+from .rewards.reward_functions import Calls, RewardFailure, RewardFunction, RewardInput, calling
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
 __all__ = ["RewardBridge"]
@@ -198,10 +198,10 @@ class RewardBridge:
 
     async def _judged(
         self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
-    ) -> dict[str, list[float | Failure]]:
+    ) -> dict[str, list[float | RewardFailure]]:
         """Return the value of each function for each sequence; 0 for right completions, with a fallback."""
         judged = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
-        outcomes: dict[str, list[float | Failure]] = {f.name: [0.0] * len(group) for f in self.functions}
+        outcomes: dict[str, list[float | RewardFailure]] = {f.name: [0.0] * len(group) for f in self.functions}
 
         async def judge(function: RewardFunction, s: int) -> None:
             text = "\n".join(turns[s]) if function.reads_text else ""
@@ -250,12 +250,14 @@ class _OrderedQueue:
             await self._changed.wait()
 
 
-def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | Failure]]) -> NDArray[np.bool_]:
+def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | RewardFailure]]) -> NDArray[np.bool_]:
     """Return [S] true on sequences with a value from every function; drop the others as failed."""
     lost: dict[str, list[TrajectoryId]] = {}
     keep = np.ones(len(group), np.bool_)
     for s, id_ in enumerate(group.ids):
-        failure = next((outcome for values in outcomes.values() if isinstance(outcome := values[s], Failure)), None)
+        failure = next(
+            (outcome for values in outcomes.values() if isinstance(outcome := values[s], RewardFailure)), None
+        )
         if failure is not None:
             keep[s] = False
             lost.setdefault(failure.reason, []).append(id_)
@@ -265,7 +267,7 @@ def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | Failur
 
 
 def _values(
-    outcomes: Mapping[str, Sequence[float | Failure]], keep: NDArray[np.bool_]
+    outcomes: Mapping[str, Sequence[float | RewardFailure]], keep: NDArray[np.bool_]
 ) -> dict[str, NDArray[np.float64]]:
     """Return the values of each function for the sequences in `keep`."""
     places = np.flatnonzero(keep).tolist()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock import TrainBatch
-from penstock._stages.engines.torch_sampling import Request, generate
+from penstock._stages.engines.torch_sampling import SamplingRequest, generate
 from penstock.torch import TorchTrainer
 
 from .model import Transformer
@@ -35,7 +35,7 @@ def final_exam(model: Transformer) -> float:
 
 def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> float:
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
-    requests = [Request(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
+    requests = [SamplingRequest(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
     sampled = generate(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
     completions = [
         TOKENIZER.decode(tokens[: length - ended].tolist())

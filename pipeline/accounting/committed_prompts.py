@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from ..._schemas import GroupId
-from .number_masks import LoneNumber, Masks, NumberMasks, Run, merged
+from .number_masks import Interval, LoneNumber, Masks, NumberMasks, merged
 
 __all__ = ["CommittedPrompts", "CommittedState"]
 
@@ -151,7 +151,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
         """
         typed = state if isinstance(state, CommittedState) else msgspec.convert(state, CommittedState)
         committed = cls()
-        series: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
+        series: defaultdict[tuple[str, str], list[Interval]] = defaultdict(list)
         for ranges in typed.ranges:
             series[ranges.env, ranges.name] += _runs_of(ranges)
         for (env, name), runs in series.items():
@@ -183,7 +183,7 @@ def _split(instance_id: str) -> tuple[str, int | None]:
     return instance_id[: -len(written)], int(written)
 
 
-def _ranges_of(env: str, name: str, runs: list[Run]) -> Iterator[PromptRanges]:
+def _ranges_of(env: str, name: str, runs: list[Interval]) -> Iterator[PromptRanges]:
     """Yield the ranges that a checkpoint stores for `runs`, which are in order."""
     by_mask: defaultdict[int, list[int]] = defaultdict(list)
     for first, stop, mask in runs:
@@ -193,7 +193,7 @@ def _ranges_of(env: str, name: str, runs: list[Run]) -> Iterator[PromptRanges]:
         yield PromptRanges(env, name, f"{mask:x}", lengths)
 
 
-def _runs_of(ranges: PromptRanges) -> Iterator[Run]:
+def _runs_of(ranges: PromptRanges) -> Iterator[Interval]:
     """Yield the runs of which `_ranges_of` made `ranges`.
 
     Raises:
@@ -204,10 +204,10 @@ def _runs_of(ranges: PromptRanges) -> Iterator[Run]:
         raise ValueError(f"expected gaps and ranges in turn, each above 0 but the first, got {lengths[:8]}…")
     borders = iter(accumulate(lengths))
     for first, stop in zip(borders, borders, strict=True):
-        yield Run(first, stop, int(ranges.mask, 16))
+        yield Interval(first, stop, int(ranges.mask, 16))
 
 
-def _filled(env: str, name: str, runs: list[Run]) -> NumberMasks:
+def _filled(env: str, name: str, runs: list[Interval]) -> NumberMasks:
     """Return the masks that have `runs`.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["LoneNumber", "NumberMasks", "Run", "merged"]
+__all__ = ["Interval", "LoneNumber", "NumberMasks", "merged"]
 
 BLOCK_BITS = 10
 """A block has 2 ** BLOCK_BITS numbers: enough that its dictionary entry costs little memory, and few enough that its
@@ -21,7 +21,7 @@ BLOCK = 1 << BLOCK_BITS
 FULL = (1 << BLOCK) - 1
 
 
-class Run(NamedTuple):
+class Interval(NamedTuple):
     """Numbers in a row with one mask."""
 
     first: int
@@ -49,9 +49,9 @@ class LoneNumber:
         both.add(self.number, self.mask)
         return both.add(number, mask)
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Interval]:
         """See `NumberMasks.runs`."""
-        yield Run(self.number, self.number + 1, self.mask)
+        yield Interval(self.number, self.number + 1, self.mask)
 
     def count(self) -> int:
         """See `NumberMasks.count`."""
@@ -66,11 +66,11 @@ class NumberMasks:
     """A mask above 0 for each of some numbers from 0 on.
 
     >>> masks = NumberMasks()
-    >>> masks.fill(Run(0, 5000, 0b11))
+    >>> masks.fill(Interval(0, 5000, 0b11))
     >>> masks.add(5000, 0b01).get(5000)
     1
     >>> merged(masks.runs())
-    [Run(first=0, stop=5000, mask=3), Run(first=5000, stop=5001, mask=1)]
+    [Interval(first=0, stop=5000, mask=3), Interval(first=5000, stop=5001, mask=1)]
     """
 
     __slots__ = ("_above", "_blocks")
@@ -114,29 +114,29 @@ class NumberMasks:
         if not block:
             del self._blocks[index]
 
-    def fill(self, run: Run) -> None:
+    def fill(self, run: Interval) -> None:
         """Set the mask of the numbers of `run`, which have none."""
         first, stop, mask = run
         while first < stop:
             index, place = divmod(first, BLOCK)
             if place == 0 and stop - first >= BLOCK:
-                self._level_above().fill(Run(index, stop >> BLOCK_BITS, mask))
+                self._level_above().fill(Interval(index, stop >> BLOCK_BITS, mask))
                 first = stop >> BLOCK_BITS << BLOCK_BITS
             else:
                 count = min(stop - first, BLOCK - place)
                 self._insert(index, ((1 << count) - 1) << place, mask)
                 first += count
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Interval]:
         """Yield the numbers that have a mask, in no order; see `merged`."""
         for index, block in self._blocks.items():
             start = index << BLOCK_BITS
             for mask, numbers in block.items():
                 for first, stop in _ones(numbers):
-                    yield Run(start + first, start + stop, mask)
+                    yield Interval(start + first, start + stop, mask)
         if self._above is not None:
             for first, stop, mask in self._above.runs():
-                yield Run(first << BLOCK_BITS, stop << BLOCK_BITS, mask)
+                yield Interval(first << BLOCK_BITS, stop << BLOCK_BITS, mask)
 
     def count(self) -> int:
         """Return the number of numbers that have a mask."""
@@ -171,12 +171,12 @@ class NumberMasks:
 Masks: TypeAlias = NumberMasks | LoneNumber
 
 
-def merged(runs: Iterable[Run]) -> list[Run]:
+def merged(runs: Iterable[Interval]) -> list[Interval]:
     """Return `runs` in order; adjacent ones with the same mask become one."""
-    joined: list[Run] = []
+    joined: list[Interval] = []
     for run in sorted(runs):
         if joined and (joined[-1].stop, joined[-1].mask) == (run.first, run.mask):
-            joined[-1] = Run(joined[-1].first, run.stop, run.mask)
+            joined[-1] = Interval(joined[-1].first, run.stop, run.mask)
         else:
             joined.append(run)
     return joined

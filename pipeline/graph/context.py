@@ -17,7 +17,7 @@ from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..accounting.ledger import EndState, Ledger
 from ..accounting.telemetry import Metrics
 
-__all__ = ["Context", "Flush", "Worker", "current", "drop", "entered", "outliving_the_sink"]
+__all__ = ["Context", "FlushRequest", "Worker", "current", "drop", "entered", "outliving_the_sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Worker:
     """Times that the worker was restarted."""
 
 
-class Flush:
+class FlushRequest:
     """The request of a source that stages send on all that they hold; one for all stages of a run. See `flush`."""
 
     def __init__(self) -> None:
@@ -41,7 +41,9 @@ class Flush:
         """The checks of stages that wait for a record and hold some back."""
 
     def __repr__(self) -> str:
-        return f"<Flush: {'requested' if self._requested else 'not requested'}, {len(self._checks)} stages waiting>"
+        return (
+            f"<FlushRequest: {'requested' if self._requested else 'not requested'}, {len(self._checks)} stages waiting>"
+        )
 
     def request(self) -> None:
         """Ask every stage to send on what it holds, until `withdraw`."""
@@ -83,7 +85,7 @@ class Context:
     worker: Worker = Worker()
     dropped: Counter[EndState] = field(default_factory=Counter)
     """Trajectories that this stage has dropped, by their end state."""
-    flush: Flush = field(default_factory=Flush)
+    flush: FlushRequest = field(default_factory=FlushRequest)
     """The request that stages send on all that they hold."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""

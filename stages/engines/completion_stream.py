@@ -88,7 +88,7 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[Logprob | None] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     text: str | None = None
     token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
@@ -96,7 +96,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     error: Any = None
 
 
@@ -137,7 +137,7 @@ class StreamedCompletion:
         for choice in chunk.choices[:1]:
             self._take(choice)
 
-    def _take(self, choice: _Choice) -> None:
+    def _take(self, choice: _StreamChoice) -> None:
         ids = _ids(choice)
         self._tokens += ids
         if ids and self.done:
@@ -168,7 +168,7 @@ class StreamedCompletion:
         )
 
 
-def _ids(choice: _Choice) -> list[int]:
+def _ids(choice: _StreamChoice) -> list[int]:
     """Return the sampled ids, from `token_ids` or from tokens that vLLM returned as ids."""
     if choice.token_ids is not None:
         return choice.token_ids

@@ -18,7 +18,7 @@ from ..._pipeline.util.exception_groups import first_exception
 from ..._pipeline.weights.engine_sync import Published
 from .policies import Engine
 
-__all__ = ["EnginePublisher", "Weights"]
+__all__ = ["EnginePublisher", "PublishedWeights"]
 
 log = get_logger("penstock.engine_publisher")
 
@@ -26,7 +26,7 @@ RESUME_TIMEOUT_S = 30.0
 """Bound on the time that engines take to resume after a pause."""
 
 
-class Weights(Published, Protocol):
+class PublishedWeights(Published, Protocol):
     """Published versions of the weights: a `WeightFolder`, a `WeightPublisher`."""
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
@@ -38,7 +38,7 @@ class Weights(Published, Protocol):
 class EnginePublisher:
     """A publisher for `SinkTrainer(trainer, publisher)` that has each engine load every version."""
 
-    weights: Weights
+    weights: PublishedWeights
     engines: Sequence[Engine]
 
     @property

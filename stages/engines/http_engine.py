@@ -30,7 +30,7 @@ from .backoff import jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import GenerationGate, Reason
 from .http_policy import HttpPolicy
-from .inference_servers import PROBES, SERVERS, Call, KnownServer
+from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
 from .policies import Completion, check_request
 from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
 from .weight_files import check_weight_files
@@ -247,7 +247,7 @@ class HttpEngine:
                 await self._load(calls)
                 self._version = found
 
-    async def _load(self, calls: list[Call]) -> None:
+    async def _load(self, calls: list[ServerCall]) -> None:
         """Have the server load weights. After a partial failure, completions are refused until it succeeds."""
         untouched = self._update_error is None and "no_weights" not in self._gate.closed_for
         await self._gate.close("no_weights")
@@ -329,7 +329,7 @@ class HttpEngine:
                 await self._send(self._requests.wake_up)
                 self._gate.open("asleep")
 
-    async def _close(self, reason: Reason, call: Call | None, undo: Call | None) -> None:
+    async def _close(self, reason: Reason, call: ServerCall | None, undo: ServerCall | None) -> None:
         """Close the gate, wait for requests in flight, and send `call`; on failure, send `undo` and reopen the gate."""
         if reason in self._gate.closed_for:
             return
@@ -340,7 +340,7 @@ class HttpEngine:
             await self._reopen(reason, undo, error)
             raise
 
-    async def _reopen(self, reason: Reason, call: Call | None, after: BaseException) -> None:
+    async def _reopen(self, reason: Reason, call: ServerCall | None, after: BaseException) -> None:
         """After a failure, resume the server if it can be reached, and open the gate."""
         what = f"a response of {self._policy.url}"
         try:
@@ -363,7 +363,7 @@ class HttpEngine:
             raise EngineRefused(f"expected a server that can {what}, got {self!r}: set `server` to its kind")
         return request
 
-    async def _send(self, call: Call | None, retryable: frozenset[int] = RETRYABLE) -> None:
+    async def _send(self, call: ServerCall | None, retryable: frozenset[int] = RETRYABLE) -> None:
         if call is None:
             return
         body = msgspec.json.encode(call.body)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["PROBES", "SERVERS", "Call", "KnownServer", "Server", "ServerRequests"]
+__all__ = ["PROBES", "SERVERS", "KnownServer", "Server", "ServerCall", "ServerRequests"]
 
 KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
 """A kind of server; `openai` is any other with OpenAI's completions."""
@@ -35,7 +35,7 @@ PROBES = (
 """In the order of the attempts. A server without any of them is `openai`."""
 
 
-class Call(NamedTuple):
+class ServerCall(NamedTuple):
     """A request without a stream."""
 
     path: str
@@ -53,21 +53,21 @@ class ServerRequests:
     otherwise take top_p, top_k and penalties from the model's generation configuration."""
     tempered_logprobs: bool = False
     """Whether log-probabilities are those of the tempered distribution; else they are the model's own."""
-    update: Callable[[str, int], list[Call]] | None = None
+    update: Callable[[str, int], list[ServerCall]] | None = None
     """Loads the weights of a version from a folder, and drops caches of earlier weights."""
-    pause: Call | None = None
-    resume: Call | None = None
+    pause: ServerCall | None = None
+    resume: ServerCall | None = None
     untouched: frozenset[int] = frozenset({400, 401, 403, 404, 405, 422})
     """Statuses with which `update` is refused before any weights are loaded."""
-    sleep: Call | None = None
-    wake_up: Call | None = None
+    sleep: ServerCall | None = None
+    wake_up: ServerCall | None = None
     settings: str | None = None
     """Path of the settings with vLLM's `enable_sleep_mode`, without which a sleeping server keeps its memory."""
     keeps_weights_asleep: bool = True
     """Whether a server keeps its weights while it sleeps."""
     version: str | None = None
     """Path of the version of its weights, in the field `weight_version`."""
-    set_version: Callable[[int], Call] | None = None
+    set_version: Callable[[int], ServerCall] | None = None
     """Sets the version of its weights; None where `update` does."""
     needs: str = ""
     """Options that the server must be started with to support these requests."""
@@ -83,29 +83,29 @@ _UNALTERED = {
 }
 
 
-def _update_vllm(folder: str, _: int) -> list[Call]:
+def _update_vllm(folder: str, _: int) -> list[ServerCall]:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-    return [Call("/collective_rpc", reload), Call("/reset_prefix_cache")]
+    return [ServerCall("/collective_rpc", reload), ServerCall("/reset_prefix_cache")]
 
 
-def _update_sglang(folder: str, version: int) -> list[Call]:
+def _update_sglang(folder: str, version: int) -> list[ServerCall]:
     files = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-    return [Call("/update_weights_from_disk", files)]
+    return [ServerCall("/update_weights_from_disk", files)]
 
 
-def _version_vllm(version: int) -> Call:
-    return Call("/update_weight_version", {"new_version": str(version)})
+def _version_vllm(version: int) -> ServerCall:
+    return ServerCall("/update_weight_version", {"new_version": str(version)})
 
 
 SERVERS: Mapping[KnownServer, ServerRequests] = {
     "vllm": ServerRequests(
         sampling=_UNALTERED | {"return_token_ids": True, "return_tokens_as_token_ids": True},
         update=_update_vllm,
-        pause=Call("/pause?mode=wait"),
-        resume=Call("/resume"),
-        sleep=Call("/sleep?level=1", confirmed_by=("/is_sleeping", "is_sleeping")),
+        pause=ServerCall("/pause?mode=wait"),
+        resume=ServerCall("/resume"),
+        sleep=ServerCall("/sleep?level=1", confirmed_by=("/is_sleeping", "is_sleeping")),
         settings="/server_info?config_format=json",
-        wake_up=Call("/wake_up"),
+        wake_up=ServerCall("/wake_up"),
         version="/weight_info",
         set_version=_version_vllm,
         needs="VLLM_SERVER_DEV_MODE=1, and --enable-sleep-mode for sleep",
@@ -115,10 +115,10 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
         tempered_logprobs=True,
         update=_update_sglang,
         untouched=frozenset({401, 403, 404, 405, 422}),  # 400 also follows a partial load of weights
-        pause=Call("/pause_generation", {"mode": "retract"}),
-        resume=Call("/continue_generation"),
-        sleep=Call("/release_memory_occupation"),
-        wake_up=Call("/resume_memory_occupation"),
+        pause=ServerCall("/pause_generation", {"mode": "retract"}),
+        resume=ServerCall("/continue_generation"),
+        sleep=ServerCall("/release_memory_occupation"),
+        wake_up=ServerCall("/resume_memory_occupation"),
         keeps_weights_asleep=False,
         version="/model_info",
         needs="--enable-memory-saver for sleep",

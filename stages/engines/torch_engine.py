@@ -31,7 +31,7 @@ from ..training.causal_model import CausalModel
 from .gate import GenerationGate
 from .policies import Completion, check_request
 from .torch_folder_subscriber import Subscriber, subscriber
-from .torch_sampling import Batch, Request, Sampled
+from .torch_sampling import SampledTokens, SamplingBatch, SamplingRequest
 
 __all__ = ["TorchEngine", "as_seed"]
 
@@ -49,7 +49,7 @@ def as_seed(numbers: Sequence[int]) -> int:
 class _Call:
     """One call of `generate`; done when all its rows are."""
 
-    requests: list[Request]
+    requests: list[SamplingRequest]
     result: asyncio.Future[list[Completion]]
     completions: dict[int, Completion] = field(default_factory=dict)
 
@@ -127,7 +127,8 @@ class TorchEngine:
         if not prompts:
             return []
         requests = [
-            Request(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy) for prompt in prompts
+            SamplingRequest(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy)
+            for prompt in prompts
         ]
         call = _Call(requests, asyncio.get_running_loop().create_future())
         self._pending.extend((call, row) for row in range(len(requests)))
@@ -176,7 +177,7 @@ class TorchEngine:
         for (call, row), completion in zip(batch, _completions(sampled), strict=True):
             call.complete(row, completion)
 
-    async def _sample(self, requests: list[Request]) -> Sampled:
+    async def _sample(self, requests: list[SamplingRequest]) -> SampledTokens:
         """Sample one batch; wait for the first version of the weights, and during pauses of publisher or engine."""
         if self._weights is not None and self._weights.version == NO_VERSION:
             await self._weights.newer()
@@ -188,12 +189,12 @@ class TorchEngine:
             f"times: raise WeightPublisher's release_timeout_s, lower max_rows, or set weight_updates='in_flight'"
         )
 
-    async def _sample_once(self, requests: list[Request]) -> Sampled:
-        sampled: Sampled | None = None
-        batch: Batch | None = None
+    async def _sample_once(self, requests: list[SamplingRequest]) -> SampledTokens:
+        sampled: SampledTokens | None = None
+        batch: SamplingBatch | None = None
         while sampled is None:
             async with self._admitted():
-                batch = batch or Batch(
+                batch = batch or SamplingBatch(
                     self._model, requests, eos_id=self._eos_id, generator=self._generator_of_device()
                 )
                 sampled = await anyio.to_thread.run_sync(self._advance, batch)
@@ -218,7 +219,7 @@ class TorchEngine:
             self._generator = torch.Generator(device)
         return self._generator
 
-    def _advance(self, batch: Batch) -> Sampled | None:
+    def _advance(self, batch: SamplingBatch) -> SampledTokens | None:
         """Sample token after token. Return None if a pause waits for the batch, which continues with other weights."""
         self._load_newest()
         while True:
@@ -252,7 +253,7 @@ class TorchEngine:
         if self._closed:
             raise anyio.ClosedResourceError
 
-    def _observe(self, sampled: Sampled) -> None:
+    def _observe(self, sampled: SampledTokens) -> None:
         metrics = current().metrics
         metrics.total("rollout/tokens", int(sampled.lengths.sum()))
         metrics.mean("rollout/rows_per_batch", len(sampled.lengths))
@@ -372,7 +373,7 @@ class _WeightsOverwritten(Exception):
     """The publisher overwrote the weights of a running batch, whose tokens are invalid."""
 
 
-def _completions(sampled: Sampled) -> Iterator[Completion]:
+def _completions(sampled: SampledTokens) -> Iterator[Completion]:
     *rows, versions = sampled
     for tokens, logprobs, length, ended in zip(*rows, strict=True):
         yield Completion(

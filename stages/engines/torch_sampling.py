@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..training.causal_model import CausalModel, KVCache, causal_attend, positions_of
 
-__all__ = ["Batch", "Request", "Sampled", "generate"]
+__all__ = ["SampledTokens", "SamplingBatch", "SamplingRequest", "generate"]
 
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
 
 
-class Request(NamedTuple):
+class SamplingRequest(NamedTuple):
     """One row to sample."""
 
     prompt: NDArray[np.int32]
@@ -36,7 +36,7 @@ class Request(NamedTuple):
     greedy: bool = False
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Completions of a batch of requests; B rows, M tokens of the longest completion."""
 
     tokens: NDArray[np.int32]
@@ -52,8 +52,13 @@ class Sampled(NamedTuple):
 
 
 def generate(
-    model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator, version: int = 0
-) -> Sampled:
+    model: CausalModel,
+    requests: Sequence[SamplingRequest],
+    *,
+    eos_id: int,
+    generator: torch.Generator,
+    version: int = 0,
+) -> SampledTokens:
     """Sample one completion for each request, all of them together.
 
     Args:
@@ -63,17 +68,17 @@ def generate(
         generator: on the model's device.
         version: of the model's weights, which do not change.
     """
-    batch = Batch(model, requests, eos_id=eos_id, generator=generator)
+    batch = SamplingBatch(model, requests, eos_id=eos_id, generator=generator)
     while (sampled := batch.step(version)) is None:
         pass
     return sampled
 
 
-class Batch:
+class SamplingBatch:
     """Completions that are being sampled, one pass of the model after the other; the weights may change in between."""
 
     def __init__(
-        self, model: CausalModel, requests: Sequence[Request], *, eos_id: int, generator: torch.Generator
+        self, model: CausalModel, requests: Sequence[SamplingRequest], *, eos_id: int, generator: torch.Generator
     ) -> None:
         """Prepare a batch, without any computation; arguments as of `generate`."""
         self._model = model
@@ -89,7 +94,7 @@ class Batch:
         self._versions: list[int] = []
 
     @torch.inference_mode()
-    def step(self, version: int) -> Sampled | None:
+    def step(self, version: int) -> SampledTokens | None:
         """Draw a token for each row, with weights of `version`; return all completions once the last has ended."""
         if self._rows is None:
             rows = self._rows = _Rows.of(self._requests, self._generator.device)
@@ -103,7 +108,7 @@ class Batch:
         self._chosen = rows.drop_finished(chosen, (chosen == self._eos_id) | (rows.limits == len(self._versions)))
         return None if len(self._chosen) else self._sampled()
 
-    def _sampled(self) -> Sampled:
+    def _sampled(self) -> SampledTokens:
         shape = len(self._requests), len(self._versions)
         tokens = torch.full(shape, self._eos_id, device=self._generator.device)
         logprobs = torch.zeros(shape, device=self._generator.device)
@@ -119,11 +124,11 @@ def _cut(
     versions: Sequence[int],
     limits: NDArray[np.int64],
     eos_id: int,
-) -> Sampled:
+) -> SampledTokens:
     """Cut each row after its first end-of-sequence token, or at its limit."""
     ends = tokens == eos_id
     first = np.where(ends.any(axis=1), ends.argmax(axis=1), limits)
-    return Sampled(tokens, logprobs, np.minimum(first + 1, limits), first < limits, np.array(versions, np.int64))
+    return SampledTokens(tokens, logprobs, np.minimum(first + 1, limits), first < limits, np.array(versions, np.int64))
 
 
 @dataclass(slots=True)
@@ -149,7 +154,7 @@ class _Rows:
     cache: KVCache = field(init=False)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], device: torch.device) -> _Rows:
+    def of(cls, requests: Sequence[SamplingRequest], device: torch.device) -> _Rows:
         greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
         temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
         return cls(

@@ -26,7 +26,7 @@ from ..._schemas import Trajectory
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
-__all__ = ["Calls", "Failure", "RewardFunction", "RewardInput", "calling"]
+__all__ = ["Calls", "RewardFailure", "RewardFunction", "RewardInput", "calling"]
 
 log = get_logger("penstock.reward")
 
@@ -91,7 +91,7 @@ class RewardFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """The reason for which a trajectory has no value and is to be dropped."""
 
     reason: str
@@ -108,7 +108,7 @@ class Calls:
         self._errors = RepeatedErrors(log, "reward_function_failed")
         self._failed_in_a_row = 0
 
-    async def value(self, completion: RewardInput) -> float | Failure:
+    async def value(self, completion: RewardInput) -> float | RewardFailure:
         """Return the value of the function for `completion`, or the result of its failure.
 
         Raises:
@@ -125,7 +125,7 @@ class Calls:
             self._count_failure(error, completion)
             if isinstance(rule.on_failure, str):
                 message = str(error).removeprefix(f"{rule.name}: ")
-                return Failure(f"{rule.name}: {type(error).__name__}: {message}".rstrip(": "))
+                return RewardFailure(f"{rule.name}: {type(error).__name__}: {message}".rstrip(": "))
             return float(rule.on_failure)
         self._failed_in_a_row = 0
         return value

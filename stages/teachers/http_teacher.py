@@ -41,13 +41,13 @@ class _Expected(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _ScoredChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[int, _Expected] | None]
     """One entry for each token of the prompt, None for the first. Each contains the token itself, likely or not."""
 
 
 class _Response(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+    choices: list[_ScoredChoice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ class HttpTeacher:
             await check_model(client, self.model)
         once = Backoff(attempts=1)
         async with open_client(self.url, self.api_key, once, request_timeout_s=math.inf, draw=lambda: 0.0) as client:
-            yield _Engine(self.model, client)
+            yield _HttpTeacherEngine(self.model, client)
 
 
-class _Engine:
+class _HttpTeacherEngine:
     """See `TeacherEngine`."""
 
     def __init__(self, model: str, client: ServerClient) -> None:

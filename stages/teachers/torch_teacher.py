@@ -46,7 +46,7 @@ class TorchTeacher:
         """Make the model, and yield its engine."""
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(mode=False)
-        yield _Engine(model, self.micro_batch_tokens)
+        yield _TorchTeacherEngine(model, self.micro_batch_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class _Request:
     """The result, once there is one."""
 
 
-class _Engine:
+class _TorchTeacherEngine:
     """See `TeacherEngine`. The task that acquires the model scores all pending requests."""
 
     def __init__(self, model: CausalModel, micro_batch_tokens: int) -> None:

@@ -19,7 +19,7 @@ from penstock._stages.integrations.atropos.queue.trajectory_queue import Traject
 from penstock._stages.integrations.atropos.server.app import application
 from penstock._stages.integrations.atropos.server.backend import RelayBackend
 from penstock._stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
-from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RejectionCounter
+from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RequestRejections
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
 from penstock._stages.integrations.atropos.translation import from_group
 from penstock.integrations.atropos import Limits, ServerConfig
@@ -48,7 +48,7 @@ class Gateway:
     backend: Noting = field(default_factory=Noting)
 
     def __post_init__(self) -> None:
-        self.endpoints = Endpoints(self.queue, self.backend, self.limits, RejectionCounter(), clock=lambda: self.now)
+        self.endpoints = Endpoints(self.queue, self.backend, self.limits, RequestRejections(), clock=lambda: self.now)
         self.app = application(self.endpoints, ServerConfig(), HOST)
 
     async def ask(

@@ -19,7 +19,7 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock._stages.integrations.atropos.server.backend import RelayBackend
-from penstock._stages.integrations.atropos.server.running import RunningServer
+from penstock._stages.integrations.atropos.server.running import RunningGateway
 from penstock._stages.integrations.atropos.server.serve import open_server
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import Limits, ServerConfig
@@ -28,7 +28,7 @@ WHOLE = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @asynccontextmanager
-async def running(**config: Any) -> AsyncGenerator[RunningServer[bytes]]:
+async def running(**config: Any) -> AsyncGenerator[RunningGateway[bytes]]:
     """A server at a free port."""
     queue: TrajectoryQueue[bytes] = TrajectoryQueue()
     with anyio.fail_after(FAILSAFE_S):
@@ -36,7 +36,7 @@ async def running(**config: Any) -> AsyncGenerator[RunningServer[bytes]]:
             yield server
 
 
-async def connected(server: RunningServer[bytes], stack: AsyncExitStack) -> SocketStream:
+async def connected(server: RunningGateway[bytes], stack: AsyncExitStack) -> SocketStream:
     """A connection that is accepted: by then its protocol exists, for connections come one after another."""
     host, _, port = server.url.rpartition("/")[2].partition(":")
     return await stack.enter_async_context(await anyio.connect_tcp(host, int(port)))
@@ -51,7 +51,7 @@ async def answer(stream: SocketStream) -> bytes:
     return came
 
 
-def refused(server: RunningServer[bytes]) -> dict[str, int]:
+def refused(server: RunningGateway[bytes]) -> dict[str, int]:
     """How often connections were refused, by kind."""
     return dict(server.endpoints.refusals.counts["unregistered"])
 

@@ -89,7 +89,7 @@ async def registered(server: Server, kind: type[Environment] = Environment) -> A
             await asyncio.gather(keeper, return_exceptions=True)
 
 
-def connection_of(env: Environment) -> transport._Connection:
+def connection_of(env: Environment) -> transport._ShmConnection:
     return transport._connection_of(env)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock import Worker
 from penstock._stages.engines.torch_engine import TorchEngine
-from penstock._stages.engines.torch_sampling import Batch, Request
+from penstock._stages.engines.torch_sampling import SamplingBatch, SamplingRequest
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine
 from penstock.torch import KVCache, TorchPolicy, WeightFolder
@@ -273,7 +273,7 @@ async def test_with_updates_in_flight_each_token_says_which_weights_sampled_it()
         async with policy.open(Worker()) as engine:
             said = await one(engine)
 
-    batch = Batch(alone, [Request(PROMPT, 8, greedy=True)], eos_id=EOS, generator=torch.Generator())
+    batch = SamplingBatch(alone, [SamplingRequest(PROMPT, 8, greedy=True)], eos_id=EOS, generator=torch.Generator())
     for version in (1, 1, 1, 20, 30, 30, 40, 40):
         alone.load_state_dict(TinyModel(seed=max(1, version // 10)).state_dict())
         again = batch.step(version)

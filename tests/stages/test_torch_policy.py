@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import Context, StopReason, Worker
 from penstock._stages.engines.torch_engine import TorchEngine
-from penstock._stages.engines.torch_sampling import Request, generate
+from penstock._stages.engines.torch_sampling import SamplingRequest, generate
 from penstock.policies import Completion, Engine
 from penstock.testing import entered
 from penstock.torch import KVCache, TorchPolicy, causal_attend
@@ -114,7 +114,7 @@ async def test_greedy_takes_the_most_probable_token_and_says_how_probable_the_mo
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
-    model, requests = TinyModel(), [Request(prompt(1, 2), 1, temperature=0.5)] * 4000
+    model, requests = TinyModel(), [SamplingRequest(prompt(1, 2), 1, temperature=0.5)] * 4000
 
     sampled = generate(model, requests, eos_id=EOS, generator=seeded())
 
@@ -125,7 +125,11 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
 
 
 def test_rows_of_one_batch_keep_their_own_allowance_and_temper() -> None:
-    requests = [Request(prompt(1, 2), 2), Request(prompt(5), 9, greedy=True), Request(prompt(5), 4, temperature=0.1)]
+    requests = [
+        SamplingRequest(prompt(1, 2), 2),
+        SamplingRequest(prompt(5), 9, greedy=True),
+        SamplingRequest(prompt(5), 4, temperature=0.1),
+    ]
 
     sampled = generate(TinyModel(), requests, eos_id=99, generator=seeded())
 
@@ -135,7 +139,7 @@ def test_rows_of_one_batch_keep_their_own_allowance_and_temper() -> None:
 
 def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> None:
     model = Counting()
-    requests = [Request(prompt(1, 2), allowance) for allowance in (1, 1, 1, 1, 3, 3, 3, 3)]
+    requests = [SamplingRequest(prompt(1, 2), allowance) for allowance in (1, 1, 1, 1, 3, 3, 3, 3)]
 
     generate(model, requests, eos_id=99, generator=seeded())
 

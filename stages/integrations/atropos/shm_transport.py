@@ -77,19 +77,19 @@ class ShmTransport:
         return env
 
 
-def _connection_of(env: Any, token: str | None = None, ca: str | None = None) -> _Connection:
+def _connection_of(env: Any, token: str | None = None, ca: str | None = None) -> _ShmConnection:
     """Return the connection of `env`, which opens with its first group: after the environment has registered."""
     connection = vars(env).get("_penstock_connection")
     if connection is None:
-        connection = env._penstock_connection = _Connection(env, token, ca)  # noqa: SLF001 (a name Atropos has no use for)
-    return cast("_Connection", connection)
+        connection = env._penstock_connection = _ShmConnection(env, token, ca)  # noqa: SLF001 (a name Atropos has no use for)
+    return cast("_ShmConnection", connection)
 
 
 def _listed(scored_data: Scored | Sequence[Scored]) -> Sequence[Scored]:
     return [scored_data] if isinstance(scored_data, Mapping) else scored_data
 
 
-class _Connection:
+class _ShmConnection:
     """An environment's connection to its gateway.
 
     A separate task keeps it open, so that a cancelled worker, or a `cleanup()`, does not close it; it

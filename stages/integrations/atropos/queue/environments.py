@@ -12,7 +12,7 @@ from .packing import exact_subset
 from .records import InvalidRegistration, Submission, UnknownEnvironment, UnpackableGroupSize
 from .scheduling import MIN_SHARE
 
-__all__ = ["Allocation", "Buffer", "Environment", "Environments", "QueueDepth", "shares"]
+__all__ = ["Allocation", "EnvBuffer", "Environment", "Environments", "QueueDepth", "shares"]
 
 G = TypeVar("G")
 
@@ -25,7 +25,7 @@ MAX_NUMBER = 1e12
 
 
 @dataclass(slots=True)
-class Buffer(Generic[G]):
+class EnvBuffer(Generic[G]):
     """Groups smaller than their environment's group_size, until some of them make up a whole group."""
 
     group_size: int
@@ -83,7 +83,7 @@ class Environment(Generic[G]):
     """As registered."""
     minimum: float | None
     """The smallest part of a batch, if it asked for one."""
-    buffer: Buffer[G]
+    buffer: EnvBuffer[G]
     """Its groups that wait for others to make up a whole one."""
     last_request: float
     """The time of its last request."""
@@ -256,7 +256,7 @@ class Environments(Generic[G]):
             max_token_length=registration.max_token_length,
             weight=registration.weight,
             minimum=registration.min_batch_allocation,
-            buffer=Buffer(registration.group_size),
+            buffer=EnvBuffer(registration.group_size),
             last_request=now,
         )
         self._named[registration.desired_name] += 1
@@ -291,7 +291,7 @@ class Environments(Generic[G]):
             expired.append(env)
         return expired
 
-    def buffer(self, submission: Submission[G]) -> Buffer[G] | None:
+    def buffer(self, submission: Submission[G]) -> EnvBuffer[G] | None:
         """Return the buffer that a group goes to, or None if it is not buffered.
 
         Groups of at least their environment's group_size are not, nor those of an environment that disconnected.

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ....._pipeline.accounting.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
-from .environments import Allocation, Buffer, Environment, Environments, QueueDepth
+from .environments import Allocation, EnvBuffer, Environment, Environments, QueueDepth
 from .leases import IdempotencyCache, LeaseTable, PreparedBatch
 from .packing import MAX_BATCH_SIZE, StallDetector, form_batch, unpackable
 from .records import (
@@ -287,7 +287,7 @@ class TrajectoryQueue(Generic[G]):
         return self._accept(submissions)
 
     def _accept(self, submissions: Sequence[Submission[G]]) -> Receipt:
-        buffered: list[Buffer[G]] = []
+        buffered: list[EnvBuffer[G]] = []
         for submission in submissions:
             self._hold(self._lane(submission), submission, 1)
             if (sender := self._envs.find(submission.env_id)) is not None:

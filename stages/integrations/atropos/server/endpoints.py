@@ -49,7 +49,7 @@ from ..queue.records import (
 )
 from ..queue.trajectory_queue import TrajectoryQueue
 from .backend import Backend
-from .limits import Bodies, BodyRefused, Limits, RejectionCounter
+from .limits import Bodies, BodyRefused, Limits, RequestRejections
 from .shm_receiver import ShmIngest
 
 __all__ = ["Endpoints"]
@@ -117,7 +117,7 @@ class Endpoints(Generic[G]):
         queue: TrajectoryQueue[G],
         backend: Backend[G],
         limits: Limits,
-        refusals: RejectionCounter,
+        refusals: RequestRejections,
         *,
         ingest: ShmIngest[G] | None = None,
         clock: Callable[[], float] = time.monotonic,

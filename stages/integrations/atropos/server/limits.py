@@ -14,7 +14,7 @@ from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.errors import PenstockError
 from ....._schemas.numbers import normalize_counts, normalize_numbers
 
-__all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RejectionCounter"]
+__all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RequestRejections"]
 
 GZIP = 16 + zlib.MAX_WBITS
 """Selects the gzip format in zlib, header and checksum included."""
@@ -66,7 +66,7 @@ class Limits:
         normalize_numbers(self, "header_timeout_s", "body_timeout_s")
 
 
-class RejectionCounter:
+class RequestRejections:
     """Counts of rejections, by environment and kind. The first of each kind is logged."""
 
     def __init__(self) -> None:

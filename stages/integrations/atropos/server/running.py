@@ -32,11 +32,11 @@ from ..queue.trajectory_queue import TrajectoryQueue
 from .app import application, refusal
 from .backend import Backend
 from .endpoints import Endpoints
-from .limits import Limits, RejectionCounter
+from .limits import Limits, RequestRejections
 from .serve import ServerConfig
 from .shm_receiver import ShmIngest, open_receiver
 
-__all__ = ["RunningServer", "run_server"]
+__all__ = ["RunningGateway", "run_server"]
 
 G = TypeVar("G")
 
@@ -59,7 +59,7 @@ RETRY = {"Retry-After": "1", "Connection": "close"}
 
 
 @dataclass(frozen=True, slots=True)
-class RunningServer(Generic[G]):
+class RunningGateway(Generic[G]):
     """A server while it runs."""
 
     endpoints: Endpoints[G]
@@ -69,7 +69,7 @@ class RunningServer(Generic[G]):
 @asynccontextmanager
 async def run_server(
     config: ServerConfig, queue: TrajectoryQueue[G], backend: Backend[G]
-) -> AsyncGenerator[RunningServer[G]]:
+) -> AsyncGenerator[RunningGateway[G]]:
     """Serve `queue` within the body; then finish requests in progress, within `SHUTDOWN_TIMEOUT_S`.
 
     Raises:
@@ -83,7 +83,7 @@ async def run_server(
         ingest: ShmIngest[G] | None = None
         if backend.takes_groups:
             ingest = ShmIngest(await stack.enter_async_context(open_receiver(capacity_bytes=config.shm_bytes)))
-        refusals = RejectionCounter()
+        refusals = RequestRejections()
         endpoints = Endpoints(queue, backend, config.limits, refusals, ingest=ingest)
         app = application(endpoints, config, host)
         await stack.enter_async_context(_serving(app, listener, config, refusals))
@@ -92,7 +92,7 @@ async def run_server(
         if ingest is not None:
             tasks.start_soon(ingest.run, endpoints)
         scheme = "https" if config.certfile else "http"
-        yield RunningServer(endpoints, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+        yield RunningGateway(endpoints, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _serving(
-    app: ASGIApp, listener: socket.socket, config: ServerConfig, refusals: RejectionCounter
+    app: ASGIApp, listener: socket.socket, config: ServerConfig, refusals: RequestRejections
 ) -> AsyncGenerator[None]:
     """Serve `app` at `listener` within the body."""
     protocol = partial(_BoundedProtocol, _Connections(config.limits, refusals))
@@ -212,7 +212,7 @@ def _answering_shutdown(app: ASGIApp) -> ASGIApp:
 class _Connections:
     """The open connections of a server, in total and by address."""
 
-    def __init__(self, limits: Limits, refusals: RejectionCounter) -> None:
+    def __init__(self, limits: Limits, refusals: RequestRejections) -> None:
         self.limits = limits
         self.refusals = refusals
         self._by_address = Counter[str]()

@@ -24,7 +24,7 @@ from .limits import Limits
 from .shm_receiver import CAPACITY_BYTES
 
 if TYPE_CHECKING:
-    from .running import RunningServer
+    from .running import RunningGateway
 
 __all__ = ["DEFAULT_PORT", "Listening", "ServerConfig", "open_server", "serve"]
 
@@ -105,7 +105,7 @@ class Listening:
 @asynccontextmanager
 async def open_server(
     config: ServerConfig, queue: TrajectoryQueue[G], backend: Backend[G], name: str
-) -> AsyncGenerator[RunningServer[G]]:
+) -> AsyncGenerator[RunningGateway[G]]:
     """Serve `queue` within the body; `name` is for errors.
 
     Raises:
