@@ -49,18 +49,18 @@ class EndsCountTwice(Ledger):
 class TakesOverWithoutSaying(Ledger):
     """What was taken over from a worker counts as in flight in both places."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
-        refused = super().take_over(record, origin, account)
-        if account is not None:
-            account.taken_over -= len(record)
+    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
+        refused = super().take_over(record, origin, counters)
+        if counters is not None:
+            counters.taken_over -= len(record)
         return refused
 
 
 class TakesCopies(Ledger):
     """What is in flight already is taken over once more."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
-        super().take_over(record, origin, account)
+    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
+        super().take_over(record, origin, counters)
         return 0
 
 
@@ -73,26 +73,26 @@ class SendsCopies(Ledger):
 
 
 class CopiesAreTheWorkers(Ledger):
-    """A copy is refused, and left in the account of the worker that it came from."""
+    """A copy is refused, and left in the counters of the worker that it came from."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
-        refused = super().take_over(record, origin, account)
-        if account is not None:
-            account.taken_over -= refused.bit_count()
+    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
+        refused = super().take_over(record, origin, counters)
+        if counters is not None:
+            counters.taken_over -= refused.bit_count()
         return refused
 
 
 class NobodyHearsOfCopies(Ledger):
     """A worker is not told that a copy was refused."""
 
-    def take_over(self, record: Any, origin: Origin | None = None, account: SharedCounters | None = None) -> int:
+    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         entered = False
 
         def told_later(*ended: Any) -> None:
             if entered and origin is not None:
                 origin(*ended)
 
-        refused = super().take_over(record, told_later, account)
+        refused = super().take_over(record, told_later, counters)
         entered = True
         return refused
 
@@ -118,24 +118,24 @@ class AdmitsAgain(Ledger):
 class WorkersAreNotHeard(Ledger):
     """What a worker counts stays with it."""
 
-    def attach_counters(self, account: SharedCounters) -> None:
-        super().attach_counters(SharedCounters(bytearray(account._words.nbytes), account.name))
+    def attach_counters(self, counters: SharedCounters) -> None:
+        super().attach_counters(SharedCounters(bytearray(counters._words.nbytes), counters.name))
 
 
 class TheDeadAreForgotten(Ledger):
     """What a dead worker held is in nobody's books."""
 
-    def detach_counters(self, account: SharedCounters, reason: str) -> int:
-        self._worker_counters = [each for each in self._worker_counters if each is not account]
+    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
+        self._worker_counters = [each for each in self._worker_counters if each is not counters]
         return 0
 
 
 class ClosesTwice(Ledger):
     """A worker that died twice lost twice."""
 
-    def detach_counters(self, account: SharedCounters, reason: str) -> int:
-        closed = super().detach_counters(account, reason)
-        if not closed and account not in self._worker_counters:
+    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
+        closed = super().detach_counters(counters, reason)
+        if not closed and counters not in self._worker_counters:
             self._count("lost", reason, 1)
             self._admitted += 1
         return closed
@@ -212,4 +212,4 @@ class LosesNothing(Ledger):
     """At the end of a run, what is in flight is left so."""
 
     def lose(self, reason: str) -> int:
-        return sum(self.detach_counters(account, reason) for account in list(self._worker_counters))
+        return sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))
