@@ -205,7 +205,7 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
         (
             [[[], [6, 6], [7]], [[], [2, 8, 9]]],
             LOGPROBS,
-            "each candidate of a token once, got 6 more often for token 1",
+            "each candidate of a token once, got 6 repeatedly for token 1",
         ),
         (
             [[[], [6, -1], [7]], [[], [2, 8, 9]]],
