@@ -97,7 +97,10 @@ def test_a_batch_is_contested_where_twice_as_much_waits_unless_it_is_the_first_o
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"accepted": {(9, number) for number in range(65)}, "deaths": 1}, "65 groups were accepted and did not arrive"),
+        (
+            {"accepted": {(9, number) for number in range(65)}, "deaths": 1},
+            "65 groups were accepted and did not arrive",
+        ),
         ({"memory": [100, 2**30, 100]}, "the gateway began with 100 bytes and had 1,073,741,824"),
         ({"contested": fair().contested[:29]}, "29 batches were contested: too few"),
         (
