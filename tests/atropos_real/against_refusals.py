@@ -60,7 +60,7 @@ asyncio.run(main())
 
 def quoted() -> list[str]:
     """Return the lines that the page quotes, up to what differs from one run to the next."""
-    table = PAGE.read_text().partition("## What the environment's log says")[2].partition("\n## ")[0]
+    table = PAGE.read_text().partition("## Log messages of the environment")[2].partition("\n## ")[0]
     lines = re.findall(r"`((?:ERROR|WARNING|Failed|Error|Waiting)[^`]*)`", table)
     return [line.partition("…")[0] for line in lines]
 
