@@ -1,7 +1,7 @@
 """The context of a running stage: the ledger, the metrics, and the worker that it is among several.
 
 A context variable, set by the pipeline for each stage's task, so that a stage's signature stays inbox and outbox.
-Where no pipeline runs (a stage that a test drives, a script of one's own) there is a detached context, which works the
+Where no pipeline runs (a test that drives a stage, a plain script) there is a detached context, which works the
 same and whose ledger and metrics belong to no run.
 """
 

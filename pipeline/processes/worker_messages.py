@@ -13,7 +13,6 @@ import msgspec
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
 from ..accounting.ledger import EndState
 from ..accounting.telemetry import Observations
-from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from ..graph.context import Worker
 
 __all__ = [
@@ -44,11 +43,11 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     outbox_url: str
     outbox_kind: str
     """Key of `RECORDS`."""
-    inbox_kind: str = ""
+    inbox_kind: str
     """Key of `RECORDS`; empty for a source. A worker serves its inbox itself."""
-    inbox_capacity: int = REMOTE_CAPACITY
+    inbox_capacity: int
     """Records."""
-    inbox_capacity_bytes: int = REMOTE_CAPACITY_BYTES
+    inbox_capacity_bytes: int
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
