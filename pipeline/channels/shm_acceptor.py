@@ -154,6 +154,8 @@ class ShmAcceptor:
             if request.identity in self._registry.peers:
                 raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
             return self._admission.admit(request, connection, reader)
+        except (anyio.BrokenResourceError, anyio.EndOfStream):  # a sender that was granted its place, and stopped
+            return None
         finally:
             self._admission.granted -= 1
 

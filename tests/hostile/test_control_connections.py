@@ -91,6 +91,21 @@ async def test_who_says_hello_and_then_nothing_is_not_waited_for(said: bytes, mo
         assert inbox.rejected == 1
 
 
+async def test_a_sender_that_stops_during_its_handshake_is_not_rejected() -> None:
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        acceptor = inbox._acceptor
+        assert isinstance(acceptor, shm_acceptor.ShmAcceptor)
+        with anyio.fail_after(FAILSAFE_S):
+            with a_stranger(inbox) as stranger:
+                stranger.sendall(hello())
+                while not acceptor.handshakes:
+                    await anyio.lowlevel.checkpoint()
+            while acceptor.handshakes:
+                await anyio.lowlevel.checkpoint()
+        await still_works(inbox)
+        assert not inbox.rejected
+
+
 async def test_who_says_hello_and_then_nothing_keeps_nobody_out_meanwhile() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
