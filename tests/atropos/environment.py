@@ -52,7 +52,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What an environment is told; the names are Atropos'."""
+    """Configuration of an environment; the names are Atropos'."""
 
     rollout_server_url: str
     wandb_name: str = "counting"
@@ -137,7 +137,7 @@ class Environment:
         return scored_group(item, self.config.group_size), []
 
     async def cleanup(self) -> None:
-        """Called after every group, which has surprised those who closed their transport here."""
+        """Called after every group; a transport that is closed here fails with the second."""
         self.counts.cleanups += 1
 
     # -- requests ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Gateways for tests: processes of `penstock gateway`, and a client that says what it sends, and no more."""
+"""Gateways for tests: processes of `penstock gateway`, and a client that sends only given headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINER = {
 
 
 def environment(name: str = "sums", **other: Any) -> dict[str, Any]:
-    """What an environment says of itself."""
+    """Return the registration of an environment."""
     return {"max_token_length": 2048, "desired_name": name, "weight": 1.0, "group_size": 4} | other
 
 
@@ -81,8 +81,8 @@ class Client:
             sent.setdefault("content-type", "application/json")
         self._connection.request(method, path, body, sent)
         response = self._connection.getresponse()
-        told = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, told, response.read())
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, headers, response.read())
 
     def get(self, path: str, body: Any = None, **headers: str) -> Any:
         """What GET is answered with."""

@@ -1,4 +1,4 @@
-"""The environment of examples/atropos_gateway.py with all the habits of one of Atropos.
+"""The environment of examples/atropos_gateway.py that behaves like one of Atropos.
 
     PYTHONPATH=. python tests/atropos/guessing.py http://127.0.0.1:8000
 
@@ -63,6 +63,6 @@ if __name__ == "__main__":
         rollout_server_url=sys.argv[1], wandb_name="guessing", group_size=GUESSES, total_steps=STEPS, pace=PACE
     )
     environment = Guessing(config)
-    with contextlib.suppress(aiohttp.ClientConnectionError):  # the gateway ends with the last step, and asks nobody
+    with contextlib.suppress(aiohttp.ClientConnectionError):  # the gateway ends with the last step
         asyncio.run(environment.env_manager())
     print(json.dumps(asdict(environment.counts)))  # noqa: T201

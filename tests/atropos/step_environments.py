@@ -141,7 +141,7 @@ class Texts(Environment):
 
 
 class Turns(Environment):
-    """Two turns of a group; who is wrong in the first plays no second one, and answers are repeated without thoughts.
+    """Two turns of a group; a wrong answer in the first ends the episode, and answers are repeated without thoughts.
 
     A turn is right if it holds an x; the score is the number of right turns.
     """
@@ -226,7 +226,7 @@ class Troubled:
     """What it does before it asks anything."""
 
     def __call__(self) -> Environment:
-        from penstock._stages.integrations.atropos.steps.bridge import bridge_class  # noqa: PLC0415 (in the child alone)
+        from penstock._stages.integrations.atropos.steps.child import bridge_class  # noqa: PLC0415 (in the child alone)
 
         TroubledEnvironment.server_cls = bridge_class()
         return TroubledEnvironment(Config(group_size=1, first=0, kind=self.kind), [Config(model_name="m")])

@@ -1,4 +1,4 @@
-"""A gateway process, spoken to over HTTP: every endpoint of the contract, and what is refused, and how."""
+"""A gateway process over HTTP: every endpoint of the contract, and the answers to requests that are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def guarded(guarded_url: str) -> Iterator[Client]:
 # -- without a trainer -------------------------------------------------------------------------------------------------
 
 
-def test_a_gateway_says_that_it_is_there(gateway: Client) -> None:
+def test_root_answers_as_the_original_does(gateway: Client) -> None:
     assert gateway.get("/") == {"message": "AtroposLib API"}
 
 
@@ -114,7 +114,7 @@ def test_an_environment_waits_for_the_trainer_to_ask_for_its_first_batch(gateway
     }
 
 
-def test_data_before_the_trainer_poisons_nothing(gateway: Client) -> None:
+def test_data_sent_before_a_trainer_registers_is_kept(gateway: Client) -> None:
     assert gateway.post("/scored_data", scored(8)) == {"status": "received"}
 
     gateway.post("/register", TRAINER)
@@ -198,7 +198,7 @@ def test_status_takes_its_id_from_a_body_or_from_the_query(gateway: Client) -> N
     assert gateway.get("/status-env", {"env_id": 0}) == gateway.get("/status-env?env_id=0")
 
 
-def test_an_environment_leaves_once_registered_and_is_told_if_it_never_was(gateway: Client) -> None:
+def test_only_a_registered_environment_can_disconnect(gateway: Client) -> None:
     gateway.started()
     gateway.post("/register-env", environment())
 
@@ -219,21 +219,21 @@ def test_reset_forgets_everything(gateway: Client) -> None:
     assert gateway.get("/latest_example")["tokens"] == []
 
 
-def test_the_status_tells_of_every_environment(gateway: Client) -> None:
+def test_status_lists_every_environment(gateway: Client) -> None:
     gateway.started()
     env_id = gateway.post("/register-env", environment('sums "of" two'))["env_id"]
     gateway.post("/scored_data", scored(4, env_id))
 
-    (told,) = gateway.get("/status")["environments"]
+    (counters,) = gateway.get("/status")["environments"]
 
-    assert (told["name"], told["env_id"], told["active"]) == ('sums "of" two_0', env_id, True)
-    assert (told["submitted"], told["queued"], told["taken"]) == (4, 4, 0)
+    assert (counters["name"], counters["env_id"], counters["active"]) == ('sums "of" two_0', env_id, True)
+    assert (counters["submitted"], counters["queued"], counters["taken"]) == (4, 4, 0)
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_is_not_acknowledged_goes_to_the_next_who_asks(gateway: Client) -> None:
+def test_a_batch_that_is_not_acknowledged_is_leased_again(gateway: Client) -> None:
     gateway.started()
     gateway.post("/scored_data", scored(8, mark=1.0))
 
@@ -271,7 +271,7 @@ def test_no_two_batches_have_one_id_not_even_after_a_reset(gateway: Client) -> N
     assert len(ids) == 4
 
 
-def test_who_asks_for_no_lease_gets_none(gateway: Client) -> None:
+def test_a_request_without_a_lease_gets_none(gateway: Client) -> None:
     gateway.started()
     gateway.post("/scored_data", scored(8))
 
@@ -283,7 +283,7 @@ def test_a_lease_is_a_time_of_a_day_at_most(gateway: Client, lease_s: str) -> No
     assert gateway.ask("GET", f"/batch?lease_s={lease_s}").status == 422
 
 
-def test_a_batch_whose_reader_died_on_the_way_comes_to_the_next_who_asks(gateway: Client) -> None:
+def test_a_batch_that_was_cut_off_is_in_the_next_answer(gateway: Client) -> None:
     gateway.started()
     gateway.post("/scored_data", scored(8, images="x" * 12_000_000, mark=1.0))
 
@@ -322,7 +322,7 @@ def test_a_batch_whose_reader_died_on_the_way_comes_to_the_next_who_asks(gateway
         ("POST", "/acknowledge", {}, 422),
     ],
 )
-def test_what_does_not_fit_is_told_as_such_and_changes_nothing(
+def test_an_invalid_request_is_answered_with_the_reason_and_changes_nothing(
     gateway: Client, method: str, path: str, body: Any, status: int
 ) -> None:
     answer = gateway.ask(method, path, body)
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_told_as_such_and_changes_nothing(
 
 
 @pytest.mark.parametrize("env_id", [1, -1, 2**40])
-def test_an_id_out_of_range_is_nobodys(gateway: Client, env_id: int) -> None:
+def test_an_id_out_of_range_is_unknown(gateway: Client, env_id: int) -> None:
     gateway.started()
     gateway.post("/register-env", environment())
 
@@ -374,11 +374,11 @@ def test_a_name_that_a_web_page_may_have_is_not_answered(gateway: Client, host: 
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "localhost.", "127.0.0.1", "[::1]:80", "LOCALHOST"])
-def test_addresses_and_localhost_are_nobodys_names(gateway: Client, host: str) -> None:
+def test_addresses_and_localhost_are_accepted_as_host(gateway: Client, host: str) -> None:
     assert gateway.ask("GET", "/status", host=host, sec_fetch_site="none").status == 200
 
 
-def test_a_body_says_that_it_is_json(gateway: Client) -> None:
+def test_a_body_must_be_declared_as_json(gateway: Client) -> None:
     answer = gateway.ask("POST", "/scored_data", scored(), content_type="text/plain")
 
     assert answer.status == 422
@@ -386,7 +386,7 @@ def test_a_body_says_that_it_is_json(gateway: Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/batch", "/reset_data"])
-def test_who_asks_for_headers_alone_changes_nothing(gateway: Client, path: str) -> None:
+def test_a_head_request_changes_nothing(gateway: Client, path: str) -> None:
     gateway.post("/register", TRAINER)
 
     assert gateway.ask("HEAD", path).status == 405
@@ -440,7 +440,9 @@ def test_what_the_original_takes_comes_to_the_trainer_as_it_was_sent(gateway: Cl
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_on_is_told_and_counted(gateway: Client, other: dict[str, Any], kind: str) -> None:
+def test_groups_that_cannot_be_trained_on_are_reported_and_counted(
+    gateway: Client, other: dict[str, Any], kind: str
+) -> None:
     gateway.started()
     env_id = gateway.post("/register-env", environment(f"env {kind}"))["env_id"]
     name = gateway.get("/status")["environments"][0]["name"]
@@ -475,7 +477,7 @@ def test_what_is_sent_compressed_is_inflated(gateway: Client) -> None:
     assert gateway.get("/batch")["batch"][0]["scores"][0] == 5.0
 
 
-def test_answers_from_a_thousand_bytes_on_are_compressed_for_who_accepts_it(gateway: Client) -> None:
+def test_answers_from_a_thousand_bytes_on_are_compressed_if_accepted(gateway: Client) -> None:
     gateway.post("/scored_data", scored(8))
     small = gateway.ask("GET", "/latest_example", accept_encoding="gzip")
     gateway.post("/scored_data", scored(8) | {"tokens": [[5] * 60] * 8, "masks": [[-100] * 60] * 8})
@@ -495,7 +497,7 @@ WHOLE = gzip.compress(json.dumps(scored()).encode(), 9)
     [b"no gzip", WHOLE[:-1], WHOLE[:20], WHOLE[:30] + b"\xff" + WHOLE[31:], WHOLE[:-8] + bytes(8), WHOLE + WHOLE, b""],
     ids=["none", "without its end", "half", "altered", "checksum", "twice", "empty"],
 )
-def test_gzip_that_is_none_is_told_as_such(gateway: Client, body: bytes) -> None:
+def test_invalid_gzip_is_refused(gateway: Client, body: bytes) -> None:
     answer = gateway.ask("POST", "/scored_data", body, content_encoding="gzip")
 
     assert (answer.status, answer.body) == (400, b"Invalid gzip payload")
@@ -525,14 +527,14 @@ def test_what_is_in_a_gzip_is_not_inflated_beyond_its_limit(guarded: Client) -> 
     assert guarded.ask("POST", "/scored_data", full, content_encoding="gzip").status == 200
 
 
-# -- who may ask -------------------------------------------------------------------------------------------------------
+# -- access ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "authorization",
     ["", f"Bearer {TOKEN}x", "Bearer", f"Token {TOKEN}", "Basic ====", "Basic YW55b25lOndyb25n", "Bearer \xe9"],
 )
-def test_without_the_token_nobody_is_let_in(guarded_url: str, authorization: str) -> None:
+def test_requests_without_the_token_are_refused(guarded_url: str, authorization: str) -> None:
     with client(guarded_url, **({"authorization": authorization} if authorization else {})) as stranger:
         assert stranger.ask("GET", "/").status == 200
         answer = stranger.ask("POST", "/scored_data", scored())
@@ -601,7 +603,7 @@ def address(url: str) -> tuple[str, int]:
 
 @contextmanager
 def half_of_a_body(url: str) -> Iterator[socket.socket]:
-    """Somebody who sends a part of a group, and no more."""
+    """Send a part of a group, and no more."""
     with socket.create_connection(address(url), timeout=FAILSAFE_S) as sender:
         sender.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         sender.sendall(b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
@@ -610,7 +612,7 @@ def half_of_a_body(url: str) -> Iterator[socket.socket]:
         yield sender
 
 
-def test_who_goes_away_in_the_midst_of_a_body_has_sent_nothing(gateway: Client) -> None:
+def test_an_incomplete_body_is_not_accepted(gateway: Client) -> None:
     with half_of_a_body(gateway.url):
         pass
 

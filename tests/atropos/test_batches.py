@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.atropos.builders import env, group, next_batch, payloads, running_queue
 
-from penstock._stages.integrations.atropos.queue import packing
-from penstock._stages.integrations.atropos.queue.packing import exact_subset, form_batch
+from penstock._stages.integrations.atropos.queue import batches
+from penstock._stages.integrations.atropos.queue.batches import exact_subset, form_batch
 from penstock._stages.integrations.atropos.queue.scheduling import ANONYMOUS, PendingGroups, QueuedGroup
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8])
@@ -214,19 +214,19 @@ def test_the_largest_batch_is_formed_of_a_full_queue_in_little_memory(sizes: lis
 @pytest.mark.parametrize("wanted", [100, 2**14, 2**20])
 def test_the_work_of_one_search_is_bounded(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
     searched: list[int] = []
-    usable = packing._usable
+    usable = batches._usable
 
     def counted(sizes: list[int], start: int, missing: int) -> list[int]:
         found = usable(sizes, start, missing)
         searched.append(len(found) * missing)
         return found
 
-    monkeypatch.setattr(packing, "_usable", counted)
+    monkeypatch.setattr(batches, "_usable", counted)
     draw = random.Random(0)  # noqa: S311 (sizes)
 
     assert exact_subset([3 * draw.randrange(1, 2_000) for _ in range(4_096)], wanted) is None
     assert len(searched) <= 8
-    assert sum(searched) < 8 * (packing.WORK_BITS + wanted)
+    assert sum(searched) < 8 * (batches.WORK_BITS + wanted)
 
 
 def test_groups_that_do_not_divide_the_largest_are_not_left_behind() -> None:
@@ -238,9 +238,9 @@ def test_groups_that_do_not_divide_the_largest_are_not_left_behind() -> None:
 
 def test_groups_without_an_environment_are_packed_beside_minima() -> None:
     made = running_queue(env(minimum=0.5))
-    made.submit(0, [group("nobody's"), group("its own", env_id=0)])
+    made.submit(0, [group("anonymous"), group("its own", env_id=0)])
 
-    assert payloads(next_batch(made, 0)) == ["its own", "nobody's"]
+    assert payloads(next_batch(made, 0)) == ["its own", "anonymous"]
 
 
 def test_an_environment_with_a_minimum_is_waited_for() -> None:
@@ -264,7 +264,7 @@ def test_an_environment_that_disconnects_is_waited_for_no_longer() -> None:
     assert made.env_status(0, 1).unallocated_fraction == 1
 
 
-def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
+def test_an_environment_that_timed_out_is_waited_for_no_longer() -> None:
     made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
 
@@ -272,7 +272,7 @@ def test_one_that_died_is_waited_for_no_longer_than_its_silence() -> None:
     assert payloads(next_batch(made, 60)) == [0, 1]
 
 
-def test_one_that_is_heard_of_again_counts_again() -> None:
+def test_an_environment_is_active_again_after_a_request() -> None:
     made = running_queue(env(minimum=0.5), env(), heartbeat_timeout_s=60)
     made.submit(1, [group(number, env_id=1) for number in range(4)])
     made.expire(60)

@@ -31,8 +31,8 @@ OF_EXTRAS = (
 """What a base install does not have."""
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """What it exits with."""
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Return the exit code, or the message in its place, of a command that fails."""
     monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -40,15 +40,15 @@ def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     return ended.value.code
 
 
-def test_beyond_loopback_it_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = str(told(monkeypatch, "gateway", "--host", "0.0.0.0"))  # noqa: S104 (refused)
+def test_a_host_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = str(exit_code(monkeypatch, "gateway", "--host", "0.0.0.0"))  # noqa: S104 (refused)
 
     assert sentence.startswith("penstock: host: expected a loopback address or a token, got 0.0.0.0 and none")
     assert "PENSTOCK_TOKEN" in sentence
 
 
 @pytest.mark.parametrize("token", ["", " ", " token", "token\n", "t\u00f6ken", "to\0ken"])
-def test_a_token_that_lets_everybody_in_or_nobody_is_refused(token: str) -> None:
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
     with pytest.raises(InvalidConfig, match=r"ServerConfig\.token: expected printable ASCII"):
         ServerConfig(token=token)
 
@@ -59,14 +59,14 @@ def test_shared_memory_of_no_size_is_refused() -> None:
 
 
 def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "got an empty one" in str(told(monkeypatch, "gateway", "--token", ""))
+    assert "got an empty one" in str(exit_code(monkeypatch, "gateway", "--token", ""))
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with _listen(ServerConfig(port=0)) as taken:
         port = taken.getsockname()[1]
 
-        sentence = str(told(monkeypatch, "gateway", "--port", str(port)))
+        sentence = str(exit_code(monkeypatch, "gateway", "--port", str(port)))
 
     assert f"127.0.0.1:{port}: Address already in use; is another gateway running?" in sentence
 
@@ -89,7 +89,7 @@ def test_numbers_that_make_no_sense_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
     monkeypatch.setattr(commands, "serve", None)  # nothing is to be served
-    assert told(monkeypatch, "gateway", f"--{option}", value) == 2
+    assert exit_code(monkeypatch, "gateway", f"--{option}", value) == 2
     assert f"--{option}" in capsys.readouterr().err
 
 
@@ -106,7 +106,7 @@ def test_the_help_needs_no_extra() -> None:
     assert "gateway" in ran.stdout
 
 
-def test_a_command_without_its_extra_says_what_to_install() -> None:
+def test_a_command_without_its_extra_names_the_package_to_install() -> None:
     ran = without_extras("gateway")
 
     assert ran.returncode == 1
@@ -120,14 +120,14 @@ def test_with_a_token_it_listens_anywhere() -> None:
 
 
 def test_a_key_without_its_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "expected a certfile beside it" in str(told(monkeypatch, "gateway", "--keyfile", "key.pem"))
+    assert "expected a certfile beside it" in str(exit_code(monkeypatch, "gateway", "--keyfile", "key.pem"))
 
 
 def test_a_certificate_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
 
     for path in (tmp_path / "cert.pem", tmp_path / "absent.pem"):
-        sentence = str(told(monkeypatch, "gateway", "--port", "0", "--certfile", str(path)))
+        sentence = str(exit_code(monkeypatch, "gateway", "--port", "0", "--certfile", str(path)))
         assert f"expected a certificate and its key in PEM in {path}" in sentence
 
 

@@ -1,4 +1,4 @@
-"""The client at real sockets: a server that answers as it is told, or does what a server should not."""
+"""The client at real sockets: a server that answers with given responses, or violates the contract."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Server:
     registered: list[dict[str, Any]] = field(default_factory=list)
     acknowledged: list[Any] = field(default_factory=list)
     refuses: dict[str, web.StreamResponse] = field(default_factory=dict)
-    goes_after: int | None = None
-    """Batches, when it is gone until it is told to `listen` again."""
-    gone: anyio.Event = field(default_factory=anyio.Event)
+    stops_after: int | None = None
+    """Batches, after which it stops until `listen` is called again."""
+    stopped: anyio.Event = field(default_factory=anyio.Event)
     url: str = ""
     runner: web.AppRunner | None = None
     site: web.TCPSite | None = None
@@ -86,10 +86,10 @@ class Server:
                 return web.json_response({"status": "success"})
         answer = self.answers.popleft() if self.answers else {"batch": None}
         response = answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
-        if self.polls() == self.goes_after and self.site is not None:
+        if self.polls() == self.stops_after and self.site is not None:
             response.force_close()
             await self.site.stop()
-            self.gone.set()
+            self.stopped.set()
         return response
 
     async def listen(self, port: int = 0) -> None:
@@ -178,7 +178,7 @@ async def test_groups_have_names_that_no_other_training_gives() -> None:
     assert {group.env for group in one} == {"atropos.0"}
 
 
-async def test_a_server_that_was_restarted_is_told_of_the_step_that_was_come_to() -> None:
+async def test_a_server_that_was_restarted_gets_the_current_step() -> None:
     async with serving(batch(1.0), UNKNOWN, batch(2.0)) as server:
         received = await driven(server)
 
@@ -195,7 +195,7 @@ async def test_a_group_that_cannot_be_trained_on_is_left_out_and_counted() -> No
     assert counted(received)["atropos/refused"] == 2
 
 
-async def test_what_fails_in_passing_is_asked_for_again() -> None:
+async def test_transient_failures_are_retried() -> None:
     broken = web.Response(status=503, text="full", headers={"Retry-After": "0"})
     async with serving(broken, batch(1.0), web.Response(status=502), batch(2.0)) as server:
         received = await driven(server)
@@ -204,10 +204,10 @@ async def test_what_fails_in_passing_is_asked_for_again() -> None:
     assert counted(received)["atropos/retries"] == 2
 
 
-async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attempts() -> None:
+async def test_a_server_that_has_answered_is_waited_for_beyond_the_attempts() -> None:
     received: list[Driven[TrajectoryGroup]] = []
     async with serving(batch(1.0), batch(2.0)) as server:
-        server.goes_after = 1
+        server.stops_after = 1
         with capture_logs() as events:
             async with anyio.create_task_group() as tasks:
 
@@ -215,7 +215,7 @@ async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attem
                     received.append(await driven(server, reconnect_timeout_s=60, batch_timeout_s=0.001))
 
                 tasks.start_soon(drive)
-                await server.gone.wait()
+                await server.stopped.wait()
                 while sum(event["event"] == "request_retried" for event in events) < 2:
                     await checkpoint()
                 await server.listen(int(server.url.rpartition(":")[2]))
@@ -225,7 +225,7 @@ async def test_a_server_that_was_there_is_waited_for_longer_than_there_are_attem
 
 
 @pytest.mark.parametrize("status", [502, 504])
-async def test_a_proxy_that_finds_nobody_behind_it_is_a_server_that_is_away(status: int) -> None:
+async def test_a_proxy_without_its_server_counts_as_unreachable(status: int) -> None:
     async with serving(batch(1.0)) as server:
         server.refuses["/batch"] = web.Response(status=status)
         with capture_logs() as events:
@@ -240,9 +240,9 @@ async def test_a_proxy_that_finds_nobody_behind_it_is_a_server_that_is_away(stat
                 assert scores(await driven(server, reconnect_timeout_s=60, num_steps=1)) == [1.0]
 
 
-async def test_a_server_that_does_not_come_back_is_told_when_it_was_away_for_too_long() -> None:
+async def test_a_server_that_does_not_return_in_time_is_an_error() -> None:
     async with serving(batch(1.0)) as server:
-        server.goes_after = 1
+        server.stops_after = 1
         error = await failure(server.url, reconnect_timeout_s=0.02)
 
     assert error.situation == "refused"
@@ -298,7 +298,7 @@ async def test_what_is_lost_with_a_run_is_not_acknowledged() -> None:
     assert server.acknowledged == []
 
 
-async def test_a_lease_that_was_forgotten_is_told_and_no_more() -> None:
+async def test_an_unknown_lease_is_only_logged() -> None:
     async with serving(batch(1.0, lease="a")) as server:
         server.refuses["/acknowledge"] = web.json_response({"detail": "it expired"}, status=404)
         received = await driven(server, num_steps=1)
@@ -319,10 +319,10 @@ async def test_a_batch_that_comes_again_is_sent_once_and_acknowledged_by_both_le
 
 
 async def test_what_was_trained_before_a_restart_is_not_trained_again_and_is_no_step() -> None:
-    told = [batch(1.0, 2.0, lease=lease, batch_id=f"9f.{number}") for number, lease in enumerate("abc")]
+    answers = [batch(1.0, 2.0, lease=lease, batch_id=f"9f.{number}") for number, lease in enumerate("abc")]
     context = Context()
     context.ledger.restore({GroupId("atropos.0", f"9f.0.{number}"): 1 for number in range(2)}, step=1)
-    async with serving(*told) as server:
+    async with serving(*answers) as server:
         outbox, inbox = memory_channel[TrajectoryGroup](4)
         async with inbox:
             with entered(context):
@@ -344,8 +344,8 @@ async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_ackno
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(poll)
-        books = (await drive_sink(sink, sent)).ledger.balance()
-        assert books.ended["trained"] == 8
+        balance = (await drive_sink(sink, sent)).ledger.balance()
+        assert balance.ended["trained"] == 8
 
     for before, after in zip(sent, received, strict=True):
         names = before.columns().keys() - {"policy_versions"}
@@ -458,7 +458,7 @@ async def test_unreachable() -> None:
     assert "`getent hosts no-such-host.invalid`" in str(error)
 
 
-async def test_a_status_of_4xx_is_told_at_once() -> None:
+async def test_a_status_of_4xx_is_not_retried() -> None:
     def forbidden() -> web.StreamResponse:
         return web.json_response({"detail": "expected a token"}, status=401)
 
@@ -551,13 +551,13 @@ async def test_a_token_is_not_shown() -> None:
     in_url = f"http://anyone:secret@127.0.0.1:{unused_port()}"
     by_name = client("http://a:1", token="secret")  # noqa: S106 (no secret)
 
-    for told in (client(in_url), by_name, await failure(in_url)):
-        assert "secret" not in f"{told!s} {told!r}"
+    for shown in (client(in_url), by_name, await failure(in_url)):
+        assert "secret" not in f"{shown!s} {shown!r}"
     with pytest.raises(ValueError, match="token: expected none beside the one in api_url"):
         client(in_url, token="secret")  # noqa: S106 (no secret)
 
 
-async def test_what_it_needs_is_said_as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_without_aiohttp_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     for module in ("penstock._stages.integrations.atropos.http_api", "penstock._stages.engines.server_client"):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -1,4 +1,4 @@
-"""What an AtroposClient is made of: a mapping, a file, two variables."""
+"""Configuration of an AtroposClient: a mapping, a file, two variables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"batch_size": "2"}, r"^atropos: Expected `int`, got `str` - at `\$\.batch_size`"),
         ({"batch_size": 0}, r"batch_size: expected a whole number of at least 1, got 0"),
@@ -46,17 +46,15 @@ def test_a_client_is_made_of_a_mapping_or_a_file_and_the_environment_counts_more
         ({"retries": 3}, "Object contains unknown field `retries`"),
     ],
 )
-def test_what_cannot_be_meant_is_told_with_its_path(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidConfig, match=told):
+def test_an_invalid_value_is_named_by_its_path(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
         AtroposClient.from_config(NEEDED | changed)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("ATROPOS_TIMEOUT", "soon"), ("ATROPOS_TIMEOUT", "0"), ("ATROPOS_API_URL", "x")]
 )
-def test_a_variable_that_cannot_be_meant_is_told_by_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
 
     with pytest.raises(InvalidConfig, match=name):

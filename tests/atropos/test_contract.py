@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from penstock._stages.integrations.atropos.coercion import decode
 from penstock._stages.integrations.atropos.contract import (
     BatchAnswer,
     EnvReference,
     EnvRegistration,
     ScoredData,
     TrainerRegistration,
+    decode,
     decode_scored,
     scored_data,
 )
@@ -128,9 +128,9 @@ FLOATS: dict[str, Any] = {
 def test_a_trainer_gets_1_0_where_1_was_sent_for_a_float(name: str) -> None:
     (group,) = decode_scored(sent(**{name: FLOATS[name]}, **IDS if name == "distill_logprobs" else {}))
 
-    told = json.loads(group.json())[name]
-    assert told == FLOATS[name] == getattr(group, name)
-    assert {*map(type, flat(told))} == {float}
+    decoded = json.loads(group.json())[name]
+    assert decoded == FLOATS[name] == getattr(group, name)
+    assert {*map(type, flat(decoded))} == {float}
 
 
 IDS = {"distill_token_ids": [[[], [7], [7, 8]], [[], []]]}
@@ -141,7 +141,7 @@ def flat(column: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         (
             {"messages": [[{"role": "user"}], []]},
@@ -152,8 +152,8 @@ def flat(column: Any) -> list[Any]:
         ({"messages": "hello"}, r"expected `array \| null`, got `str` - at `\$\.messages`"),
     ],
 )
-def test_values_of_another_type_are_refused_with_the_name_of_the_field(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRecord, match=told):
+def test_values_of_another_type_are_refused_with_the_name_of_the_field(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRecord, match=message):
         decode_scored(sent(**changed))
 
 
@@ -192,7 +192,7 @@ def test_the_columns_of_an_environments_group_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         (
             "generation_params",
@@ -211,10 +211,10 @@ def test_the_columns_of_an_environments_group_are_not_copied() -> None:
         ("env_id", "seven", r"at `\$\.env_id`"),
     ],
 )
-def test_a_group_that_is_refused_as_json_is_refused_as_a_dict(field: str, value: object, told: str) -> None:
+def test_a_group_that_is_refused_as_json_is_refused_as_a_dict(field: str, value: object, message: str) -> None:
     with pytest.raises(InvalidRecord):
         decode_scored(sent(**{field: value}))
-    with pytest.raises(InvalidRecord, match=told):
+    with pytest.raises(InvalidRecord, match=message):
         scored_data(NEEDED | {field: value})
 
 

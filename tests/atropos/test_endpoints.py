@@ -1,4 +1,4 @@
-"""What becomes of groups whose sender, and of batches whose reader, went away. The application is called by hand."""
+"""Groups whose sender, and batches whose reader, disconnects. The application is called without a server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock import TrajectoryGroup
 from penstock._stages.integrations.atropos.queue.records import Submission
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock._stages.integrations.atropos.server.app import application
-from penstock._stages.integrations.atropos.server.backend import RelayBackend
 from penstock._stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
 from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RequestRejections
+from penstock._stages.integrations.atropos.server.serve import RelayBackend
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
 from penstock._stages.integrations.atropos.translation import from_group
 from penstock.integrations.atropos import Limits, ServerConfig
@@ -29,13 +29,13 @@ HOST = "127.0.0.1"
 
 
 class Noting(RelayBackend):
-    """A backend that notes how many groups it was told of at a time."""
+    """A backend that notes how many groups it was notified of at a time."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.arrivals: list[int] = []
 
     def arrived(self, submissions: Sequence[Submission[bytes]]) -> None:
-        self.told.append(len(submissions))
+        self.arrivals.append(len(submissions))
 
 
 @dataclass
@@ -57,10 +57,10 @@ class Gateway:
         path: str,
         body: Any = None,
         *,
-        leaves_after: int = 100,
+        disconnect_after: int = 100,
         meanwhile: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[int | None, Any]:
-        """Status and JSON, None where that is cut off; who asks leaves after so many messages went either way."""
+        """Return status and JSON, None where that is cut off; the client disconnects after so many messages."""
         path, _, query = path.partition("?")
         headers = [(b"host", HOST.encode()), (b"content-type", b"application/json")]
         sent_body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -72,7 +72,7 @@ class Gateway:
         async def receive() -> dict[str, Any]:
             nonlocal passed
             passed += 1
-            if passed > leaves_after:
+            if passed > disconnect_after:
                 if meanwhile is not None:
                     await meanwhile()
                 return {"type": "http.disconnect"}
@@ -81,7 +81,7 @@ class Gateway:
         async def send(message: MutableMapping[str, Any]) -> None:
             nonlocal passed
             passed += 1
-            if passed <= leaves_after:
+            if passed <= disconnect_after:
                 sent.append(message)
             if meanwhile is not None and message.get("body") == b"" and message.get("more_body"):
                 await meanwhile()
@@ -90,20 +90,20 @@ class Gateway:
         if not sent:
             return None, None
         whole = "body" in sent[-1] and not sent[-1].get("more_body", False)
-        told = b"".join(message.get("body", b"") for message in sent)
-        return sent[0]["status"], json.loads(told) if whole else None
+        answer = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], json.loads(answer) if whole else None
 
 
-async def test_groups_whose_sender_was_gone_when_it_was_answered_are_accepted_once_though_it_sends_them_again() -> None:
+async def test_groups_whose_answer_was_not_delivered_are_accepted_once() -> None:
     gateway = Gateway()
 
-    assert await gateway.ask("POST", "/scored_data", scored(), leaves_after=1) == (None, None)
+    assert await gateway.ask("POST", "/scored_data", scored(), disconnect_after=1) == (None, None)
     assert gateway.queue.status().queue_size == 1
     assert (await gateway.ask("POST", "/scored_data", scored()))[1] == {"status": "received"}
     assert gateway.queue.status().queue_size == 1
-    await gateway.ask("POST", "/scored_data", scored())  # one that was told means another group
+    await gateway.ask("POST", "/scored_data", scored())  # one that was answered means another group
     assert gateway.queue.status().queue_size == 2
-    assert gateway.backend.told == [1, 0, 1]
+    assert gateway.backend.arrivals == [1, 0, 1]
 
 
 async def test_groups_that_were_accepted_before_a_reset_are_accepted_again_after_it() -> None:
@@ -112,29 +112,29 @@ async def test_groups_that_were_accepted_before_a_reset_are_accepted_again_after
     async def meanwhile() -> None:
         gateway.queue.reset()
 
-    await gateway.ask("POST", "/scored_data", scored(), leaves_after=1, meanwhile=meanwhile)
+    await gateway.ask("POST", "/scored_data", scored(), disconnect_after=1, meanwhile=meanwhile)
     await gateway.ask("POST", "/scored_data", scored())
 
     assert gateway.queue.status().queue_size == 1
 
 
-async def test_a_trainer_that_left_before_it_was_answered_takes_nothing() -> None:
+async def test_a_trainer_that_disconnects_before_the_answer_gets_no_batch() -> None:
     gateway = Gateway()
     await gateway.ask("POST", "/register", TRAINER)
     await gateway.ask("POST", "/scored_data", scored(8))
 
-    assert await gateway.ask("GET", "/batch", leaves_after=0) == (None, None)
+    assert await gateway.ask("GET", "/batch", disconnect_after=0) == (None, None)
     assert gateway.queue.status().queue_size == 1
 
 
 @pytest.mark.parametrize("path", ["/batch", "/batch?lease_s=3600"])
-async def test_a_batch_whose_reader_left_before_its_end_goes_to_the_next_who_asks(path: str) -> None:
+async def test_a_batch_that_was_not_read_to_its_end_is_in_the_next_answer(path: str) -> None:
     gateway = Gateway()
     await gateway.ask("POST", "/register", TRAINER)
     await gateway.ask("POST", "/scored_data", scored(8, mark=1.0))
 
     for messages in (3, 4):  # a look, the status, the groups, what waits until they are written
-        status, cut_off = await gateway.ask("GET", path, leaves_after=messages)
+        status, cut_off = await gateway.ask("GET", path, disconnect_after=messages)
         assert (status, cut_off) == (200, None)
     batch = (await gateway.ask("GET", "/batch"))[1]["batch"]
 
@@ -192,7 +192,7 @@ async def test_what_is_large_once_inflated_is_read_beside_the_event_loop(
 
 
 @pytest.mark.parametrize("said", [0, 99, 101, 2**32 - 1])
-def test_a_gzip_that_lies_about_its_size_is_refused(said: int) -> None:
+def test_gzip_that_declares_another_size_is_refused(said: int) -> None:
     honest = gzip.compress(b" " * 100)
 
     assert Bodies(Limits()).inflate(honest) == b" " * 100
@@ -200,7 +200,7 @@ def test_a_gzip_that_lies_about_its_size_is_refused(said: int) -> None:
         Bodies(Limits()).inflate(honest[:-4] + said.to_bytes(4, "little"))
 
 
-class WayIn(ShmReceiver):
+class FullReceiver(ShmReceiver):
     """Shared memory in which groups lie already."""
 
     def __init__(self, groups: list[TrajectoryGroup]) -> None:
@@ -216,11 +216,11 @@ class WayIn(ShmReceiver):
         return len(self._groups)
 
 
-async def test_groups_in_shared_memory_wait_there_while_the_books_are_full() -> None:
+async def test_groups_in_shared_memory_wait_there_while_the_queue_is_full() -> None:
     gateway = Gateway(queue=TrajectoryQueue(capacity=1))
     groups = [group(instance_id=str(number)) for number in range(3)]
-    way_in = WayIn(groups)
-    ingest: ShmIngest[bytes] = ShmIngest(way_in)
+    receiver = FullReceiver(groups)
+    ingest: ShmIngest[bytes] = ShmIngest(receiver)
     waiting, taken = list[int](), list[bytes]()
 
     async with anyio.create_task_group() as tasks:

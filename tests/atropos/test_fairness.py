@@ -48,7 +48,7 @@ def expected(envs: list[EnvRegistration]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("weights", "minima", "told"),
+    ("weights", "minima", "expected"),
     [
         ([1, 3], [0, 0], [0.25, 0.75]),
         ([1, 1, 2], [0.4, 0, 0], [0.4, 0.2, 0.4]),
@@ -60,16 +60,16 @@ def expected(envs: list[EnvRegistration]) -> dict[int, float]:
     ],
 )
 def test_parts_are_by_weight_and_at_least_the_minimum(
-    weights: list[float], minima: list[float], told: list[float]
+    weights: list[float], minima: list[float], expected: list[float]
 ) -> None:
     found = shares(dict(enumerate(weights)), dict(enumerate(minima)))
 
-    assert list(found.values()) == pytest.approx(told)
+    assert list(found.values()) == pytest.approx(expected)
 
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(WEIGHTS, st.sampled_from([0.0, 0.01, 0.3, 0.9])), min_size=1, max_size=20))
-def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple[float, float]]) -> None:
+def test_shares_sum_to_one_and_each_is_at_least_its_minimum(said: list[tuple[float, float]]) -> None:
     promised = sum(minimum for _, minimum in said)
 
     found = shares(
@@ -83,7 +83,7 @@ def test_parts_sum_to_one_and_nobody_has_less_than_was_promised(said: list[tuple
         assert found[lane] >= MIN_SHARE / len(said) - 1e-9
 
 
-def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> None:
+def test_weights_count_among_a_hundred_times_as_many_environments() -> None:
     found = shares({lane: 1.0 + lane % 2 for lane in range(300)}, {})
 
     assert found[1] / found[0] == pytest.approx(2)
@@ -94,7 +94,7 @@ def test_a_hundred_times_the_environments_are_still_told_apart_by_weight() -> No
 
 @settings(max_examples=25)
 @given(ENVIRONMENTS)
-def test_whoever_has_groups_waiting_is_never_further_behind_its_part_than_a_group_of_each(
+def test_a_lane_with_groups_is_at_most_a_group_of_each_behind_its_share(
     envs: list[EnvRegistration],
 ) -> None:
     made, due = filled(envs, 60), expected(envs)
@@ -152,7 +152,7 @@ def test_lanes_without_an_environment_take_no_share_from_those_that_have_one(bat
 
 def test_groups_of_lanes_without_an_environment_are_delivered_oldest_first_even_if_others_are_always_full() -> None:
     made = running_queue(env(1), env(1), env(1), capacity=None, heartbeat_timeout_s=60)
-    made.submit(0, [group("left", 1, env_id=1), group("silent", 1, env_id=2), group("anonymous", 1)])
+    made.submit(0, [group("left", 1, env_id=1), group("timed out", 1, env_id=2), group("anonymous", 1)])
     made.disconnect_env(1)
     delivered = []
     for _ in range(400):
@@ -161,7 +161,7 @@ def test_groups_of_lanes_without_an_environment_are_delivered_oldest_first_even_
         assert one is not None
         delivered.append(one.payload)
 
-    assert [each for each in delivered if each != "active"] == ["left", "silent", "anonymous"]
+    assert [each for each in delivered if each != "active"] == ["left", "timed out", "anonymous"]
 
 
 def test_lanes_without_an_environment_have_all_that_the_others_leave() -> None:
@@ -195,7 +195,7 @@ def test_the_weight_of_nothing_is_not_starved() -> None:
     assert Counter(one.payload for _ in range(1_000) if (one := made.take(0)))[1] >= 1_000 * MIN_SHARE / 3
 
 
-def test_what_was_not_used_is_not_saved_up() -> None:
+def test_an_unused_share_is_not_accumulated() -> None:
     made = running_queue(env(1), env(1), capacity=None)
     made.submit(0, [group(0, 1, env_id=0)] * 200)
     for _ in range(100):
@@ -205,7 +205,7 @@ def test_what_was_not_used_is_not_saved_up() -> None:
     assert Counter(one.payload for _ in range(20) if (one := made.take(0))) == Counter({0: 10, 1: 10})
 
 
-def test_what_was_not_used_while_nobody_waited_is_not_saved_up() -> None:
+def test_a_share_that_is_unused_while_the_queue_is_empty_is_not_accumulated() -> None:
     made = running_queue(env(1), env(1), capacity=None)
     for _ in range(100):
         made.submit(0, [group(0, 1, env_id=0)])
@@ -216,7 +216,7 @@ def test_what_was_not_used_while_nobody_waited_is_not_saved_up() -> None:
     assert Counter(one.payload for _ in range(20) if (one := made.take(0))) == Counter({0: 10, 1: 10})
 
 
-def test_who_never_has_more_than_one_group_waiting_has_no_more_than_its_part() -> None:
+def test_a_lane_with_one_group_at_a_time_gets_at_most_its_share() -> None:
     made = running_queue(env(1), env(1, weight=0.25), capacity=None)
     made.submit(0, [group(0, 1, env_id=0)] * 300)
     taken = Counter[int]()
@@ -243,11 +243,11 @@ def flood(made: TrajectoryQueue[Any], env_id: int) -> int:
     raise AssertionError
 
 
-def test_who_submits_alone_has_all_the_room() -> None:
+def test_the_only_environment_has_all_the_room() -> None:
     assert flood(running_queue(env(), capacity=100), 0) == 100
 
 
-def test_who_submits_fast_leaves_room_for_the_others() -> None:
+def test_a_fast_environment_leaves_room_for_the_others() -> None:
     made = running_queue(*[env()] * 10, capacity=100)
 
     accepted = [flood(made, env_id) for env_id in range(5)]
@@ -275,7 +275,7 @@ def test_room_of_a_group_is_freed_where_it_was_held_though_its_sender_registers_
     assert flood(made, -1) == 2
 
 
-def test_room_for_a_first_batch_is_for_whoever_comes() -> None:
+def test_room_for_the_first_batch_is_not_shared() -> None:
     made = running_queue(env(), env(), batch_size=40, capacity=10)
 
     assert flood(made, 0) == 10

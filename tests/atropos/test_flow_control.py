@@ -1,4 +1,4 @@
-"""What environments are told to control their flow with, and what is said of what does not flow."""
+"""The numbers with which environments control their flow, and reports of stalls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_status_of_an_environment_counts_in_its_own_groups() -> None:
 
     assert msgspec.to_builtins(made.env_status(0, 0)) == {
         "current_step": 0,
-        "queue_size": (6 + 8 + 4) // 2,  # its own, the other's, and a whole group of 4 that is nobody's
+        "queue_size": (6 + 8 + 4) // 2,  # its own, the other's, and a whole group of 4 without an environment
         "unallocated_fraction": 0.75,
         "self_queue_size": 3,
         "max_group_size": 4,
@@ -31,7 +31,7 @@ def test_groups_of_others_do_not_count_where_all_have_one_sequence() -> None:
     assert made.env_status(0, 0).queue_size == 0
 
 
-def test_what_is_in_no_batch_is_in_nobodys_way() -> None:
+def test_unpackable_groups_do_not_count_for_other_environments() -> None:
     made = running_queue(env(3, name="threes"), env(4, name="fours"), batch_size=4)
     made.submit(0, [group(size=3, env_id=0)] * 4 + [group(size=4, env_id=1)])
 
@@ -75,7 +75,7 @@ def test_weights_of_nothing_are_no_division_by_nothing() -> None:
     assert made.env_status(0, 0).env_weight == 0.01
 
 
-def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
+def test_environments_that_disconnected_or_timed_out_have_no_allocation() -> None:
     made = running_queue(env(minimum=0.25), env(minimum=0.25), env(minimum=0.5), heartbeat_timeout_s=60)
     made.disconnect_env(0)
     left = made.env_status(30, 2).unallocated_fraction
@@ -84,26 +84,26 @@ def test_who_left_or_fell_silent_has_no_part_of_what_is_allocated() -> None:
     assert made.env_status(61, 2).unallocated_fraction == 0.5
 
 
-def test_one_falls_silent_however_often_those_before_it_are_heard() -> None:
+def test_an_environment_times_out_while_others_send_requests() -> None:
     made = running_queue(env(minimum=0.25), env(minimum=0.5), heartbeat_timeout_s=60)
     made.env_status(50, 0)
 
     assert made.env_status(60, 0).unallocated_fraction == 0.75
 
 
-def test_what_is_stuck_is_told_once_when_it_stays_so_and_once_when_it_is_no_more(
+def test_a_stall_is_logged_once_and_its_resolution_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     made = running_queue(env(3), batch_size=4)
-    told: list[list[str]] = []
+    events: list[list[str]] = []
     for now in (0, 1, 5, 10, 15, 20):
         if now == 15:
             made.disconnect_env(0)
         made.env_status(now, 0)
-        told.append([record.getMessage().split()[0] for record in caplog.records])
+        events.append([record.getMessage().split()[0] for record in caplog.records])
 
-    assert told == [[], [], [], ["stalled"], ["stalled", "stall_resolved"], ["stalled", "stall_resolved"]]
+    assert events == [[], [], [], ["stalled"], ["stalled", "stall_resolved"], ["stalled", "stall_resolved"]]
     assert "groups of [3] are in no batch of 4" in caplog.text
 
 
@@ -115,14 +115,14 @@ def test_a_pipeline_packs_nothing_and_so_has_nothing_that_cannot_be_packed() -> 
     assert made.env_status(0, 1).queue_size == 12 // 4
 
 
-def test_statistics_say_what_became_of_what_was_submitted() -> None:
+def test_counters_of_an_environment_add_up() -> None:
     made = running_queue(env(4, name="maze"), env(2))
     made.submit(5, [group(env_id=0), group(env_id=0), group(size=3, env_id=0)])
     made.take(5)
     made.disconnect_env(1)
 
-    said, other = made.environments(7)
+    first, other = made.environments(7)
 
-    assert (said.env_id, said.name, said.active) == (0, "maze_0", True)
+    assert (first.env_id, first.name, first.active) == (0, "maze_0", True)
     assert (other.env_id, other.name, other.active) == (1, "env_0", False)
-    assert (said.submitted, said.taken, said.queued, said.buffered) == (11, 4, 4, 3)
+    assert (first.submitted, first.taken, first.queued, first.buffered) == (11, 4, 4, 3)

@@ -72,7 +72,7 @@ async def test_an_environment_that_knows_nothing_of_penstock_feeds_a_pipeline() 
     assert context.ledger.balance().admitted == 24
 
 
-async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books() -> None:
+async def test_groups_through_shared_memory_are_in_the_same_ledger() -> None:
     source, context = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE), Context()
 
     groups: list[TrajectoryGroup] = []
@@ -81,14 +81,14 @@ async def test_one_on_this_host_sends_through_shared_memory_into_the_same_books(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(env.env_manager)
             groups = [await inbox.receive() for _ in range(3)]
-        (told,) = (await talk.get("/status"))["environments"]
+        (counters,) = (await talk.get("/status"))["environments"]
 
     assert [len(group) for group in groups] == [4, 4, 4]
     assert [group.env for group in groups] == ["counting_0"] * 3
-    assert (told["name"], told["submitted"]) == ("counting_0", 12)
+    assert (counters["name"], counters["submitted"]) == ("counting_0", 12)
 
 
-async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused() -> None:
+async def test_while_the_pipeline_takes_no_groups_the_depth_grows_and_then_groups_get_503() -> None:
     source, context = AtroposGateway(batch_size=4, max_token_len=64, capacity=2, server=ANYWHERE), Context()
 
     async with running(source, context) as inbox, talking(source) as talk:
@@ -107,7 +107,7 @@ async def test_while_the_pipeline_takes_nothing_depth_is_told_and_then_refused()
     assert context.ledger.balance().admitted == 20
 
 
-async def test_a_trainer_is_told_that_a_pipeline_trains() -> None:
+async def test_a_trainer_is_refused_where_a_pipeline_trains() -> None:
     source = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE)
     asked = [("POST", "/register"), ("GET", "/batch"), ("POST", "/acknowledge"), ("GET", "/reset_data")]
 
@@ -133,7 +133,7 @@ async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatc
             await inbox.receive()
 
 
-async def test_after_the_last_step_environments_are_told_so_and_what_they_send_is_dropped() -> None:
+async def test_after_the_last_step_environments_are_notified_and_their_groups_dropped() -> None:
     source = AtroposGateway(
         batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE, departure_timeout_s=FAILSAFE_S
     )
@@ -145,12 +145,12 @@ async def test_after_the_last_step_environments_are_told_so_and_what_they_send_i
             context.ledger.step = 3
             with pytest.raises(anyio.EndOfStream):
                 await inbox.receive()
-            told = await talk.post("/scored_data", scored(4, first))
+            answer = await talk.post("/scored_data", scored(4, first))
             status = await talk.get(f"/status-env?env_id={first}")
             refused = (await talk.get("/status"))["refused"]
             await talk.get(f"/status-env?env_id={second}")
 
-    assert (told["status"], told["rejected"]) == ("received", ["the run is complete: no more groups are trained"])
+    assert (answer["status"], answer["rejected"]) == ("received", ["the run is complete: no more groups are trained"])
     assert refused == {"sums_0": {"RunComplete": 1}}
     assert not [event for event in logs if event["event"] == "refused"]  # an end is no fault
     assert status["current_step"] == 3
@@ -197,7 +197,7 @@ async def test_a_sink_that_returns_with_the_last_step_cuts_no_environment_off() 
             assert status["queue_size"] >= 10**9
 
 
-async def test_metrics_tell_what_each_environment_gave() -> None:
+async def test_metrics_count_sequences_by_environment() -> None:
     source, context = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE), Context()
 
     async with running(source, context) as inbox, talking(source) as talk:
@@ -219,12 +219,12 @@ def test_a_gateway_that_can_never_train_is_refused() -> None:
 
 
 @pytest.mark.parametrize("heartbeat_timeout_s", [0.0, -1.0, math.nan])
-def test_a_silence_is_a_time(heartbeat_timeout_s: float) -> None:
+def test_the_heartbeat_timeout_is_a_positive_time(heartbeat_timeout_s: float) -> None:
     with pytest.raises(InvalidConfig, match=r"AtroposGateway\.heartbeat_timeout_s: expected a finite number above 0"):
         AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=heartbeat_timeout_s)
 
 
-async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
+async def test_an_environment_times_out_after_the_heartbeat_timeout() -> None:
     source = AtroposGateway(batch_size=8, max_token_len=64, heartbeat_timeout_s=1e-6, server=ANYWHERE)
 
     async with running(source, Context()), talking(source) as talk:
@@ -232,17 +232,17 @@ async def test_an_environment_is_silent_as_soon_as_was_said() -> None:
             await talk.post("/register-env", environment(min_batch_allocation=minimum))
         status = await talk.get("/status-env?env_id=1")
 
-    assert status["unallocated_fraction"] == 0.75  # the other is silent
+    assert status["unallocated_fraction"] == 0.75  # the other timed out
 
 
-async def test_beyond_loopback_nobody_listens_without_a_token() -> None:
+async def test_a_gateway_beyond_loopback_needs_a_token() -> None:
     source = AtroposGateway(batch_size=8, max_token_len=64, server=ServerConfig(host="0.0.0.0", port=0))  # noqa: S104 (refused)
 
     with pytest.raises(InvalidConfig, match=r"expected a loopback address or a token, got 0\.0\.0\.0 and none"):
         await drive_source(source)
 
 
-async def test_without_a_server_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_without_a_server_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_: str) -> None:
         raise ModuleNotFoundError(name="starlette")
 

@@ -80,7 +80,7 @@ async def test_a_certificate_of_an_unknown_ca_is_not_trusted_and_not_tried_again
     assert "attempt" not in str(raised.value)
 
 
-async def test_a_server_that_speaks_no_tls_is_told_as_such(ca: str) -> None:
+async def test_a_server_without_tls_is_an_error_of_the_certificate(ca: str) -> None:
     async with running() as (_, url):
         with pytest.raises(AtroposAPIError) as raised:
             await submit(url.replace("http://", "https://"), scored_group(0), ca=ca)
@@ -89,7 +89,7 @@ async def test_a_server_that_speaks_no_tls_is_told_as_such(ca: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
-async def test_a_ca_that_cannot_be_read_is_told_with_its_path(tmp_path: Path, content: str | None) -> None:
+async def test_a_ca_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)

@@ -28,7 +28,7 @@ def taken_by(dying: Client) -> list[dict[str, Any]]:
     return groups
 
 
-async def test_what_was_accepted_comes_though_a_trainer_dies_with_a_batch_in_its_hands(tmp_path: Path) -> None:
+async def test_accepted_groups_arrive_also_if_a_trainer_dies_with_a_batch(tmp_path: Path) -> None:
     found, ended = Found(), threading.Event()
     held: list[dict[str, Any]] = []
     with process("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S)) as (_, url):
@@ -68,12 +68,12 @@ def fair(*, batches: int = 200) -> Found:
     return found
 
 
-def test_a_fair_run_is_not_complained_of() -> None:
+def test_a_fair_run_has_no_faults() -> None:
     assert judged(fair(), environments=64, batch_size=256) == []
     assert fair().expected_shares(64) == pytest.approx(fair().shares(), rel=0.01)
 
 
-def test_what_an_environment_has_not_waiting_goes_to_the_others_by_weight() -> None:
+def test_an_unused_share_goes_to_the_others_by_weight() -> None:
     parts = parts_of(4)
     assert parts == pytest.approx([1 / 64, 9 / 64, 18 / 64, 36 / 64])
     assert expected({0: 9, 1: 99, 2: 99, 3: 99}, parts, 64) == pytest.approx({0: 1, 1: 9, 2: 18, 3: 36})
@@ -109,7 +109,7 @@ def test_a_batch_is_contested_where_twice_as_much_waits_unless_it_is_the_first_o
         ),
     ],
 )
-def test_what_is_wrong_with_a_run_is_told(wrong: dict[str, object], message: str) -> None:
+def test_faults_of_a_run_are_reported(wrong: dict[str, object], message: str) -> None:
     found = fair()
     for name, value in wrong.items():
         setattr(found, name, value)

@@ -1,4 +1,4 @@
-"""Who is in the gateway's queue: trainers and environments, and what they are told."""
+"""Trainers and environments that register in the gateway's queue, and the answers that they get."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_before_a_trainer_registered_there_are_no_batches_and_no_status_of_envir
             ask()
 
 
-def test_a_trainer_says_what_environments_are_told() -> None:
+def test_environments_get_the_numbers_of_the_trainer() -> None:
     made: TrajectoryQueue[Any] = TrajectoryQueue()
     made.register_trainer(trainer(batch_size=16, starting_step=7))
 
@@ -56,7 +56,7 @@ def test_trainers_are_known_by_different_numbers_of_128_bits() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [-1, 0, 10**400])
-def test_a_batch_size_that_nobody_has_is_refused(batch_size: int) -> None:
+def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
     with pytest.raises(InvalidRegistration, match=f"batch_size from 1 to 1048576, got {batch_size}"):
         TrajectoryQueue[Any]().register_trainer(trainer(batch_size=batch_size))
 
@@ -64,7 +64,7 @@ def test_a_batch_size_that_nobody_has_is_refused(batch_size: int) -> None:
 @pytest.mark.parametrize(
     "said", [{"max_token_length": 10**400}, {"weight": 1e300}, {"weight": math.nan}, {"minimum": 1e300}]
 )
-def test_numbers_that_no_environment_has_are_refused(said: dict[str, Any]) -> None:
+def test_numbers_out_of_range_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(InvalidRegistration, match="from -1e\\+12 to 1e\\+12"):
         running_queue().register_env(0, env(**said))
 
@@ -101,13 +101,13 @@ def test_environments_wait_until_a_pipeline_asked_for_a_group() -> None:
     assert admitted(made, env()) == 0
 
 
-def test_environments_of_one_name_are_numbered_and_those_that_register_later_are_told_the_step_that_is() -> None:
+def test_environments_of_one_name_are_numbered_and_get_the_current_step() -> None:
     made = running_queue()
     made.submit(0, [group(), group()])
     next_batch(made, 0)
-    told = [made.register_env(0, env(name=name)) for name in ("maze", "sums", "maze")]
+    answers = [made.register_env(0, env(name=name)) for name in ("maze", "sums", "maze")]
 
-    assert [(each.env_id, each.wandb_name, each.starting_step) for each in told if each] == [
+    assert [(each.env_id, each.wandb_name, each.starting_step) for each in answers if each] == [
         (0, "maze_0", 1),
         (1, "sums_0", 1),
         (2, "maze_1", 1),

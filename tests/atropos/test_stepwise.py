@@ -31,6 +31,7 @@ from tests.fake_policy import FakePolicy
 from tests.fake_policy import Letters as PolicyLetters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
+from penstock._stages.integrations.atropos.steps.episodes import sampled
 from penstock._stages.integrations.atropos.steps.messages import (
     EnvironmentDied,
     EnvironmentRaised,
@@ -40,7 +41,6 @@ from penstock._stages.integrations.atropos.steps.messages import (
     NoMoreItems,
     NotScored,
 )
-from penstock._stages.integrations.atropos.steps.scoring import sampled
 from penstock._stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.environments import StepEnvironment
 from penstock.errors import InvalidConfig, InvalidRecord, MissingExtra
@@ -75,7 +75,7 @@ async def playing(environment: AtroposEnvironment) -> AsyncIterator[AtroposStepE
         await env.close()
 
 
-async def gone(pid: int) -> None:
+async def ended(pid: int) -> None:
     """Wait until there is no such process."""
     with anyio.fail_after(FAILSAFE_S):
         try:
@@ -127,12 +127,12 @@ async def test_text_is_continued_by_what_is_new_and_ids_are_those_that_were_samp
     async with playing(AtroposEnvironment(Texts)) as env:
         first, info = await env.reset(seed=0)
         second, *_ = await env.step(" upon")
-        third, *_, told = await env.step(" a time")
+        third, *_, later = await env.step(" a time")
         *_, scored = await env.step(Action(text="ok", tokens=[5, 6], logprobs=[-0.5, -0.25]))
 
     assert (first, second, third) == ("Once", " and", "ids")
     assert info["sampling"] == {"max_tokens": 3, "stop": ["."]}
-    assert not told["continues"]
+    assert not later["continues"]
     text, ids = scored["scored"]["images"]
     assert text == "Once upon and a time and"
     assert ids == [[1, 105, 100, 115], [[5, 6]], [[-0.5, -0.25]], ["stop"]]
@@ -196,9 +196,9 @@ def test_of_several_turns_one_alone_may_train(before: list[Action], after: list[
 def test_logprobs_of_a_row_that_are_no_numbers_are_left_out(unknown: object) -> None:
     row = {"tokens": [1, 5, 6], "masks": [-100, 5, 6], "inference_logprobs": [1.0, -0.5, unknown]}
 
-    told = sampled(row, [Action(text="ok", tokens=[5, 6], logprobs=[-0.5, -0.25])])
+    kept = sampled(row, [Action(text="ok", tokens=[5, 6], logprobs=[-0.5, -0.25])])
 
-    assert told == {"tokens": [1, 5, 6], "masks": [-100, 5, 6]}
+    assert kept == {"tokens": [1, 5, 6], "masks": [-100, 5, 6]}
 
 
 @pytest.mark.parametrize("columns", [{"logprobs": [0.0]}, {"tokens": [1], "logprobs": [float("nan")]}])
@@ -232,13 +232,13 @@ async def test_a_group_is_scored_together_and_every_answer_has_its_own_score() -
     assert rewards == [0.0, 1.0, 0.0]
 
 
-async def test_conversations_side_by_side_are_told_apart_by_what_was_said() -> None:
+async def test_concurrent_conversations_are_distinguished_by_their_text() -> None:
     rewards = await together(AtroposEnvironment(Parallel, group_size=2), ("a", "bc"), ("abc", "def"))
 
     assert rewards == [3.0, 6.0]
 
 
-async def test_a_second_turn_goes_to_the_one_who_had_the_first_though_its_answer_was_reformatted() -> None:
+async def test_a_second_turn_goes_to_the_seat_of_the_first_also_if_its_answer_was_reformatted() -> None:
     rewards = await together(
         AtroposEnvironment(Turns, group_size=4),
         ("<think>a</think>no",),
@@ -267,7 +267,7 @@ async def test_a_group_that_is_not_complete_in_time_ends() -> None:
             await env.reset()
 
 
-async def test_the_others_of_a_group_are_told_that_one_of_them_left() -> None:
+async def test_a_group_ends_when_one_of_its_players_leaves() -> None:
     environment = AtroposEnvironment(Group, group_size=2)
 
     async with playing(environment) as stays:
@@ -302,7 +302,7 @@ async def test_all_of_one_environment_share_a_process_whose_main_thread_is_their
     (pid,) = {int(pid.split()[0]) for pid in pids}
     assert pid != os.getpid()
     assert rewards == [1.0, 1.0]
-    await gone(pid)
+    await ended(pid)
 
 
 PARENT = f"""
@@ -331,7 +331,7 @@ async def test_the_process_ends_with_its_parent(environment: str, tmp_path: Path
             pid = int((await parent.stdout.receive()).split()[0])
         parent.send_signal(signal.SIGKILL)
 
-    await gone(pid)
+    await ended(pid)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ async def test_a_process_that_is_lost_is_followed_by_another(kind: str, error: t
             await env.step(kind)
         with pytest.raises(error, match=message):
             await env.step("!")
-        await gone(int(first))
+        await ended(int(first))
         second, _ = await env.reset()
 
     assert first != second
@@ -414,7 +414,7 @@ async def test_a_process_that_is_lost_is_followed_by_another(kind: str, error: t
         ("end", NoMoreItems, "expected a next item, got None"),
     ],
 )
-async def test_an_item_that_does_not_come_is_told(kind: str, error: type[Exception], message: str) -> None:
+async def test_an_item_that_does_not_arrive_is_an_error(kind: str, error: type[Exception], message: str) -> None:
     async with playing(AtroposEnvironment(Troubled(kind), turn_timeout_s=SHORT_S)) as env:
         with pytest.raises(error, match=message):
             await env.reset()
@@ -481,7 +481,7 @@ def test_numbers_that_can_never_work_are_refused(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.usefixtures("without_atroposlib")
-def test_without_atroposlib_the_error_says_what_to_install() -> None:
+def test_without_atroposlib_the_error_names_the_package_to_install() -> None:
     with pytest.raises(MissingExtra, match=r"needs atroposlib: pip install atroposlib==0\.4\.0"):
         AtroposEnvironment(f"{FILE}:Doubling")()
 
@@ -514,7 +514,7 @@ def test_a_file_finds_what_lies_beside_it_and_its_configuration_is_changed(tmp_p
         ("collections:UserDict", InvalidConfig, "expected an Atropos environment"),
     ],
 )
-def test_a_place_where_there_is_no_environment_is_told(where: str, error: type[Exception], message: str) -> None:
+def test_a_place_without_an_environment_is_an_error(where: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         AtroposEnvironment(where)()
 

@@ -122,13 +122,13 @@ async def test_a_gateway_that_is_full_is_waited_for() -> None:
         pipeline.check(7)
 
 
-async def test_a_group_that_cannot_be_trained_on_is_told_to_its_sender_with_the_reason() -> None:
+async def test_the_sender_of_a_group_that_cannot_be_trained_on_gets_the_reason() -> None:
     wrong = scored_group(0, group_size=1, tokens=3) | {"masks": [[-100, 1, 1]]}
     async with running() as (pipeline, url):
-        with pytest.raises(AtroposAPIError, match=r"masks\[0\]\[1\]: expected -100, or \d+, its token, got 1") as told:
+        with pytest.raises(AtroposAPIError, match=r"masks\[0\]\[1\]: expected -100, or \d+, its token, got 1") as error:
             await submit(url, wrong)
 
-    assert told.value.situation == "rejected"
+    assert error.value.situation == "rejected"
     assert pipeline.trained == []
 
 
@@ -180,10 +180,10 @@ async def test_the_original_server_gets_groups_over_http() -> None:
 
 async def test_a_server_that_knows_no_keys_is_sent_nothing_twice_that_it_may_have_received() -> None:
     async with answering(original) as (url, asked), proxied(url, times=1) as proxy:
-        with pytest.raises(AtroposAPIError, match="expected an answer, got none") as told:
+        with pytest.raises(AtroposAPIError, match="expected an answer, got none") as error:
             await submit(proxy.url, scored_group(0, group_size=1, tokens=3))
 
-    assert told.value.situation == "failed"
+    assert error.value.situation == "failed"
     assert asked.count(b"POST /scored_data") == 1
 
 

@@ -1,4 +1,4 @@
-"""What is submitted to the gateway's queue: what is queued, held back, or refused."""
+"""Groups that are submitted to the gateway's queue: queued, buffered, or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_groups_of_their_environments_size_are_queued_and_the_last_is_the_latest
     assert made.latest == group("b", env_id=0)
 
 
-def test_smaller_groups_are_held_back_until_some_make_up_a_whole_one() -> None:
+def test_smaller_groups_are_buffered_until_some_make_up_a_whole_one() -> None:
     made = running_queue(env(4))
     sizes = [made.submit(0, [group(size, size, env_id=0)]).buffer_size for size in (3, 2, 3, 1)]
 
@@ -31,7 +31,7 @@ def test_smaller_groups_are_held_back_until_some_make_up_a_whole_one() -> None:
     assert [each.payload for each in taken(made)] == [3, 1]
 
 
-def test_what_is_said_of_a_list_is_how_many_were_buffered_and_how_much_the_last_of_them_left() -> None:
+def test_the_receipt_of_a_list_counts_its_buffered_groups_and_the_last_buffer() -> None:
     made = running_queue(env(4), env(4))
     sizes = [(4, 0), (3, 0), (1, 0), (2, 1), (4, 1)]
 
@@ -39,7 +39,7 @@ def test_what_is_said_of_a_list_is_how_many_were_buffered_and_how_much_the_last_
     assert made.submit(0, []) == Receipt(0, None)
 
 
-def test_what_comes_of_nobody_known_is_queued_in_any_size() -> None:
+def test_groups_without_a_known_environment_are_queued_in_any_size() -> None:
     made = running_queue(env(4))
 
     made.submit(0, [group(env_id, 3, env_id=env_id) for env_id in (None, 1, -1)])
@@ -73,14 +73,14 @@ def test_sizes_that_never_make_up_a_whole_group_are_refused_at_last_and_not_kept
     assert made.submit(0, [group(size=1, env_id=0)]).buffer_size == 60
 
 
-def test_what_is_held_back_is_queued_when_its_environment_is_gone() -> None:
+def test_buffered_groups_are_queued_when_their_environment_disconnects() -> None:
     made = running_queue(env(4), env(4), heartbeat_timeout_s=60)
-    made.submit(0, [group("left", 3, env_id=0), group("silent", 1, env_id=1)])
+    made.submit(0, [group("left", 3, env_id=0), group("timed out", 1, env_id=1)])
     made.disconnect_env(0)
     made.expire(60)
     made.submit(60, [group("late", 3, env_id=0)])
 
-    assert [each.payload for each in taken(made)] == ["left", "silent", "late"]
+    assert [each.payload for each in taken(made)] == ["left", "timed out", "late"]
 
 
 def test_a_submission_for_which_there_is_no_room_is_refused_whole() -> None:

@@ -132,7 +132,7 @@ async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> N
     assert context.ledger.balance().reasons["lost"] == {"no trainer took it": 4}
 
 
-async def test_it_ends_when_the_trainer_has_had_its_steps_and_was_told_that_there_is_no_more() -> None:
+async def test_it_ends_when_a_trainer_with_all_its_steps_has_received_null() -> None:
     """The example trainer collects batches until there is none; a batch beyond its steps would never be trained."""
     sink, context = serves(FAILSAFE_S), Context()
 
@@ -148,7 +148,7 @@ async def test_it_ends_when_the_trainer_has_had_its_steps_and_was_told_that_ther
     assert context.ledger.balance().ended["trained"] == 8
 
 
-async def test_after_the_end_of_the_stream_a_trainer_that_wants_more_is_told_that_there_is_none() -> None:
+async def test_after_the_end_of_the_stream_a_trainer_gets_null() -> None:
     sink, context = serves(FAILSAFE_S), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
@@ -175,7 +175,7 @@ async def test_a_trainer_that_acknowledges_its_batches_is_not_waited_for() -> No
     assert context.ledger.balance().ended["trained"] == 4
 
 
-async def test_environments_are_told_that_a_pipeline_samples() -> None:
+async def test_environments_are_refused_where_a_pipeline_samples() -> None:
     sink = serves()
 
     async with serving(sink, Context()) as outbox, talking(sink) as talk:
@@ -224,7 +224,7 @@ async def _next_batch(talk: Talk) -> list[Any]:
     return list(batch)
 
 
-async def test_what_makes_no_batch_of_one_size_is_kept_for_a_trainer_who_wants_another() -> None:
+async def test_groups_that_make_no_batch_of_one_size_are_kept_for_a_trainer_with_another() -> None:
     sink, context = serves(), Context()
     made = [admitted(context, number, (2,) * 5) for number in range(20)]
 

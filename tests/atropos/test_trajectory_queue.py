@@ -189,7 +189,7 @@ TestTrajectoryQueue.settings = settings(max_examples=40, stateful_step_count=40)
 # -- what is handed out ------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_is_not_acknowledged_in_time_is_handed_out_again_before_any_other() -> None:
+def test_a_batch_that_is_not_acknowledged_in_time_is_leased_again_before_any_other() -> None:
     made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b"), group("c")])
     leases = [made.batch(now, lease_s=10 - 2 * now) for now in (0, 1)]
@@ -208,7 +208,7 @@ def test_a_lease_ends_in_its_own_time_however_long_others_are() -> None:
     assert [payloads(next_batch(made, now)) for now in (9, 10, 99, 100)] == [None, ["a"], None, ["b"]]
 
 
-def test_a_batch_that_is_acknowledged_is_not_handed_out_again() -> None:
+def test_a_batch_that_is_acknowledged_is_not_leased_again() -> None:
     made = running_queue(batch_size=4)
     made.submit(0, [group("a")])
     batch = made.batch(0, lease_s=10)
@@ -249,7 +249,7 @@ def test_a_batch_is_outstanding_until_it_is_acknowledged() -> None:
     assert made.outstanding == 0
 
 
-def test_a_batch_that_is_given_back_is_handed_out_again_at_once() -> None:
+def test_a_batch_that_is_returned_is_leased_again_at_once() -> None:
     made = running_queue(batch_size=4)
     made.submit(0, [group("a"), group("b")])
     lost = made.batch(0, lease_s=10)

@@ -29,14 +29,14 @@ def groups(draw: st.DrawFn) -> ScoredData:
     def floats(*, most: float = 1e6) -> list[list[float]]:
         return [random.uniform(-1e6, most, length).astype(np.float32).tolist() for length in lengths]
 
-    def told() -> list[list[float]]:
+    def sampled() -> list[list[float]]:
         logprobs = zip(floats(most=0), trains, strict=True)
         return [np.where(trained, row, 1.0).tolist() for row, trained in logprobs]
 
     everything: dict[str, Any] = {
         "advantages": floats(),
         "ref_logprobs": floats(),
-        "inference_logprobs": told(),
+        "inference_logprobs": sampled(),
         "messages": [[named | {"role": "user", "content": None}] * turns for turns in range(len(lengths))],
         "generation_params": named,
         "overrides": [named] + [{}] * (len(lengths) - 1),
@@ -93,7 +93,7 @@ def test_the_first_token_of_a_sequence_never_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "changed", "told"),
+    ("fault", "changed", "message"),
     [
         ("masks", {"masks": [[-100, 6, 9], [-100, 8]]}, r"masks\[0\]\[2\]: expected -100, or 7, its token, got 9"),
         ("masks", {"masks": [[-100, 6, 7], [-100, 1]]}, r"masks\[1\]\[1\]: expected -100, or 8"),
@@ -143,9 +143,9 @@ def test_the_first_token_of_a_sequence_never_trains() -> None:
     ],
 )
 def test_a_group_that_cannot_be_trained_on_is_refused_with_its_fault_and_field(
-    fault: str, changed: dict[str, Any], told: str
+    fault: str, changed: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Untrainable, match=told) as refused:
+    with pytest.raises(Untrainable, match=message) as refused:
         grouped(**changed)
 
     assert refused.value.fault == fault
@@ -198,7 +198,7 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
 
 
 @pytest.mark.parametrize(
-    ("ids", "logprobs", "told"),
+    ("ids", "logprobs", "message"),
     [
         (IDS, [[[], [-0.5], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "distill_logprobs: expected 2 at token 1 of the group"),
         ([[None, [6, 1], [7]], [[], [2, 8, 9]]], LOGPROBS, "expected lists"),
@@ -215,8 +215,8 @@ def test_groups_of_one_width_fit_into_one_batch_and_the_token_itself_is_kept() -
         (IDS, [[[], [-0.5, 1.0], [-0.1]], [[], [-3.0, -1.0, -2.0]]], "expected log-probabilities of 0 or less, got 1"),
     ],
 )
-def test_candidates_that_are_not_valid_cannot_be_trained_on(ids: object, logprobs: object, told: str) -> None:
-    with pytest.raises(Untrainable, match=told):
+def test_candidates_that_are_not_valid_cannot_be_trained_on(ids: object, logprobs: object, message: str) -> None:
+    with pytest.raises(Untrainable, match=message):
         grouped(distill_token_ids=ids, distill_logprobs=logprobs)
 
 
@@ -262,11 +262,11 @@ def test_a_group_of_another_source_is_translated_as_far_as_the_contract_goes() -
         meta={"task": 3, "temperature": 0.7, "messages": [{"role": "user", "content": "of every sequence"}]},
     )
 
-    told = json.loads(from_group(group))
+    decoded = json.loads(from_group(group))
 
-    assert told["masks"] == [[-100, 2, -100]]
-    assert told["inference_logprobs"] == [[1.0, -0.5, 1.0]]
-    assert told["distill_token_ids"] == [[[], [2], []]]
-    assert told["generation_params"] == {"temperature": 0.7}
-    assert told["messages"] is None
-    assert told.keys() == {"tokens", "masks", "scores", *ScoredData.optional}
+    assert decoded["masks"] == [[-100, 2, -100]]
+    assert decoded["inference_logprobs"] == [[1.0, -0.5, 1.0]]
+    assert decoded["distill_token_ids"] == [[[], [2], []]]
+    assert decoded["generation_params"] == {"temperature": 0.7}
+    assert decoded["messages"] is None
+    assert decoded.keys() == {"tokens", "masks", "scores", *ScoredData.optional}

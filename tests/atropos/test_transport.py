@@ -14,14 +14,13 @@ from tests.atropos.environment import Config, Environment, Scored, scored_group
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
-from penstock._stages.integrations.atropos import shm_transport as transport
 from penstock._stages.integrations.atropos import submitter
 from penstock._stages.integrations.atropos.contract import scored_data
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmReceiver, open_receiver
 from penstock._stages.integrations.atropos.translation import to_group
 from penstock.channels import RemoteSender
 from penstock.errors import NobodyListens
-from penstock.integrations.atropos import GatewayGone, ShmTransport, submitting
+from penstock.integrations.atropos import GatewayDisconnected, ShmTransport, submitting
 
 ENV_ID = 3
 
@@ -30,10 +29,10 @@ ENV_ID = 3
 class Server:
     """What environments meet over HTTP: a gateway's answer to /shm, or another's, and what was posted."""
 
-    way_in: str | None = None
-    """What /shm tells; None answers as a server does that has never heard of it."""
+    shm_url: str | None = None
+    """The answer of /shm; None for a server without this endpoint."""
     asked: int = 0
-    """How often."""
+    """Requests for /shm so far."""
     posted: list[tuple[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -42,11 +41,11 @@ class Server:
 
     async def shm(self, _: web.Request) -> web.Response:
         self.asked += 1
-        return web.json_response({"url": self.way_in} if self.way_in else {"detail": "Not Found"}, status=self.status)
+        return web.json_response({"url": self.shm_url} if self.shm_url else {"detail": "Not Found"}, status=self.status)
 
     @property
     def status(self) -> int:
-        return 200 if self.way_in else 404
+        return 200 if self.shm_url else 404
 
     async def receive(self, request: web.Request) -> web.Response:
         self.posted.append((request.path, await request.json()))  # inflated by aiohttp
@@ -73,8 +72,8 @@ async def serving(server: Server) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def gateway(**bounds: int) -> AsyncIterator[tuple[Server, ShmReceiver]]:
-    async with open_receiver(**bounds) as way_in, serving(Server(way_in.url)) as server:
-        yield server, way_in
+    async with open_receiver(**bounds) as receiver, serving(Server(receiver.url)) as server:
+        yield server, receiver
 
 
 @asynccontextmanager
@@ -89,8 +88,8 @@ async def registered(server: Server, kind: type[Environment] = Environment) -> A
             await asyncio.gather(keeper, return_exceptions=True)
 
 
-def connection_of(env: Environment) -> transport._ShmConnection:
-    return transport._connection_of(env)
+def connection_of(env: Environment) -> submitter._ShmConnection:
+    return submitter._connection_of(env)
 
 
 def sender_of(env: Environment) -> RemoteSender[TrajectoryGroup] | None:
@@ -104,10 +103,10 @@ async def send(env: Environment, *scored: Scored) -> None:
         await env._send_scored_data_to_api(each)
 
 
-async def received(way_in: ShmReceiver, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
+async def received(receiver: ShmReceiver, count: int) -> list[tuple[int | None, TrajectoryGroup]]:
     groups: list[tuple[int | None, TrajectoryGroup]] = []
     with anyio.fail_after(FAILSAFE_S):
-        async for env_id, group in way_in:
+        async for env_id, group in receiver:
             groups.append((env_id, group.owned()))
             if len(groups) == count:
                 break
@@ -147,9 +146,9 @@ def complete_group() -> Scored:
 
 async def test_everything_that_an_environment_sends_arrives_bit_for_bit() -> None:
     scored = complete_group()
-    async with gateway() as (server, way_in), registered(server) as env:
+    async with gateway() as (server, receiver), registered(server) as env:
         await send(env, scored)
-        [(env_id, group)] = await received(way_in, 1)
+        [(env_id, group)] = await received(receiver, 1)
 
     same = to_group(
         scored_data(scored | {"env_id": ENV_ID}), env="counting", instance_id=group.instance_id, policy_version=7
@@ -163,19 +162,19 @@ async def test_everything_that_an_environment_sends_arrives_bit_for_bit() -> Non
     assert not server.posted
 
 
-async def test_no_two_groups_have_one_name_whoever_sends_them() -> None:
-    async with gateway() as (server, way_in), registered(server) as one, registered(server) as other:
+async def test_instance_ids_are_unique_among_senders() -> None:
+    async with gateway() as (server, receiver), registered(server) as one, registered(server) as other:
         await send(one, scored_group(0), scored_group(0))
         await send(other, scored_group(0))
-        groups = await received(way_in, 3)
+        groups = await received(receiver, 3)
 
     assert len({group.id for _, group in groups}) == 3
 
 
 async def test_a_list_of_groups_arrives_in_order() -> None:
-    async with gateway() as (server, way_in), registered(server) as env:
+    async with gateway() as (server, receiver), registered(server) as env:
         await env._send_scored_data_to_api([scored_group(item) for item in range(3)])
-        groups = await received(way_in, 3)
+        groups = await received(receiver, 3)
 
     assert rewards(groups) == expected(0, 1, 2)
 
@@ -184,16 +183,16 @@ class Mixed(ShmTransport, Environment):
     pass
 
 
-async def test_mixed_in_before_an_environment_it_needs_no_other_word() -> None:
-    async with gateway() as (server, way_in), registered(server, Mixed) as env:
+async def test_mixed_in_before_an_environment_it_sends() -> None:
+    async with gateway() as (server, receiver), registered(server, Mixed) as env:
         await send(env, scored_group(1))
-        groups = await received(way_in, 1)
+        groups = await received(receiver, 1)
 
     assert rewards(groups) == expected(1)
     assert not server.posted
 
 
-def test_mixed_in_behind_an_environment_it_would_never_be_asked_and_says_so() -> None:
+def test_mixed_in_behind_an_environment_it_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected class Wrong\(ShmTransport, Environment\)"):
 
         class Wrong(Environment, ShmTransport):
@@ -213,7 +212,7 @@ async def test_nothing_is_opened_before_the_first_group() -> None:
 
 
 async def test_a_cleanup_after_every_group_and_a_worker_that_is_cancelled_take_nothing_down() -> None:
-    async with gateway() as (server, way_in), registered(server) as env:
+    async with gateway() as (server, receiver), registered(server) as env:
         env.server_max_token_len = 100
         await env.handle_env(0)
         for _ in range(2):
@@ -221,7 +220,7 @@ async def test_a_cleanup_after_every_group_and_a_worker_that_is_cancelled_take_n
             worker.cancel()
             await asyncio.gather(worker, return_exceptions=True)
         await env.handle_env(2)
-        groups = await received(way_in, 2)
+        groups = await received(receiver, 2)
 
     assert env.counts.cleanups == 2
     assert rewards(groups) == expected(0, 2)
@@ -229,25 +228,25 @@ async def test_a_cleanup_after_every_group_and_a_worker_that_is_cancelled_take_n
 
 
 async def test_the_worker_that_opens_it_may_be_cancelled_while_others_wait_for_it() -> None:
-    async with gateway() as (server, way_in), registered(server) as env:
+    async with gateway() as (server, receiver), registered(server) as env:
         first, second = (asyncio.create_task(send(env, scored_group(item))) for item in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        groups = await received(way_in, 1)
+        groups = await received(receiver, 1)
 
     assert rewards(groups) == expected(1)
 
 
 async def test_a_gateway_that_takes_nothing_slows_the_environment_down_and_nothing_is_lost() -> None:
-    async with gateway(capacity=2) as (server, way_in), registered(server) as env:
+    async with gateway(capacity=2) as (server, receiver), registered(server) as env:
         sending = asyncio.create_task(send(env, *map(scored_group, range(5))))
         await until(lambda: sender_of(env) is not None)
         sender = sender_of(env)
         assert sender is not None
         await until(lambda: sender.statistics().waiting_for == "credit")
         sent = sender.statistics().sent
-        groups = await received(way_in, 5)
+        groups = await received(receiver, 5)
         await sending
 
     assert sent == 2
@@ -255,12 +254,12 @@ async def test_a_gateway_that_takes_nothing_slows_the_environment_down_and_nothi
 
 
 async def test_the_gateway_knows_how_much_of_each_environment_waits() -> None:
-    async with gateway(capacity=4) as (server, way_in), registered(server) as env:
+    async with gateway(capacity=4) as (server, receiver), registered(server) as env:
         await send(env, *map(scored_group, range(3)))
-        await received(way_in, 1)
-        await until(lambda: way_in.waiting(ENV_ID) == 2)
+        await received(receiver, 1)
+        await until(lambda: receiver.waiting(ENV_ID) == 2)
 
-        assert way_in.waiting(ENV_ID + 1) == 0
+        assert receiver.waiting(ENV_ID + 1) == 0
 
 
 async def test_a_server_that_is_no_gateway_gets_everything_over_http_after_one_warning(
@@ -290,13 +289,13 @@ async def test_a_gateway_on_another_host_gets_everything_over_http_after_one_war
 
 async def test_a_gateway_without_memory_for_one_more_gets_everything_over_http() -> None:
     async with (
-        gateway(max_environments=1) as (server, way_in),
+        gateway(max_environments=1) as (server, receiver),
         registered(server) as one,
         registered(server) as another,
     ):
         await send(one, scored_group(0))
         await send(another, scored_group(1))
-        groups = await received(way_in, 1)
+        groups = await received(receiver, 1)
 
     assert rewards(groups) == expected(0)
     assert [scored["scores"] for _, scored in server.posted] == [scored_group(1)["scores"]]
@@ -305,9 +304,9 @@ async def test_a_gateway_without_memory_for_one_more_gets_everything_over_http()
 async def test_a_group_that_no_channel_holds_goes_over_http_and_the_next_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with gateway(capacity_bytes=2**14) as (server, way_in), registered(server) as env:
+    async with gateway(capacity_bytes=2**14) as (server, receiver), registered(server) as env:
         await send(env, scored_group(0, tokens=3000), scored_group(1))
-        groups = await received(way_in, 1)
+        groups = await received(receiver, 1)
 
     assert [path for path, _ in server.posted] == ["/scored_data"]
     assert rewards(groups) == expected(1)
@@ -315,25 +314,25 @@ async def test_a_group_that_no_channel_holds_goes_over_http_and_the_next_does_no
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"masks": [[1]]}, "masks: expected lists of"),
         ({"overrides": [None, {}, {}, {}]}, "expected `object`, got `null` - at `$.overrides[0]`"),
         ({"generation_params": ["x"]}, "at `$.generation_params`"),
     ],
 )
-async def test_a_group_that_is_none_is_left_for_the_gateway_to_refuse(
-    changed: Scored, told: str, caplog: pytest.LogCaptureFixture
+async def test_an_invalid_group_is_sent_over_http_for_the_gateway_to_refuse(
+    changed: Scored, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = scored_group(0) | changed
     async with gateway() as (server, _), registered(server) as env:
         await send(env, wrong)
 
     assert server.posted == [("/scored_data", wrong | {"env_id": ENV_ID})]
-    assert told in caplog.text
+    assert message in caplog.text
 
 
-async def test_an_environment_without_an_id_sends_as_nobody() -> None:
+async def test_an_environment_without_an_id_sends_without_one() -> None:
     class Bare:
         """Has not come so far as to have an `env_id`."""
 
@@ -342,44 +341,44 @@ async def test_an_environment_without_an_id_sends_as_nobody() -> None:
 
         _send_scored_data_to_api = Environment._send_scored_data_to_api
 
-    async with gateway() as (server, way_in), registered(server, cast("type[Environment]", Bare)) as env:
+    async with gateway() as (server, receiver), registered(server, cast("type[Environment]", Bare)) as env:
         await send(env, scored_group(0))
-        [(env_id, _)] = await received(way_in, 1)
+        [(env_id, _)] = await received(receiver, 1)
 
     assert env_id is None
 
 
-async def test_a_gateway_that_is_started_again_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_connection_is_reopened_after_a_restart_of_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Server()) as server, registered(server) as env:
-        async with open_receiver() as way_in:
-            server.way_in = way_in.url
+        async with open_receiver() as receiver:
+            server.shm_url = receiver.url
             await send(env, scored_group(0))
-            before = await received(way_in, 1)
-        async with open_receiver() as way_in:
-            server.way_in = way_in.url
+            before = await received(receiver, 1)
+        async with open_receiver() as receiver:
+            server.shm_url = receiver.url
             await send(env, scored_group(1))
-            after = await received(way_in, 1)
+            after = await received(receiver, 1)
 
     assert rewards(before + after) == expected(0, 1)
     assert not server.posted
-    assert "gateway_gone" in caplog.text
+    assert "gateway_disconnected" in caplog.text
 
 
-async def test_when_a_gateway_goes_it_is_told_how_many_groups_were_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
+async def test_when_a_gateway_disconnects_the_groups_in_transit_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Server()) as server, registered(server) as env:
-        async with open_receiver() as way_in:
-            server.way_in = way_in.url
+        async with open_receiver() as receiver:
+            server.shm_url = receiver.url
             await send(env, scored_group(0), scored_group(1), scored_group(2))
-            await received(way_in, 1)
+            await received(receiver, 1)
             sender = sender_of(env)
             assert sender is not None
             await until(lambda: sender.statistics().items == 2)
-        await until(lambda: "gateway_gone" in caplog.text)
+        await until(lambda: "gateway_disconnected" in caplog.text)
 
-    assert "groups_on_the_way=2" in caplog.text
+    assert "groups_in_transit=2" in caplog.text
 
 
-async def test_groups_that_are_lost_with_their_gateway_are_told_to_the_sender() -> None:
+async def test_groups_that_are_lost_with_their_gateway_are_an_error_of_the_sender() -> None:
     async def submit_to_one_that_goes(server: Server, receiver: ShmReceiver) -> None:
         async with submitting(server.url) as submit_to:
             await submit_to([scored_group(0), scored_group(1)])
@@ -387,15 +386,15 @@ async def test_groups_that_are_lost_with_their_gateway_are_told_to_the_sender() 
             await receiver._inbox.aclose()
 
     async with gateway() as (server, receiver):
-        with pytest.raises(GatewayGone, match=r"got \d that it may not have received when it disconnected"):
+        with pytest.raises(GatewayDisconnected, match=r"got \d that it may not have received when it disconnected"):
             await submit_to_one_that_goes(server, receiver)
 
 
-async def test_a_gateway_that_does_not_come_back_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateway() as (server, way_in), registered(server) as env:
+async def test_a_gateway_that_does_not_return_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway() as (server, receiver), registered(server) as env:
         await send(env, scored_group(0))
-        await received(way_in, 1)
-        await way_in._inbox.aclose()
+        await received(receiver, 1)
+        await receiver._inbox.aclose()
         monkeypatch.setattr(submitter, "SHM_RECONNECT_TIMEOUT_S", 0.02)
 
         with pytest.raises(NobodyListens, match=rf"expected the gateway at {server.url} to return"):

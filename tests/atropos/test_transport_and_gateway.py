@@ -35,7 +35,7 @@ class Trains:
 
     goes_on: anyio.Event = field(default_factory=anyio.Event)
     by_env: Counter[int] = field(default_factory=Counter)
-    """Groups, by who sent them."""
+    """Number of groups by environment."""
     seen: set[GroupId] = field(default_factory=set)
     arrived: anyio.Event = field(default_factory=anyio.Event)
 
@@ -95,12 +95,12 @@ async def running(url: str, groups: int) -> AsyncIterator[Process]:
 
 
 async def counts(process: Process) -> dict[str, int]:
-    """What it says at its end."""
+    """Return what it prints at its end."""
     assert process.stdout is not None
-    said = b"".join([chunk async for chunk in process.stdout])
+    printed = b"".join([chunk async for chunk in process.stdout])
     assert await process.wait() == 0
-    told: dict[str, int] = json.loads(said)
-    return told
+    counted: dict[str, int] = json.loads(printed)
+    return counted
 
 
 async def test_of_two_environment_processes_one_is_killed_and_takes_nothing_with_it(
@@ -113,16 +113,16 @@ async def test_of_two_environment_processes_one_is_killed_and_takes_nothing_with
         async with running(url, groups=12) as other:
             await sink.has(1, 5)
             victim.kill()
-            told = await counts(other)
+            counted = await counts(other)
             await sink.has(1, 12)
 
-    assert (told["sent"], told["refused"], told["dropped"], told["cleanups"]) == (12, 0, 0, 12)
+    assert (counted["sent"], counted["refused"], counted["dropped"], counted["cleanups"]) == (12, 0, 0, 12)
     assert sink.by_env[1] == 12
     assert len(sink.seen) == sink.by_env.total()
     assert [record.getMessage().split()[0] for record in caplog.records] == ["peer_lost", "environment_lost"]
 
 
-async def test_a_token_in_the_url_opens_the_way_in_and_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_token_in_the_url_gives_access_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     sink = Trains()
     sink.goes_on.set()
@@ -131,14 +131,14 @@ async def test_a_token_in_the_url_opens_the_way_in_and_is_told_to_nobody(caplog:
         await env.register_env()
         await env._send_scored_data_to_api(scored_group(0))
         await sink.has(0, 1)
-        told = repr(vars(env)["_penstock_connection"]._opened.result())
+        shown = repr(vars(env)["_penstock_connection"]._opened.result())
     with anyio.fail_after(FAILSAFE_S):
         while "gateway_unreachable" not in caplog.text:  # noqa: ASYNC110 (there is no event)
             await anyio.sleep(0.001)
 
-    assert "http://127.0.0.1" in told
-    assert "gateway_gone" in caplog.text
-    assert TOKEN not in caplog.text + told
+    assert "http://127.0.0.1" in shown
+    assert "gateway_disconnected" in caplog.text
+    assert TOKEN not in caplog.text + shown
 
 
 async def test_flow_control_counts_what_came_through_shared_memory() -> None:
@@ -183,7 +183,7 @@ async def test_a_group_becomes_the_same_by_either_way(width: int | None) -> None
     assert one.teacher_ids.shape == (3, width or 3)
 
 
-async def test_what_is_larger_than_the_door_lets_through_at_once_comes_over_http(
+async def test_groups_larger_than_the_shared_memory_arrive_over_http(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sink = Keeps()

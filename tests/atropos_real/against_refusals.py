@@ -31,7 +31,7 @@ TRAINER = {"wandb_group": "", "wandb_project": "", "batch_size": 2, "max_token_l
 async def main():
     env = RegexEnv(config, [server], slurm=False)
     waiting = asyncio.create_task(env.register_env())
-    await asyncio.sleep(2)  # it asks every second, and is told to wait
+    await asyncio.sleep(2)  # it asks every second, and is answered that it must wait
     requests.post(f"{gateway}/register", json=TRAINER | {
         "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 9
     })

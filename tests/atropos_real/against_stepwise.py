@@ -125,7 +125,7 @@ def test_what_the_page_shows_runs() -> None:
     subprocess.run([sys.executable, "script.py"], check=True)
 
 
-async def test_tool_calls_of_several_turns_go_to_those_who_began_them(make: MakeEnvironment) -> None:
+async def test_tool_calls_of_several_turns_go_to_the_rollouts_that_began_them(make: MakeEnvironment) -> None:
     """Player 0 errs in the first turn, player 2 in the third; spelling and thoughts differ."""
     environment = make("tool_use_multiturn_server.py:MultiTurnToolCallingEnv")
     last: list[str] = []
@@ -201,7 +201,7 @@ def test_nodes_hold_what_was_sampled_and_thoughts_are_kept_in_them(probe: Blocki
     second = tokenizer.encode("z", add_special_tokens=False)
 
     _, begun = probe.reset(seed=0)
-    told, *_, after = probe.step(Action(text="<think>x</think>y", tokens=first, logprobs=[-0.5] * len(first)))
+    added, *_, after = probe.step(Action(text="<think>x</think>y", tokens=first, logprobs=[-0.5] * len(first)))
     probe.step(Action(text="z", tokens=second, logprobs=[-0.25]))
     *_, last = probe.step("done")
 
@@ -210,7 +210,7 @@ def test_nodes_hold_what_was_sampled_and_thoughts_are_kept_in_them(probe: Blocki
     assert after["input_ids"][: len(asked) + len(first)] == asked + first
     assert (
         tokenizer.decode(between)
-        == f"<|im_end|>{told}"
+        == f"<|im_end|>{added}"
         == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     )
     scored = last["scored"]

@@ -105,7 +105,7 @@ def serve(
         "config": folder / "servers.yaml",
         "slurm": "false",
     }
-    # Two of them: an environment whose `config_init` names one server asks at localhost:9004 whatever it is told else.
+    # Two of them: an environment whose `config_init` names one server asks at localhost:9004 in any case.
     server = {"base_url": f"{model}/v1", "model_name": str(workspace / "tokenizer"), "server_type": server_type}
     (folder / "servers.yaml").write_text(json.dumps({"openai": [server | {"api_key": "none"}] * 2}))
     flags = [part for name, value in said.items() for part in (f"--{name}", str(value))]

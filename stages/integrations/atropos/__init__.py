@@ -6,10 +6,9 @@ from .server.gateway import AtroposGateway
 from .server.limits import Limits
 from .server.serve import ServerConfig
 from .server.trainers import AtroposTrainers
-from .shm_transport import ShmTransport
 from .steps.messages import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem
-from .submitter import GatewayGone, submit, submitting
+from .submitter import GatewayDisconnected, ShmTransport, submit, submitting
 
 __all__ = [
     "Action",
@@ -18,7 +17,7 @@ __all__ = [
     "AtroposEnvironment",
     "AtroposGateway",
     "AtroposTrainers",
-    "GatewayGone",
+    "GatewayDisconnected",
     "Limits",
     "ServerConfig",
     "ShmTransport",

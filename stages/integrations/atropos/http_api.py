@@ -27,8 +27,16 @@ from ...engines.backoff import Backoff, jitter
 from ...engines.retry import RetryDecision, retry
 from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
-from .coercion import decode
-from .contract import SHM_PATH, BatchAnswer, Registered, RootAnswer, ShmAnswer, SubmitAnswer, TrainerRegistration
+from .contract import (
+    SHM_PATH,
+    BatchAnswer,
+    Registered,
+    RootAnswer,
+    ShmAnswer,
+    SubmitAnswer,
+    TrainerRegistration,
+    decode,
+)
 from .queue.records import Info
 
 __all__ = ["HttpApi"]

@@ -1,4 +1,4 @@
-"""submit: send groups to a gateway from environments that are not Atropos'. No pipeline and no registration is needed.
+"""Send groups to a gateway: `ShmTransport` from environments of Atropos, `submit` from others, without registration.
 
 A gateway on this host gets them through shared memory, any other server of the contract over HTTP. A submission that is
 sent again after a failure is accepted once: over HTTP by its idempotency key, through shared memory because a group is
@@ -7,12 +7,13 @@ sent again only where no gateway has received it.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import anyio
 import msgspec
@@ -43,12 +44,19 @@ from .translation import from_group, to_group
 if TYPE_CHECKING:
     from .http_api import HttpApi
 
-__all__ = ["GatewayGone", "Submitter", "submit", "submitting"]
+__all__ = ["GatewayDisconnected", "ShmTransport", "submit", "submitting"]
 
 log = get_logger("penstock.atropos")
 
 Group: TypeAlias = TrajectoryGroup | Mapping[str, Any]
 """A group, or a dict with the fields of Atropos' ScoredData."""
+
+Send: TypeAlias = Callable[[Any], Awaitable[Any]]
+
+E = TypeVar("E")
+
+METHOD = "_send_scored_data_to_api"
+"""The method of an environment that sends, behind all of its own filters."""
 
 REQUEST_TIMEOUT_S = 60.0
 """Bound on one attempt."""
@@ -69,7 +77,7 @@ ATTEMPTS = 2
 """Attempts to connect for the first time; the gateway may end between its answer and the handshake."""
 
 
-class GatewayGone(PenstockError):
+class GatewayDisconnected(PenstockError):
     """A gateway on this host disconnected, and may not have received all groups that were sent to it."""
 
 
@@ -86,7 +94,7 @@ async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None
 
     Raises:
         AtroposAPIError: the gateway refused them, or was unreachable for too long.
-        GatewayGone: the gateway on this host disconnected before it had them.
+        GatewayDisconnected: the gateway on this host disconnected before it had them.
         InvalidRecord: a dict has no JSON form.
         InvalidConfig: `url` is not an address, or `ca` cannot be read.
         MissingExtra: aiohttp is not installed.
@@ -142,7 +150,7 @@ class Submitter:
         self,
         groups: Group | Sequence[Group],
         origin: Mapping[str, Any],
-        foreign: Callable[[Any], Awaitable[Any]] | None = None,
+        foreign: Send | None = None,
     ) -> None:
         """Send groups; `origin` are arguments of `to_group`, `foreign` sends to a server that is no gateway."""
         listed = [groups] if isinstance(groups, Mapping | TrajectoryGroup) else list(groups)
@@ -247,11 +255,11 @@ class ShmSender:
         """Look for the gateway, hold the connection, and look again when it is lost; return where there is none.
 
         Raises:
-            GatewayGone: a gateway disconnected that may not have received all groups.
+            GatewayDisconnected: a gateway disconnected that may not have received all groups.
         """
         await self._stay_connected()
         if self._lost:
-            raise GatewayGone(
+            raise GatewayDisconnected(
                 f"expected the gateway at {self._url} to receive every group, got {self._lost} that it may not have "
                 f"received when it disconnected; groups that it had received and not trained are lost, too"
             )
@@ -298,7 +306,7 @@ class ShmSender:
     def _note_lost(self, sender: RemoteSender[TrajectoryGroup]) -> None:
         if sender.failure is not None:
             items = sender.statistics().items  # groups that the gateway had taken are lost too; it alone knew of them
-            log.warning("gateway_gone", url=self._url, reason=str(sender.failure), groups_on_the_way=items)
+            log.warning("gateway_disconnected", url=self._url, reason=str(sender.failure), groups_in_transit=items)
             self._lost += items
 
     async def _cancel_at_close(self, scope: anyio.CancelScope) -> None:
@@ -309,3 +317,117 @@ class ShmSender:
         log.warning("sending_over_http", url=self._url, reason=reason)
         self._unusable = reason
         self._changed.wake_all()
+
+
+# -- from environments of Atropos --------------------------------------------------------------------------------------
+
+
+class ShmTransport:
+    """Mixed in before an environment's class, or attached to an environment, it sends through shared memory.
+
+        class MyEnv(ShmTransport, TheirEnv): ...
+        env = ShmTransport.attach(TheirEnv(config, servers))
+
+    It overrides the one method behind all of the environment's own filters. Registration and flow control stay HTTP,
+    so the gateway knows the environment, and reports the true depth to it. To a gateway on another host groups go over
+    HTTP, after one warning; to a server that is no gateway the environment itself sends them. Uses only the names
+    `config`, `env_id` and `curr_step` of Atropos.
+    """
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        parent: Any = super()
+        await _connection_of(self).send(scored_data, getattr(parent, METHOD))
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse an order of bases in which the environment's own method would be called, and not this one.
+
+        Raises:
+            TypeError: naming the class that must come second.
+        """
+        super().__init_subclass__(**options)
+        order = cls.__mro__[1:]
+        before = [base for base in order[: order.index(ShmTransport)] if METHOD in vars(base)]
+        if before and not any(METHOD in vars(base) for base in order[order.index(ShmTransport) + 1 :]):
+            name = before[0].__name__
+            raise TypeError(f"expected class {cls.__name__}(ShmTransport, {name}), got {name} before ShmTransport")
+
+    @staticmethod
+    def attach(env: E, *, token: str | None = None, ca: str | None = None) -> E:
+        """Make `env`, and no other environment of its class, send through shared memory; return it.
+
+        `token` and `ca` are for HTTP, as in `submit`. The environment's own requests know neither: they take a token
+        from the password of `rollout_server_url`, and a CA from the variable SSL_CERT_FILE.
+
+        Raises:
+            TypeError: it is no environment of Atropos.
+        """
+        by_http = getattr(env, METHOD, None)
+        if by_http is None:
+            raise TypeError(f"expected an environment of Atropos, with {METHOD}, got a {type(env).__name__}")
+        connection = _connection_of(env, token, ca)
+        if isinstance(env, ShmTransport):
+            return env
+
+        async def send(scored_data: Any) -> None:
+            await connection.send(scored_data, by_http)
+
+        setattr(env, METHOD, send)
+        return env
+
+
+def _connection_of(env: Any, token: str | None = None, ca: str | None = None) -> _ShmConnection:
+    """Return the connection of `env`, which opens with its first group: after the environment has registered."""
+    connection = vars(env).get("_penstock_connection")
+    if connection is None:
+        connection = env._penstock_connection = _ShmConnection(env, token, ca)  # noqa: SLF001 (a name Atropos has no use for)
+    return cast("_ShmConnection", connection)
+
+
+class _ShmConnection:
+    """An environment's connection to its gateway.
+
+    A separate task keeps it open, so that a cancelled worker, or a `cleanup()`, does not close it; it
+    ends with the event loop.
+    """
+
+    def __init__(self, env: Any, token: str | None, ca: str | None) -> None:
+        load_http_api("ShmTransport")
+        self._env = env
+        self._access = {"token": token, "ca": ca}
+        self._opened: asyncio.Future[Submitter] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def send(self, scored_data: Mapping[str, Any] | Sequence[Mapping[str, Any]], by_http: Send) -> None:
+        """Send one group, or several, waiting for credit if need be. Cancelled, it has not sent the current group.
+
+        Raises:
+            AtroposAPIError: the gateway refused it, or was unreachable for too long.
+            NobodyListens: the gateway on this host disconnected, and did not return in time.
+        """
+        env, env_id = self._env, getattr(self._env, "env_id", None)
+        name = getattr(env.config, "wandb_name", None) or type(env).__name__  # the gateway replaces it
+        origin = {"env": str(name), "policy_version": getattr(env, "curr_step", 0)}
+        submitter = await self._submitter()
+        if isinstance(scored_data, Mapping):
+            await submitter.send({**scored_data, "env_id": env_id}, origin, by_http)
+        else:
+            await submitter.send([{**each, "env_id": env_id} for each in scored_data], origin, by_http)
+
+    async def _submitter(self) -> Submitter:
+        if self._task is None or self._task.done():
+            self._opened = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._keep_open(self._opened), name="penstock atropos transport")
+        assert self._opened is not None  # noqa: S101 (set with the task)
+        return await asyncio.shield(self._opened)
+
+    async def _keep_open(self, opened: asyncio.Future[Submitter]) -> None:
+        url = str(self._env.config.rollout_server_url).rstrip("/")
+        name = f"environment {getattr(self._env, 'env_id', None)}"
+        try:
+            async with submitting(url, **self._access, name=name) as submitter:
+                opened.set_result(submitter)
+                await anyio.sleep_forever()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)

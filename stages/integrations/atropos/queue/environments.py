@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ..contract import EnvRegistration
-from .packing import exact_subset
+from .batches import exact_subset
 from .records import InvalidRegistration, Submission, UnknownEnvironment, UnpackableGroupSize
 from .scheduling import MIN_SHARE
 

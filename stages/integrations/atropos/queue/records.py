@@ -1,10 +1,11 @@
-"""Values that enter and leave the queue, and the errors that it raises.
+"""Values that enter and leave the queue, the receipts that it remembers, and the errors that it raises.
 
 Fields have the names of the Atropos contract where it has them, so that these values are its JSON.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import ClassVar, Generic, TypeVar
@@ -15,6 +16,7 @@ __all__ = [
     "Batch",
     "EnvAdmitted",
     "EnvStatus",
+    "IdempotencyCache",
     "Info",
     "InvalidRegistration",
     "NoTrainer",
@@ -31,6 +33,12 @@ __all__ = [
 ]
 
 G = TypeVar("G")
+
+REMEMBERED_S = 600.0
+"""Time for which a repeated submission is recognised: longer than `submit` and the original client retry."""
+
+MAX_REMEMBERED = 65_536
+"""Receipts that are remembered; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,32 @@ class Receipt:
     """Sequences now in the buffer of the last buffered group's environment; None if none was buffered."""
     duplicate: bool = field(default=False, compare=False)
     """True if the same body was accepted before, and its answer could not be delivered."""
+
+
+class IdempotencyCache:
+    """Receipts of submissions that may be repeated, each given once to the next sender of the same digest.
+
+    The digest is of the submission's idempotency key. Of one without a key it is of the body, and only a body whose
+    sender disconnected before the answer is remembered: a sender that was answered may submit equal bytes on purpose;
+    one that was not has seen no submission of these bytes succeed, so the next one that is answered is the first to
+    succeed. The env_id is part of the body, so no other environment gets the receipt.
+    """
+
+    def __init__(self) -> None:
+        self._receipts: OrderedDict[bytes, tuple[Receipt, float]] = OrderedDict()
+        """By digest, with the time at which each is forgotten, the earliest first."""
+
+    def remember(self, now: float, digest: bytes, receipt: Receipt) -> None:
+        """Keep a receipt."""
+        self._receipts[digest] = receipt, now + REMEMBERED_S
+        self._receipts.move_to_end(digest)
+        if len(self._receipts) > MAX_REMEMBERED:
+            self._receipts.popitem(last=False)
+
+    def pop(self, now: float, digest: bytes) -> Receipt | None:
+        """Return the receipt of this digest, if there is one, and forget it."""
+        receipt, until = self._receipts.pop(digest, (None, 0.0))
+        return receipt if now < until else None
 
 
 @dataclass(frozen=True, slots=True)

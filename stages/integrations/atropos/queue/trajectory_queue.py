@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 
 from ....._pipeline.accounting.telemetry import get_logger
 from ..contract import EnvRegistration, TrainerRegistration
+from .batches import MAX_BATCH_SIZE, LeaseTable, PreparedBatch, StallDetector, form_batch, unpackable
 from .environments import Allocation, EnvBuffer, Environment, Environments, QueueDepth
-from .leases import IdempotencyCache, LeaseTable, PreparedBatch
-from .packing import MAX_BATCH_SIZE, StallDetector, form_batch, unpackable
 from .records import (
     Batch,
     EnvAdmitted,
     EnvStatus,
+    IdempotencyCache,
     Info,
     InvalidRegistration,
     NoTrainer,
@@ -165,10 +165,10 @@ class TrajectoryQueue(Generic[G]):
         """Remove the shares and minima of environments whose heartbeat timed out, and log stalls."""
         if expired := self._envs.expire(now):
             for env in expired:
-                log.warning("environment_silent", name=env.name, silent_s=now - env.last_request)
+                log.warning("environment_timed_out", name=env.name, idle_s=now - env.last_request)
                 self._release(env)
             self._allocate()
-        self._stalls.look(now, self.stalls)
+        self._stalls.check(now, self.stalls)
 
     def _release(self, env: Environment[G]) -> None:
         """Queue the buffered groups of an environment that left: no other group will complete them."""

@@ -27,14 +27,7 @@ from starlette.types import Receive, Scope, Send
 from ....._pipeline.errors import PenstockError
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import InvalidRecord, TrajectoryGroup
-from ..coercion import decode
-from ..contract import (
-    EnvReference,
-    EnvRegistration,
-    TrainerRegistration,
-    Untrainable,
-    decode_scored,
-)
+from ..contract import EnvReference, EnvRegistration, TrainerRegistration, Untrainable, decode, decode_scored
 from ..queue.records import (
     Batch,
     EnvStatus,
@@ -48,8 +41,8 @@ from ..queue.records import (
     WandbInfo,
 )
 from ..queue.trajectory_queue import TrajectoryQueue
-from .backend import Backend
 from .limits import Bodies, BodyRefused, Limits, RequestRejections
+from .serve import Backend
 from .shm_receiver import ShmIngest
 
 __all__ = ["Endpoints"]

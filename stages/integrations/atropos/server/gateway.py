@@ -27,8 +27,7 @@ from ..contract import ScoredData, TrainerRegistration
 from ..queue.records import Submission
 from ..queue.trajectory_queue import DEFAULT_HEARTBEAT_TIMEOUT_S, TrajectoryQueue
 from ..translation import as_if_sent, from_group, to_group
-from .backend import Backend
-from .serve import Listening, ServerConfig, open_server
+from .serve import Backend, Listening, ServerConfig, open_server
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.errors import PenstockError
 from ....._schemas.numbers import normalize_counts, normalize_numbers
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 __all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RequestRejections"]
 
@@ -93,14 +96,6 @@ class BodyRefused(PenstockError):
         self.status = status
 
 
-class Incoming(Protocol):
-    """The body of a request."""
-
-    def stream(self) -> AsyncIterator[bytes]:
-        """Return the pieces of the body in order."""
-        ...
-
-
 @dataclass(slots=True)
 class Bodies:
     """Reads the bodies of concurrent requests. The size of each as it is sent is bounded by the web framework."""
@@ -110,7 +105,7 @@ class Bodies:
     """Bytes of all bodies that are being read."""
 
     @asynccontextmanager
-    async def read(self, request: Incoming) -> AsyncGenerator[bytes]:
+    async def read(self, request: Request) -> AsyncGenerator[bytes]:
         """Yield the body as it was sent; it counts as held within the `async with`.
 
         Raises:

@@ -30,10 +30,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ....._pipeline.errors import InvalidConfig
 from ..queue.trajectory_queue import TrajectoryQueue
 from .app import application, refusal
-from .backend import Backend
 from .endpoints import Endpoints
 from .limits import Limits, RequestRejections
-from .serve import ServerConfig
+from .serve import Backend, ServerConfig
 from .shm_receiver import ShmIngest, open_receiver
 
 __all__ = ["RunningGateway", "run_server"]

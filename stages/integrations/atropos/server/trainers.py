@@ -26,8 +26,7 @@ from ....sink_trainer import batch_metrics
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group
-from .backend import Backend
-from .serve import Listening, ServerConfig, open_server
+from .serve import Backend, Listening, ServerConfig, open_server
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import os.path
+import re
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -19,13 +21,16 @@ import msgspec
 
 from ....._pipeline.errors import PenstockError
 from ....._schemas import StopReason
-from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, StepResult
-from .scoring import reward_of, sampled, scored_by, without_thoughts
+from ..contract import BY_TOKEN, UNTRAINED
+from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, NotScored, StepResult
 
-__all__ = ["Episode", "EpisodeConfig", "EpisodeOver", "ModelCall", "Seat", "current_episode", "failure_of"]
+__all__ = ["Episode", "EpisodeConfig", "EpisodeOver", "ModelCall", "Seat", "current_episode", "failure_of", "sampled"]
 
 SIMILAR = 0.5
 """Share of a conversation's prompt that a later prompt has to begin with in order to count as its continuation."""
+
+OF_A_GROUP = frozenset({"generation_params", "group_overrides", "images", "env_id"})
+"""Fields that have no entry for each sequence."""
 
 _current: contextvars.ContextVar[Episode] = contextvars.ContextVar("penstock_atropos_episode")
 
@@ -81,12 +86,14 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class Seat:
-    """The part of one step-wise environment in an episode; a `MessageSource`."""
+    """The part of one step-wise environment in an episode."""
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.text: str | None = None
+        """Text of the last action; None before the first."""
         self.tokens: Sequence[int] | None = None
+        """The whole sequence, if it is known."""
         self.actions: list[Action] = []
         """All actions so far."""
         self._last: tuple[ModelCall, Action] | None = None
@@ -265,3 +272,152 @@ def _outcome(seat: Seat, row: dict[str, Any] | None) -> StepResult | Failure:
         return StepResult("", reward_of(row), over=True, info={"scored": sampled(row or {}, seat.actions)})
     except Exception as error:  # noqa: BLE001 (reported to the player)
         return failure_of(error)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def scored_by(result: Any, seats: Sequence[Seat], tokenizer: Any) -> list[dict[str, Any] | None]:
+    """Return the row of each seat in the result of the environment; the last one of several.
+
+    Environments shuffle rows and leave some out, so a row is not matched by its position, but by its tokens, by its
+    messages, or by the text of its trained tokens. A row that matches no seat is dropped.
+
+    Raises:
+        TypeError: the result is none that Atropos would accept.
+    """
+    matched: list[dict[str, Any] | None] = [None] * len(seats)
+    for rows in _groups(result):
+        left = list(range(len(seats)))
+        for row in rows:
+            found = _owner(row, [seats[index] for index in left], tokenizer, alone=len(rows) == len(seats) == 1)
+            if found is not None:
+                matched[left.pop(found)] = row
+    return matched
+
+
+def reward_of(row: Mapping[str, Any] | None) -> float:
+    """Return the score of a row.
+
+    Raises:
+        NotScored: there is none, or it is no finite number.
+    """
+    if row is None:
+        raise NotScored(
+            "expected the environment to score this episode, got no score: it may drop groups whose scores are equal, "
+            "where a group_size of more than 1 helps, or answers that are short"
+        )
+    score = float(row["scores"])
+    if not math.isfinite(score):
+        raise NotScored(f"expected a finite score, got {score}")
+    return score
+
+
+# -- sampled columns ---------------------------------------------------------------------------------------------------
+
+
+def sampled(row: Mapping[str, Any], actions: Sequence[Action]) -> dict[str, Any]:
+    """Return `row` without token ids and the fields by token, unless exactly those train that came with `actions`.
+
+    Environments encode text to ids, and invent log-probabilities: neither was sampled.
+    """
+    given = [int(token) for action in actions for token in action.tokens or ()]
+    logprobs: list[float | None] = []
+    for action in actions:
+        logprobs += action.logprobs or [None] * len(action.tokens or ())
+    trained = [at for at, mask in enumerate(row.get("masks") or ()) if mask != UNTRAINED]
+    start = _last(given, [int(row["tokens"][at]) for at in trained])
+    invented: set[str] = set()
+    if start is None:
+        invented = {"tokens", *BY_TOKEN}
+    elif not _equal(row.get("inference_logprobs"), dict(zip(trained, logprobs[start:], strict=False))):
+        invented = {"inference_logprobs"}
+    return {name: value for name, value in row.items() if name not in invented}
+
+
+def _last(given: list[int], wanted: list[int]) -> int | None:
+    """Return the start of the last occurrence of `wanted`; None if it does not occur, or is empty."""
+    starts = range(len(given) - len(wanted), -1, -1) if wanted else ()
+    return next((start for start in starts if given[start : start + len(wanted)] == wanted), None)
+
+
+def _equal(row: Any, logprobs: Mapping[int, float | None]) -> bool:
+    """Return whether `row` is None, or has these, to the precision of float32."""
+    return row is None or all(
+        logprob is not None and at < len(row) and _close(row[at], logprob) for at, logprob in logprobs.items()
+    )
+
+
+def _close(value: Any, logprob: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, logprob, rel_tol=1e-6, abs_tol=1e-6)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _groups(result: Any) -> Iterator[list[dict[str, Any]]]:
+    scored = result[0] if isinstance(result, tuple) else result
+    for group in scored if isinstance(scored, list) else [scored]:
+        if group is None:
+            continue
+        if not isinstance(group, Mapping) or "scores" not in group:
+            raise TypeError(f"expected scored data, a list of them or None, got {type(group).__name__}")
+        yield _rows(group)
+
+
+def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not hasattr(group["scores"], "__len__"):
+        return [dict(group)]
+    count = len(group["scores"])
+    return [{name: _entry(name, value, index, count) for name, value in group.items()} for index in range(count)]
+
+
+def _entry(name: str, value: Any, index: int, count: int) -> Any:
+    by_sequence = name not in OF_A_GROUP and hasattr(value, "__len__") and len(value) == count
+    return value[index] if by_sequence else value
+
+
+# -- matching ----------------------------------------------------------------------------------------------------------
+
+
+def _owner(row: Mapping[str, Any], seats: Sequence[Seat], tokenizer: Any, *, alone: bool) -> int | None:
+    """Return the index of the seat whose answers `row` holds; None if it matches none.
+
+    Environments reformat answers, and templates strip thoughts, so the comparison ignores both.
+    """
+    if alone:
+        return 0
+    for index, seat in enumerate(seats):
+        if seat.tokens is not None and list(seat.tokens) == list(row.get("tokens") or ()):
+            return index
+    answer = _answer_text(row, tokenizer)
+    for normalize in (squeezed, without_thoughts):
+        texts = {index: normalize(seat.text) for index, seat in enumerate(seats) if seat.text is not None}
+        end = None if answer is None else normalize(answer)
+        fits = [index for index, text in texts.items() if end is not None and (end.endswith(text) if text else not end)]
+        if fits:
+            return max(fits, key=lambda index: len(texts[index]))
+    return None
+
+
+def _answer_text(row: Mapping[str, Any], tokenizer: Any) -> str | None:
+    """Return text that ends with the last answer of a row; None if the row holds none."""
+    messages = row.get("messages")
+    if messages:
+        answers = [message for message in messages if message["role"] == "assistant"]
+        return str(answers[-1]["content"]) if answers else None
+    if tokenizer is None or not row.get("tokens"):
+        return None
+    trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != UNTRAINED]
+    end = getattr(tokenizer, "eos_token", None) or ""
+    return str(tokenizer.decode(trained)).strip().removesuffix(end)
+
+
+def squeezed(text: str) -> str:
+    """Return `text` without white space."""
+    return "".join(text.split())
+
+
+def without_thoughts(text: str) -> str:
+    """Return `text` without white space and without the text between <think> and </think>."""
+    return squeezed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL))

@@ -1,21 +1,32 @@
-"""Form batches of exactly `batch_size` sequences, and find the causes if none can be formed.
+"""Batches of exactly `batch_size` sequences: form them, find the causes if none can be formed, lease them to trainers.
 
-Pure functions of the groups that wait and of the order in which they leave. The work and the memory of one call
-are bounded, for all sizes: see WORK_BITS.
+Forming is done by pure functions of the groups that wait and of the order in which they leave. The work and the memory
+of one call are bounded, for all sizes: see WORK_BITS. No clock, no I/O.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ....._pipeline.accounting.telemetry import get_logger
+from .records import Batch, UnknownLease
 from .scheduling import PendingGroups, QueuedGroup
 
-__all__ = ["MAX_BATCH_SIZE", "StallDetector", "exact_subset", "form_batch", "unpackable"]
+__all__ = [
+    "MAX_BATCH_SIZE",
+    "LeaseTable",
+    "PreparedBatch",
+    "StallDetector",
+    "exact_subset",
+    "form_batch",
+    "unpackable",
+]
 
 G = TypeVar("G")
 
@@ -27,8 +38,11 @@ that they consider the first so many groups."""
 
 LOOK_BACK_FACTOR = 4
 
-LOOK_S = 5.0
-"""Time between two looks for stalls."""
+CHECK_INTERVAL_S = 5.0
+"""Time between two checks for stalls."""
+
+LEASE_BITS = 53
+"""Leases are random, so that none from before a restart is valid after it; 53 bits are exact numbers in any JSON."""
 
 log = get_logger("penstock.atropos.queue")
 
@@ -185,22 +199,86 @@ def _sums(sizes: Iterable[int], most: int) -> int:
 
 
 class StallDetector:
-    """Logs each stall once when two looks found it, and once when it is resolved; most waits are short."""
+    """Logs each stall once when two checks found it, and once when it is resolved; most waits are short."""
 
     def __init__(self) -> None:
         self._due = -math.inf
         self._seen: set[str] = set()
-        """At the last look."""
+        """At the last check."""
         self._logged: set[str] = set()
 
-    def look(self, now: float, stalls: Callable[[], Iterable[str]]) -> None:
-        """Look for stalls if LOOK_S have passed since the last look."""
+    def check(self, now: float, stalls: Callable[[], Iterable[str]]) -> None:
+        """Check for stalls if CHECK_INTERVAL_S has passed since the last check."""
         if now < self._due:
             return
-        self._due = now + LOOK_S
+        self._due = now + CHECK_INTERVAL_S
         before, self._seen = self._seen, {*stalls()}
         for reason in sorted(self._seen & before - self._logged):
             log.warning("stalled", reason=reason)
         for reason in sorted(self._logged - self._seen):
             log.info("stall_resolved", reason=reason)
         self._logged = self._seen & (before | self._logged)
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PreparedBatch(Generic[G]):
+    """A batch that was formed and is not acknowledged."""
+
+    number: int
+    """Its place in the order of forming."""
+    batch_id: str
+    groups: list[QueuedGroup[G]]
+    due: float = math.inf
+    """Time at which its lease ends. It may still be acknowledged until it is leased again."""
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences of all groups."""
+        return sum(queued.sequences for queued in self.groups)
+
+    def batch(self, lease: int) -> Batch[G]:
+        """Return it as a trainer gets it."""
+        return Batch(tuple(queued.submission for queued in self.groups), lease, self.batch_id)
+
+
+class LeaseTable(Generic[G]):
+    """The batches that trainers have: each under one lease, until it is acknowledged or leased again."""
+
+    def __init__(self) -> None:
+        self._leased: dict[int, PreparedBatch[G]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leased)
+
+    def lend(self, prepared: PreparedBatch[G], due: float) -> Batch[G]:
+        """Return the batch under a new lease."""
+        lease = secrets.randbits(LEASE_BITS)
+        prepared.due = due
+        self._leased[lease] = prepared
+        return prepared.batch(lease)
+
+    def acknowledge(self, lease: int) -> PreparedBatch[G]:
+        """End the lease and return its batch.
+
+        Raises:
+            UnknownLease: it does not exist.
+        """
+        if lease not in self._leased:
+            raise UnknownLease(
+                f"expected the lease of an outstanding batch, got {lease}: it was acknowledged before, or was not in "
+                f"time and the batch was leased again"
+            )
+        return self._leased.pop(lease)
+
+    def return_batch(self, lease: int) -> None:
+        """Make the batch due at once, if this lease still exists."""
+        if lease in self._leased:
+            self._leased[lease].due = -math.inf
+
+    def pop_due(self, now: float) -> PreparedBatch[G] | None:
+        """End the lease of the earliest batch that is due, and return that batch."""
+        due = [lease for lease, prepared in self._leased.items() if prepared.due <= now]
+        return self._leased.pop(min(due, key=lambda lease: self._leased[lease].number)) if due else None
