@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -30,11 +30,11 @@ __all__ = [
     "EnvironmentFailed",
     "GenerateFn",
     "OutsideEnvironment",
+    "RolloutFn",
     "RolloutResult",
     "ScoredDataset",
     "StepEnvironment",
-    "Task",
-    "Tasks",
+    "TaskFn",
     "open_tasks",
 ]
 
@@ -103,35 +103,20 @@ GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awa
 """Returns the policy's completion of the turns so far; None where no token is left for one."""
 
 
-class Task(Protocol):
-    """One prompt of an environment."""
+RolloutFn: TypeAlias = Callable[[int, GenerateFn], Coroutine[Any, Any, RolloutResult]]
+"""Does one rollout of a prompt, given the number of the repetition.
 
-    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:
-        """Do one rollout.
+Raises EnvironmentFailed if the environment raises."""
 
-        Raises:
-            EnvironmentFailed: the environment raised.
-        """
-        ...
-
-
-class Tasks(Protocol):
-    """An opened environment: prompts by number."""
-
-    async def task(self, number: int) -> Task:
-        """Return prompt `number`, counted from 0.
-
-        Raises:
-            EnvironmentFailed: the environment raised.
-        """
-        ...
+TaskFn: TypeAlias = Callable[[int], Coroutine[Any, Any, RolloutFn]]
+"""Begins a prompt, given its number from 0 on, and returns the function of its rollouts; raises as a RolloutFn."""
 
 
 @asynccontextmanager
 async def open_tasks(
     make_env: Callable[[], Environment], tokenizer: Tokenizer | None, *, threads: int, seed: int
-) -> AsyncIterator[Tasks]:
-    """Make the environment, and close it and its copies when the body ends.
+) -> AsyncIterator[TaskFn]:
+    """Make the environment, yield the function of its prompts, and close it and its copies when the body ends.
 
     Args:
         make_env: called once, and for a step-wise environment once more for each concurrent rollout.
@@ -145,19 +130,19 @@ async def open_tasks(
     """
     caller = _Caller(Threads(threads))
     try:
-        first = await caller.plain(make_env)
+        first = await caller.threads.call(make_env)
         if isinstance(first, OutsideEnvironment):
-            yield _Outside(first, caller)
+            yield _OutsideTasks(first, caller).begin
         elif not isinstance(first, ScoredDataset | StepEnvironment):
             raise InvalidPipeline(_not_an_environment(first))
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
-            yield _DatasetTasks(first, caller, tokenizer)
+            yield _DatasetTasks(first, caller, tokenizer).begin
         else:
-            pool = _EnvPool(make_env, first, caller, tokenizer)
+            pool = _EnvPool(make_env, first, caller)
             try:
-                yield _EpisodeTasks(pool, tokenizer, seed)
+                yield _EpisodeTasks(pool, tokenizer, seed).begin
             finally:
                 await pool.close()
     finally:
@@ -172,31 +157,21 @@ def _not_an_environment(found: object) -> str:
 
 
 class _Caller:
-    """Calls environments: plain functions in threads, coroutine functions here."""
+    """Calls environments, and converts the values that they return."""
 
     def __init__(self, threads: Threads) -> None:
         self.threads = threads
 
-    async def plain(self, function: Callable[[], Any], began: Callable[[Call], None] | None = None) -> Any:
-        """Return the result of `function`; `began` receives the call if it runs in a thread."""
-        if inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function):
-            return await function()
-        call = self.threads.start(function)
-        if began is not None:
-            began(call)
-        value = await call
-        return await value if inspect.isawaitable(value) else value
-
     async def __call__(
         self, function: Callable[[], Any], take: Callable[[Any], Any], began: Callable[[Call], None] | None = None
     ) -> Any:
-        """Return `take` of the result of `function`.
+        """Return `take` of the result of `function`; `began` receives the call if it runs in a thread.
 
         Raises:
             EnvironmentFailed: either raised.
         """
         try:
-            return take(await self.plain(function, began))
+            return take(await self.threads.call(function, began))
         except (Exception, SystemExit) as error:
             raise EnvironmentFailed(f"environment raised {type(error).__name__}: {error}".rstrip(": ")) from error
 
@@ -212,38 +187,23 @@ class _DatasetTasks:
         self._caller = caller
         self._tokenizer = tokenizer
 
-    async def task(self, number: int) -> Task:
+    async def begin(self, number: int) -> RolloutFn:
         def question() -> tuple[Mapping[str, Any], NDArray[np.int32]]:
             entry = self._dataset[number % len(self._dataset)]
             return entry, _prompt(self._tokenizer, entry["question"])
 
-        entry, prompt = await self._caller(question, _unchanged)
-        return _DatasetTask(self._dataset, entry, prompt, self._caller, self._tokenizer)
+        return partial(self._rollout, *await self._caller(question, _unchanged))
 
-
-class _DatasetTask:
-    def __init__(
-        self,
-        dataset: ScoredDataset,
-        entry: Mapping[str, Any],
-        prompt: NDArray[np.int32],
-        caller: _Caller,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self._dataset = dataset
-        self._entry = entry
-        self._prompt = prompt
-        self._caller = caller
-        self._tokenizer = tokenizer
-
-    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
-        completion = await generate([self._prompt])
+    async def _rollout(
+        self, entry: Mapping[str, Any], prompt: NDArray[np.int32], _: int, generate: GenerateFn
+    ) -> RolloutResult:
+        completion = await generate([prompt])
         if completion is None:
-            return RolloutResult(turns=[self._prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
+            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
         text = _text(self._tokenizer, completion)
-        reward = await self._caller(partial(self._dataset.score_answer, text, self._entry), _reward)
+        reward = await self._caller(partial(self._dataset.score_answer, text, entry), _reward)
         return RolloutResult(
-            turns=[self._prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
+            turns=[prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
         )
 
 
@@ -253,15 +213,12 @@ class _DatasetTask:
 class _EnvPool:
     """Instances of a step-wise environment, one for each concurrent rollout, reused."""
 
-    def __init__(
-        self, make_env: Callable[[], Environment], first: StepEnvironment, caller: _Caller, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, make_env: Callable[[], Environment], first: StepEnvironment, caller: _Caller) -> None:
         self._make_env = make_env
-        self._free = [_PooledEnv(first, caller, tokenizer)]
+        self._free = [_PooledEnv(first, caller)]
         self._retired: list[_PooledEnv] = []
         """Not used again; closed at the end, because their `close` must be awaited."""
         self._caller = caller
-        self._tokenizer = tokenizer
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[_PooledEnv]:
@@ -276,7 +233,7 @@ class _EnvPool:
         self._free.append(env)
 
     async def _make(self) -> _PooledEnv:
-        return _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller, self._tokenizer)
+        return _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller)
 
     async def close(self) -> None:
         """Close every instance and wait for the calls to return."""
@@ -299,52 +256,33 @@ class _Step(NamedTuple):
 class _PooledEnv:
     """One instance of a step-wise environment, used by one rollout at a time."""
 
-    def __init__(self, env: StepEnvironment, caller: _Caller, tokenizer: Tokenizer) -> None:
-        self._env = env
+    def __init__(self, env: StepEnvironment, caller: _Caller) -> None:
+        self.env = env
         self._caller = caller
-        self._tokenizer = tokenizer
         self._last: Call | None = None
         """The latest call, which may still run if its rollout was cancelled."""
 
-    async def reset(self, seed: int) -> NDArray[np.int32]:
-        """Start an episode and return its prompt."""
+    async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
+        """Return `take` of the result of `function`, a method of the environment; see `_Caller`."""
+        return await self._caller(function, take, self._began)
 
-        def take(started: Any) -> NDArray[np.int32]:
-            return _prompt(self._tokenizer, started[0])
-
-        prompt: NDArray[np.int32] = await self._call(partial(self._env.reset, seed=seed), take)
-        return prompt
-
-    async def step(self, action: str) -> _Step:
-        """Do `action` and return its outcome."""
-
-        def take(outcome: Any) -> _Step:
-            observation, reward, terminated, truncated, _ = outcome
-            return _Step(_tokens(self._tokenizer, observation), _reward(reward), bool(terminated), bool(truncated))
-
-        step: _Step = await self._call(partial(self._env.step, action), take)
-        return step
+    def _began(self, call: Call) -> None:
+        self._last = call
 
     async def close(self) -> None:
         """Call the environment's `close`, if it has one."""
-        close = getattr(self._env, "close", None)
+        close = getattr(self.env, "close", None)
         if close is not None:
-            await self._call(close, _unchanged)
+            await self.call(close, _unchanged)
 
     def discard(self) -> bool:
         """Close it, without waiting, after its current call returns; return False if `close` must be awaited."""
-        close = getattr(self._env, "close", None)
+        close = getattr(self.env, "close", None)
         if inspect.iscoroutinefunction(close):
             return False
         if close is not None and self._last is not None:
             self._last.then(lambda: self._caller.threads.start(close))
         return True
-
-    async def _call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
-        return await self._caller(function, take, self._began)
-
-    def _began(self, call: Call) -> None:
-        self._last = call
 
 
 class _EpisodeTasks:
@@ -355,27 +293,22 @@ class _EpisodeTasks:
         self._tokenizer = tokenizer
         self._seed = seed
 
-    async def task(self, number: int) -> Task:
-        return _EpisodeTask(self._pool, self._tokenizer, self._seed + number)
+    async def begin(self, number: int) -> RolloutFn:
+        return partial(self._rollout, self._seed + number)
 
-
-class _EpisodeTask:
-    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, seed: int) -> None:
-        self._pool = pool
-        self._tokenizer = tokenizer
-        self._seed = seed
-
-    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (all repetitions begin alike)
+    async def _rollout(self, seed: int, _: int, generate: GenerateFn) -> RolloutResult:
         async with self._pool.acquire() as env:
-            return await self._play(env, generate)
+            return await self._play(env, seed, generate)
 
-    async def _play(self, env: _PooledEnv, generate: GenerateFn) -> RolloutResult:
-        turns: list[NDArray[np.int32] | Completion] = [await env.reset(self._seed)]
+    async def _play(self, env: _PooledEnv, seed: int, generate: GenerateFn) -> RolloutResult:
+        prompt = await env.call(partial(env.env.reset, seed=seed), self._prompt_of)
+        turns: list[NDArray[np.int32] | Completion] = [prompt]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
         while (completion := await generate(turns)) is not None:
             turns.append(completion)
-            step = await env.step(_text(self._tokenizer, completion))
+            action = _text(self._tokenizer, completion)
+            step: _Step = await env.call(partial(env.env.step, action), self._step_of)
             rewards.append(step.reward)
             if step.terminated or step.truncated:
                 cut = step.truncated or completion.stop_reason == StopReason.LENGTH
@@ -386,29 +319,29 @@ class _EpisodeTask:
             turns.pop()  # no completion follows it
         return RolloutResult(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
 
+    def _prompt_of(self, started: Any) -> NDArray[np.int32]:
+        return _prompt(self._tokenizer, started[0])
+
+    def _step_of(self, outcome: Any) -> _Step:
+        observation, reward, terminated, truncated, _ = outcome
+        return _Step(_tokens(self._tokenizer, observation), _reward(reward), bool(terminated), bool(truncated))
+
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
 
 
-class _Outside:
+class _OutsideTasks:
     """Rollouts that were sampled elsewhere."""
 
     def __init__(self, env: OutsideEnvironment, caller: _Caller) -> None:
         self._env = env
         self._caller = caller
 
-    async def task(self, number: int) -> Task:
-        return _OutsideTask(self._env, number, self._caller)
+    async def begin(self, number: int) -> RolloutFn:
+        return partial(self._rollout, number)
 
-
-class _OutsideTask:
-    def __init__(self, env: OutsideEnvironment, number: int, caller: _Caller) -> None:
-        self._env = env
-        self._number = number
-        self._caller = caller
-
-    async def rollout(self, repetition: int, generate: GenerateFn) -> RolloutResult:  # noqa: ARG002 (no completion is requested)
-        rollout: RolloutResult = await self._caller(partial(self._env.rollout, self._number, repetition), _checked)
+    async def _rollout(self, number: int, repetition: int, _: GenerateFn) -> RolloutResult:
+        rollout: RolloutResult = await self._caller(partial(self._env.rollout, number, repetition), _checked)
         return rollout
 
 

@@ -34,7 +34,7 @@ from .._pipeline.util.repeated_errors import RepeatedErrors
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
-from .environments import Environment, EnvironmentFailed, RolloutResult, Task, Tasks, open_tasks
+from .environments import Environment, EnvironmentFailed, RolloutFn, RolloutResult, TaskFn, open_tasks
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
@@ -134,10 +134,10 @@ class SourceEnv:
         """
         context = current()
         async with (
-            open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as tasks,
+            open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as begin,
             self.policy.open(context.worker) as engine,
         ):
-            await _RolloutScheduler(self, tasks, engine, outbox, context).work()
+            await _RolloutScheduler(self, begin, engine, outbox, context).work()
 
     @property
     def synchronous(self) -> bool:
@@ -228,10 +228,10 @@ class _RolloutScheduler:
     """The rollouts of one run of a SourceEnv."""
 
     def __init__(
-        self, source: SourceEnv, tasks: Tasks, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
+        self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
     ) -> None:
         self._source = source
-        self._tasks = tasks
+        self._begin_task = begin
         self._engine = engine
         self._outbox = outbox
         self._context = context
@@ -294,9 +294,9 @@ class _RolloutScheduler:
         numbers = iter(self._source.numbers(self._context.worker))
         while wave := await self._wave(numbers):
             began = anyio.current_time()
-            tasks = await _all([partial(self._begun, *each) for each in wave])
+            begun = await _all([partial(self._begun, *each) for each in wave])
             rolled_out = await _all(
-                [partial(self._rolled_out, group, task) for (group, _), task in zip(wave, tasks, strict=True)]
+                [partial(self._rolled_out, group, rollout) for (group, _), rollout in zip(wave, begun, strict=True)]
             )
             for (group, number), rollouts in zip(wave, rolled_out, strict=True):
                 if rollouts:
@@ -315,13 +315,13 @@ class _RolloutScheduler:
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
-    async def _rolled_out(self, group: GroupId, task: Task | None) -> dict[int, RolloutResult]:
+    async def _rolled_out(self, group: GroupId, rollout: RolloutFn | None) -> dict[int, RolloutResult]:
         """Return the rollouts of one prompt that succeed, by repetition."""
         rollouts: dict[int, RolloutResult] = {}
-        if task is not None:
+        if rollout is not None:
             async with anyio.create_task_group() as repetitions:
                 for repetition in range(self._source.group_size):
-                    repetitions.start_soon(self._attempt, task, TrajectoryId(*group, repetition), rollouts)
+                    repetitions.start_soon(self._attempt, rollout, TrajectoryId(*group, repetition), rollouts)
         return dict(sorted(rollouts.items()))
 
     def _sampled(
@@ -333,23 +333,23 @@ class _RolloutScheduler:
         self._observe(sampled, rollouts.values())
         return sampled
 
-    async def _begun(self, group: GroupId, number: int) -> Task | None:
+    async def _begun(self, group: GroupId, number: int) -> RolloutFn | None:
         ids = [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
         with anyio.move_on_after(self._source.rollout_timeout_s):
             try:
-                return await self._tasks.task(number)
+                return await self._begin_task(number)
             except EnvironmentFailed as error:
                 self._drop(ids, "failed", error)
                 return None
         self._drop(ids, "failed", self._timed_out)
         return None
 
-    async def _attempt(self, task: Task, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
+    async def _attempt(self, rollout: RolloutFn, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
         """Do one rollout; put it into `rollouts` if it succeeds, drop it otherwise."""
         async with self._rollouts:
             with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
                 try:
-                    rollouts[trajectory.repetition_id] = await task.rollout(trajectory.repetition_id, self._generate)
+                    rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, self._generate)
                 except EnvironmentFailed as error:
                     self._drop([trajectory], "failed", error)
                 except Exception as error:  # noqa: BLE001 (raised again by `work`)

@@ -1,4 +1,4 @@
-"""A bounded number of threads for code that blocks and may never return: environments.
+"""A bounded number of threads for code that blocks and may never return: environments, reward functions.
 
 Not `anyio.to_thread`: a call that hangs must not delay the end of the process, and must count against the bound even
 when no task waits for it any more. So these threads are daemons, and an abandoned call keeps its thread until it
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from .._pipeline.util.waiting import Waiters
 
 __all__ = ["Call", "Threads"]
-
-R = TypeVar("R")
 
 
 class Call:
@@ -92,9 +92,18 @@ class Threads:
         self._work.put((call, loop))
         return call
 
-    async def call(self, function: Callable[[], R]) -> R:
-        """Return the result of `function` in a thread. Cancellation abandons the call."""
-        return cast("R", await self.start(function))
+    async def call(self, function: Callable[[], Any], began: Callable[[Call], None] | None = None) -> Any:
+        """Return the result of `function`: a coroutine function runs on the event loop, any other in a thread.
+
+        `began` receives the call that runs in a thread. Cancellation abandons it.
+        """
+        if _is_async(function):
+            return await function()
+        call = self.start(function)
+        if began is not None:
+            began(call)
+        value = await call
+        return await value if inspect.isawaitable(value) else value
 
     async def wait_idle(self) -> None:
         """Wait until every call has returned, abandoned ones too."""
@@ -118,3 +127,9 @@ class Threads:
         call.finish(outcome)
         if not self._busy:
             self._idle.wake_all()
+
+
+def _is_async(function: Callable[[], Any]) -> bool:
+    """Return whether it is a coroutine function, an object with such a `__call__`, or a partial of either."""
+    called = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004 (inspected, not called)

@@ -7,11 +7,11 @@ taking more and more threads. Every failure is accounted: see `RewardFunction.on
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import anyio
@@ -150,19 +150,11 @@ class Calls:
     async def _finite(self, completion: RewardInput) -> float:
         rule = self._rule
         with anyio.move_on_after(rule.reward_timeout_s):
-            number = float(await self._called(completion))
+            number = float(await self._threads.call(partial(rule.function, completion)))
             if not math.isfinite(number):
                 raise ValueError(f"{rule.name}: expected a finite number, got {number}")
             return number
         raise TimeoutError(f"{rule.name}: expected a value within {rule.reward_timeout_s} s, got none")
-
-    async def _called(self, completion: RewardInput) -> float:
-        function = self._rule.function
-        if _is_async(function):
-            value = function(completion)
-        else:
-            value = await self._threads.call(lambda: function(completion))
-        return await value if inspect.isawaitable(value) else value
 
     def close(self) -> None:
         """End the threads, each after its current call."""
@@ -178,8 +170,3 @@ def calling(functions: Sequence[RewardFunction]) -> Iterator[dict[str, Calls]]:
     finally:
         for one in calls.values():
             one.close()
-
-
-def _is_async(function: Judge) -> bool:
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 (inspected, not called)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

@@ -51,10 +51,8 @@ async def rolled(
     repetition: int = 0,
     max_completion_tokens: int = 99,
 ) -> RolloutResult:
-    async with open_tasks(make_env, Letters(), threads=1, seed=100) as tasks:
-        return await (await tasks.task(task)).rollout(
-            repetition, saying(*answers, max_completion_tokens=max_completion_tokens)
-        )
+    async with open_tasks(make_env, Letters(), threads=1, seed=100) as begin:
+        return await (await begin(task))(repetition, saying(*answers, max_completion_tokens=max_completion_tokens))
 
 
 class Sums:
@@ -145,11 +143,11 @@ async def test_an_episode_alternates_observations_and_answers_and_adds_up_its_re
 async def test_all_rollouts_of_a_prompt_begin_with_its_seed() -> None:
     env = Countdown(turns=1)
 
-    async with open_tasks(lambda: env, Letters(), threads=1, seed=100) as tasks:
+    async with open_tasks(lambda: env, Letters(), threads=1, seed=100) as begin:
         for number in (3, 4):
-            task = await tasks.task(number)
-            await task.rollout(0, saying("1"))
-            await task.rollout(1, saying("1"))
+            rollout = await begin(number)
+            await rollout(0, saying("1"))
+            await rollout(1, saying("1"))
 
     assert env.log == ["reset 103", "reset 103", "reset 104", "reset 104", "close"]
 
@@ -174,12 +172,12 @@ async def test_rollouts_at_once_have_an_environment_each_and_use_it_again() -> N
         made.append(Countdown(turns=1))
         return made[-1]
 
-    async with open_tasks(make, Letters(), threads=1, seed=0) as tasks:
+    async with open_tasks(make, Letters(), threads=1, seed=0) as begin:
         for _ in range(3):
-            task = await tasks.task(0)
+            rollout = await begin(0)
             async with anyio.create_task_group() as rollouts:
-                rollouts.start_soon(task.rollout, 0, saying("1"))
-                rollouts.start_soon(task.rollout, 1, saying("1"))
+                rollouts.start_soon(rollout, 0, saying("1"))
+                rollouts.start_soon(rollout, 1, saying("1"))
 
     assert [env.log for env in made] == [["reset 0"] * 3 + ["close"]] * 2
 
@@ -191,11 +189,11 @@ async def test_an_environment_that_failed_is_closed_and_not_used_again() -> None
         made.append(Countdown(turns=1))
         return made[-1]
 
-    async with open_tasks(make, Letters(), threads=1, seed=0) as tasks:
-        task = await tasks.task(0)
+    async with open_tasks(make, Letters(), threads=1, seed=0) as begin:
+        rollout = await begin(0)
         with pytest.raises(EnvironmentFailed, match="environment raised ValueError"):
-            await task.rollout(0, saying("not a number"))
-        await task.rollout(1, saying("1"))
+            await rollout(0, saying("not a number"))
+        await rollout(1, saying("1"))
 
     assert [env.log for env in made] == [["reset 0", "close"]] * 2
 
@@ -211,10 +209,10 @@ async def test_an_environment_that_hangs_is_closed_when_it_returns() -> None:
             return super().step(action)
 
     env, token = Hanging(), anyio.lowlevel.current_token()
-    async with open_tasks(lambda: env, Letters(), threads=1, seed=0) as tasks:
-        task = await tasks.task(0)
+    async with open_tasks(lambda: env, Letters(), threads=1, seed=0) as begin:
+        rollout = await begin(0)
         async with anyio.create_task_group() as rollouts:
-            rollouts.start_soon(task.rollout, 0, saying("1"))
+            rollouts.start_soon(rollout, 0, saying("1"))
             await stuck.wait()
             rollouts.cancel_scope.cancel()
         assert env.log == ["reset 0"]
@@ -248,8 +246,8 @@ async def test_coroutine_functions_run_on_the_event_loop() -> None:
 
 
 async def test_rollouts_from_outside_come_through_as_they_are() -> None:
-    async with open_tasks(Recorded, None, threads=1, seed=0) as tasks:
-        rollout = await (await tasks.task(4)).rollout(1, saying())
+    async with open_tasks(Recorded, None, threads=1, seed=0) as begin:
+        rollout = await (await begin(4))(1, saying())
 
     assert text(rollout.turns) == ["\5", "xx\0"]
     assert isinstance(rollout.turns[0], np.ndarray)
