@@ -5,22 +5,14 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.losses"):
-    from ._stages.losses import (
-        CISPO,
-        GSPO,
-        KL,
-        AdvantageWeighted,
-        Distillation,
-        Entropy,
-        ImportanceWeight,
-        Loss,
-        Mean,
-        PerToken,
-        PPOClip,
-        SampledDistillation,
-        Scored,
-        Term,
-    )
+    from ._stages.losses.distillation import Distillation, SampledDistillation
+    from ._stages.losses.entropy import Entropy
+    from ._stages.losses.importance import ImportanceWeight
+    from ._stages.losses.kl import KL
+    from ._stages.losses.metrics import Mean
+    from ._stages.losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
+    from ._stages.losses.scored import Scored
+    from ._stages.losses.terms import Loss, PerToken, Term
 
 __all__ = [
     "CISPO",

@@ -126,11 +126,6 @@ class SampledDistillation(PolicyTerm):
 
     name: ClassVar[str] = "distillation"
 
-    @property
-    def corrects(self) -> bool:
-        """Return False; see `PolicyTerm`."""
-        return False
-
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the current policy; see `PolicyTerm`."""
         return AdvantageWeighted().uncorrected(scored)

@@ -56,18 +56,17 @@ class ImportanceWeight:
         if self.beyond == "mask" and self.low == 0 and math.isinf(self.high):
             raise ValueError("expected a bound with beyond='mask', got none")
 
-    def of(self, term: PolicyTerm) -> Weighted:
-        """Return `term` with this weight.
-
-        Raises:
-            ValueError: the term itself corrects for samples of another policy.
-        """
-        return Weighted(term, self)
+    def __rmul__(self, term: PolicyTerm) -> Weighted:
+        return Weighted(term, self) if isinstance(term, PolicyTerm) else NotImplemented
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Weighted(Term):
-    """A policy term times an importance weight; see `ImportanceWeight.of`."""
+    """A policy term times an importance weight: `term * ImportanceWeight()`.
+
+    Raises:
+        ValueError: the term itself corrects for samples of another policy.
+    """
 
     term: PolicyTerm
     weight: ImportanceWeight

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._schemas import InvalidRecord
 from .scored import Scored
 
-__all__ = ["EffectiveSamples", "Max", "Mean", "Metric", "Min", "TokensUsed", "check_used", "merge", "weights_metrics"]
+__all__ = ["EffectiveSamples", "Extreme", "Mean", "Metric", "TokensUsed", "check_used", "merge", "weights_metrics"]
 
 
 class Metric(Protocol):
@@ -56,37 +56,19 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Max:
-    """The largest of the global batch."""
+class Extreme:
+    """The largest or the smallest of the global batch."""
 
     found: Tensor
     """[] without gradient."""
+    largest: bool
 
-    def merged(self, other: Max, /) -> Max:
+    def merged(self, other: Extreme, /) -> Extreme:
         """Merge; see `Metric`."""
-        return Max(torch.maximum(self.found, other.found))
+        pick = torch.maximum if self.largest else torch.minimum
+        return Extreme(pick(self.found, other.found), self.largest)
 
-    def over(self, updates: int, /) -> Max:  # noqa: ARG002 (an extreme does not depend on it)
-        """Return self; see `Metric`."""
-        return self
-
-    def value(self) -> float:
-        """Return the number; see `Metric`."""
-        return self.found.item()
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest of the global batch."""
-
-    found: Tensor
-    """[] without gradient."""
-
-    def merged(self, other: Min, /) -> Min:
-        """Merge; see `Metric`."""
-        return Min(torch.minimum(self.found, other.found))
-
-    def over(self, updates: int, /) -> Min:  # noqa: ARG002 (as above)
+    def over(self, updates: int, /) -> Extreme:  # noqa: ARG002 (an extreme does not depend on it)
         """Return self; see `Metric`."""
         return self
 
@@ -168,5 +150,5 @@ def weights_metrics(name: str, weights: Tensor, scored: Scored) -> dict[str, Met
     }
     if len(kept):  # an empty tensor has no extremes
         lowest, highest = kept.aminmax()
-        metrics |= {f"{name}/max": Max(highest), f"{name}/min": Min(lowest)}
+        metrics |= {f"{name}/max": Extreme(highest, largest=True), f"{name}/min": Extreme(lowest, largest=False)}
     return metrics

@@ -9,10 +9,9 @@ Knows no model, no optimizer, no batch.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from torch import Tensor
 from .metrics import Mean, Metric
 from .scored import OldPolicy, Scored, clamped
 from .terms import PerToken, Term
-
-if TYPE_CHECKING:
-    from .importance import ImportanceWeight, Weighted
 
 __all__ = ["CISPO", "GSPO", "AdvantageWeighted", "PPOClip", "PolicyTerm"]
 
@@ -35,9 +31,9 @@ class PolicyTerm(Term):
     name: ClassVar[str] = "policy"
 
     @property
-    @abstractmethod
     def corrects(self) -> bool:
         """Return whether the term itself corrects for samples of another policy, so that a weight would do it twice."""
+        return False
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return [T] the log-ratio that a weight must correct: of the assumed to the actual sampling policy.
@@ -47,8 +43,18 @@ class PolicyTerm(Term):
         """
         return scored.proximal() - scored.behavior()
 
-    def __mul__(self, weight: ImportanceWeight) -> Weighted:
-        return weight.of(self)
+
+class RatioTerm(PolicyTerm):
+    """A policy term with the ratio π/π_old."""
+
+    __slots__ = ()
+
+    old: OldPolicy
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether `old` is "behavior"; see `PolicyTerm`."""
+        return self.old == "behavior"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,6 @@ class AdvantageWeighted(PolicyTerm):
     Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. It is
     correct on policy only: with stale samples, weight it (`* ImportanceWeight()`), or use a term that bounds the step.
     """
-
-    @property
-    def corrects(self) -> bool:
-        """Return False; see `PolicyTerm`."""
-        return False
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the current policy; see `PolicyTerm`."""
@@ -74,7 +75,7 @@ class AdvantageWeighted(PolicyTerm):
 
 
 @dataclass(frozen=True, slots=True)
-class PPOClip(PolicyTerm):
+class PPOClip(RatioTerm):
     """−min(r · A, clip(r, 1 − clip_low, 1 + clip_high) · A), where r = π/π_old of each token.
 
     Schulman et al., "Proximal Policy Optimization" (2017). `clip_high` above `clip_low` is clip-higher of DAPO (Yu et
@@ -93,11 +94,6 @@ class PPOClip(PolicyTerm):
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"expected dual_clip above 1, got {self.dual_clip}")
 
-    @property
-    def corrects(self) -> bool:
-        """Return whether `old` is "behavior"; see `PolicyTerm`."""
-        return self.old == "behavior"
-
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return token values; see `Term`. `pg_clipfrac`: share clipped; by bound `/low`, `/high`, `/dual`."""
         ratio, advantages = scored.ratio(self.old), scored.advantage()
@@ -110,7 +106,7 @@ class PPOClip(PolicyTerm):
 
 
 @dataclass(frozen=True, slots=True)
-class GSPO(PolicyTerm):
+class GSPO(RatioTerm):
     """−min(s · A, clip(s, 1 − clip_low, 1 + clip_high) · A), where s = exp(mean log π/π_old over a sequence's tokens).
 
     Zheng et al., "Group Sequence Policy Optimization" (2025), in the form they call GSPO-token: the value of s is the
@@ -128,11 +124,6 @@ class GSPO(PolicyTerm):
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
 
-    @property
-    def corrects(self) -> bool:
-        """Return whether `old` is "behavior"; see `PolicyTerm`."""
-        return self.old == "behavior"
-
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`."""
         log_ratio = scored.log_ratio(self.old).detach()
@@ -144,7 +135,7 @@ class GSPO(PolicyTerm):
 
 
 @dataclass(frozen=True, slots=True)
-class CISPO(PolicyTerm):
+class CISPO(RatioTerm):
     """−clip(r, lowest, highest) · A · log π(token), where r = π/π_old of each token, and no gradient flows through it.
 
     MiniMax, "MiniMax-M1" (2025). Clipped tokens keep their gradient. The bounds are on the ratio itself: what
@@ -158,11 +149,6 @@ class CISPO(PolicyTerm):
     def __post_init__(self) -> None:
         if not 0 <= self.lowest < 1 < self.highest:
             raise ValueError(f"expected 0 <= lowest < 1 < highest, got {self.lowest} and {self.highest}")
-
-    @property
-    def corrects(self) -> bool:
-        """Return whether `old` is "behavior"; see `PolicyTerm`."""
-        return self.old == "behavior"
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`, for either sign of the advantage."""

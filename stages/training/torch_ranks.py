@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import timedelta
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..._pipeline.errors import PeerLost
 from ..._schemas import TrainBatch
-from ..losses import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed, merge
+from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
 __all__ = ["Ranks", "decode_share", "encode_share", "owners"]
 
@@ -38,7 +37,7 @@ HEARTBEAT_TIMEOUT_S = 3.0
 
 FOREVER = timedelta(days=3650)
 
-METRICS: dict[str, Any] = {each.__name__: each for each in (EffectiveSamples, Max, Min, Mean, TokensUsed)}
+METRICS: dict[str, Any] = {each.__name__: each for each in (EffectiveSamples, Extreme, Mean, TokensUsed)}
 
 
 class Ranks:
@@ -98,7 +97,7 @@ class Ranks:
         Raises:
             TypeError: a metric is of an unknown class.
         """
-        mine = msgspec.msgpack.encode({name: _to_list(metric) for name, metric in metrics.items()})
+        mine = _encode_metrics({name: (_kind(metric), metric) for name, metric in metrics.items()})
         padded = torch.zeros(self.maximum(len(mine)), dtype=torch.uint8)
         padded[: len(mine)] = _bytes_of(mine)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
@@ -107,8 +106,8 @@ class Ranks:
         dist.all_gather(gathered, padded, group=self._work)
         merged: dict[str, Metric] = {}
         for length, encoded in zip(lengths, gathered, strict=True):
-            decoded = msgspec.msgpack.decode(encoded[: int(length)].numpy().tobytes(), type=dict[str, list[Any]])
-            merge(merged, {name: _from_list(each) for name, each in decoded.items()})
+            decoded = _decode_metrics(encoded[: int(length)].numpy().tobytes())
+            merge(merged, {name: _metric(*each) for name, each in decoded.items()})
         return merged
 
     @contextmanager
@@ -212,32 +211,19 @@ _decode = msgspec.msgpack.Decoder(tuple[bytes, dict[str, tuple[str, tuple[int, .
 
 # -- metrics among ranks -----------------------------------------------------------------------------------------------
 
+_encode_metrics = msgspec.msgpack.Encoder(enc_hook=Tensor.item).encode
+_decode_metrics = msgspec.msgpack.Decoder(dict[str, tuple[str, Any]]).decode
 
-def _to_list(metric: Any) -> list[Any]:
-    """Return the class name and the fields of a metric: numbers, strings, and metrics."""
+
+def _kind(metric: Metric) -> str:
     kind = type(metric).__name__
     if METRICS.get(kind) is not type(metric):
         raise TypeError(f"expected metrics of {', '.join(METRICS)}, which other ranks can decode, got {metric!r}")
-    values = [getattr(metric, field.name) for field in fields(metric)]
-    return [
-        kind,
-        *(
-            each.item() if isinstance(each, Tensor) else each if isinstance(each, str) else _to_list(each)
-            for each in values
-        ),
-    ]
+    return kind
 
 
-def _from_list(encoded: list[Any]) -> Metric:
-    kind, *values = encoded
-    metric: Metric = METRICS[kind](
-        *(
-            _from_list(each)
-            if isinstance(each, list)
-            else each
-            if isinstance(each, str)
-            else torch.tensor(each, dtype=torch.float64)
-            for each in values
-        )
+def _metric(kind: str, numbers: Any) -> Metric:
+    metric: Metric = msgspec.convert(
+        numbers, METRICS[kind], dec_hook=lambda _, number: torch.tensor(number, dtype=torch.float64)
     )
     return metric

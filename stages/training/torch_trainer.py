@@ -31,7 +31,12 @@ from ..._schemas import (
     tokenizer_identity,
 )
 from ..._schemas.numbers import finite_number, whole_number
-from ..losses import TOKENS_USED, Loss, Mean, Metric, PPOClip, Scored, check_used, diagnostics, merge
+from ..losses.diagnostics import diagnostics
+from ..losses.distillation import TOKENS_USED
+from ..losses.metrics import Mean, Metric, check_used, merge
+from ..losses.policy import PPOClip
+from ..losses.scored import Scored
+from ..losses.terms import Loss
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches

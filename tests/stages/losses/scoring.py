@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._stages.losses import check_used, merge
+from penstock._stages.losses.metrics import check_used, merge
 from penstock.losses import (
     CISPO,
     GSPO,

@@ -10,8 +10,9 @@ import torch
 from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, reported, scored, slope
 from torch import Tensor
 
-from penstock._stages.losses import Metric, diagnostics, entropy_of, merge
-from penstock._stages.losses.diagnostics import ROWS_AT_ONCE
+from penstock._stages.losses.diagnostics import ROWS_AT_ONCE, diagnostics
+from penstock._stages.losses.metrics import Metric, merge
+from penstock._stages.losses.scored import entropy_of
 from penstock.losses import Loss, Scored
 
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=repr)

@@ -8,7 +8,8 @@ import torch
 from tests.stages.losses.scoring import random, scored
 
 from penstock._stages.kl_estimate import kl_estimate
-from penstock._stages.losses import Aggregated, Aggregation, entropy_of
+from penstock._stages.losses.scored import entropy_of
+from penstock._stages.losses.terms import Aggregated, Aggregation
 from penstock.errors import InvalidRecord
 from penstock.losses import KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
 
