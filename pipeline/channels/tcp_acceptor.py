@@ -112,6 +112,8 @@ class TcpAcceptor:
         self._timers: set[asyncio.TimerHandle] = set()
         self._bound_scheduled = False
         """Whether a count of the connections in handshake is scheduled."""
+        self._ending = 0
+        """Senders whose connection has ended, and whose end is scheduled."""
         self._closed = False
         self._check_interval_s = (
             CHECK_INTERVAL_S
@@ -155,6 +157,7 @@ class TcpAcceptor:
         if connection.deadline is not None:
             self._cancel(connection.deadline)
         if connection.peer is not None:
+            self._ending += 1
             self._loop.call_soon(self._on_peer_disconnect, connection, connection.peer)
         elif connection.request is not None:
             self._admission.granted -= 1
@@ -163,6 +166,7 @@ class TcpAcceptor:
     def _on_peer_disconnect(self, connection: _Connection, peer: Peer) -> None:
         if self._registry.peers.get(peer.identity) is peer and not self._closed:
             self._registry.on_disconnect(peer)
+        self._ending -= 1  # only now: taking it off drains the socket, where a Connect may wait
         if connection.tcp is not None:
             connection.tcp.close()
 
@@ -196,6 +200,12 @@ class TcpAcceptor:
     def handle_unknown(self, identity: bytes, frames: Frames) -> None:
         """Take a step of a handshake; see `Acceptor.handle_unknown`."""
         self._monitor.read()
+        if self._ending:  # a member that was restarted returns once its former connection is taken off
+            self._loop.call_soon(self._take, identity, frames)
+        else:
+            self._take(identity, frames)
+
+    def _take(self, identity: bytes, frames: Frames) -> None:
         connection = self._connections.get(int(frames[0].get(zmq.SRCFD)))
         if connection is None or connection.closing or connection.peer is not None:
             self._rejections.record("a message from an unknown peer")

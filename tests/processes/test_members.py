@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
@@ -106,6 +107,20 @@ async def test_one_member_that_is_killed_again_and_again_uses_up_no_other(url: s
             rest = [(record.env, record.instance_id) async for record in inbox]
 
     assert sorted(rest) == [("a", "3"), ("b", "0"), ("b", "1")]
+
+
+async def test_a_member_that_is_restarted_at_once_is_not_taken_for_a_second_one() -> None:
+    """Its end and its return arrive together, as they do at a receiver that is busy."""
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup, senders=1) as inbox:
+        command = [sys.executable, "-c", MEMBER, inbox.url, "a"]
+        with subprocess.Popen([*command, "0", "1", "stays"], stdout=subprocess.DEVNULL) as killed:  # noqa: ASYNC220
+            await inbox.receive()
+            killed.kill()
+            killed.wait()
+        with subprocess.Popen([*command, "1", "1", "done"], stdout=subprocess.DEVNULL) as restarted:  # noqa: ASYNC220
+            assert inbox._socket.poll(int(FAILSAFE_S * 1000))
+            assert await anyio.to_thread.run_sync(restarted.wait) == 0
+            assert [record.instance_id async for record in inbox] == ["1"]
 
 
 @pytest.mark.parametrize("url", KINDS)
