@@ -34,7 +34,7 @@ def warn_from(module: str, category: type[Warning]) -> None:
     exec(code, {"__name__": module, "category": category})  # noqa: S102 (code that claims to be another's)
 
 
-@pytest.mark.parametrize("module", ["penstock._pipeline.runtime.run", "tests.stages.test_batcher", "benchmarks.soak"])
+@pytest.mark.parametrize("module", ["penstock.channels", "tests.stages.test_batcher", "benchmarks.soak"])
 def test_a_warning_of_this_project_fails_a_test(module: str) -> None:
     with pytest.raises(RuntimeWarning, match="slow"):
         warn_from(module, RuntimeWarning)
@@ -53,7 +53,7 @@ def test_what_leaks_fails_a_test_wherever_it_is_told() -> None:
         warn_from("asyncio.selector_events", ResourceWarning)
 
 
-@pytest.mark.parametrize(("module", "status"), [("penstock._pipeline.runtime.run", 1), ("torch._dynamo.guards", 0)])
+@pytest.mark.parametrize(("module", "status"), [("penstock.channels", 1), ("torch._dynamo.guards", 0)])
 def test_so_it_is_in_a_strict_interpreter(module: str, status: int) -> None:
     warns = f"exec('import warnings; warnings.warn(str())', {{'__name__': {module!r}}})"
 

@@ -9,24 +9,31 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.entropy import Entropy
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
-    from ._stages.losses.metrics import Mean
+    from ._stages.losses.metrics import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed
     from ._stages.losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
     from ._stages.losses.scored import Scored
-    from ._stages.losses.terms import Loss, PerToken, Term
+    from ._stages.losses.terms import Aggregated, Loss, LossValue, PerToken, Term
 
 __all__ = [
     "CISPO",
     "GSPO",
     "KL",
     "AdvantageWeighted",
+    "Aggregated",
     "Distillation",
+    "EffectiveSamples",
     "Entropy",
     "ImportanceWeight",
     "Loss",
+    "LossValue",
+    "Max",
     "Mean",
+    "Metric",
+    "Min",
     "PPOClip",
     "PerToken",
     "SampledDistillation",
     "Scored",
     "Term",
+    "TokensUsed",
 ]

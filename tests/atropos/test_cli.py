@@ -1,21 +1,18 @@
-"""The command line: what it refuses, in sentences. What it serves is in test_app.py."""
+"""The command line: invalid options end it with one sentence. Tests of the served application are in test_app.py."""
 
 from __future__ import annotations
 
-import gc
+import signal
+import socket
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from penstock import _commands as commands
-from penstock._cli import main
-from penstock._stages.integrations.atropos.server.running import _listen
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import ServerConfig
-
-TOKEN = "a token of this test"  # noqa: S105 (no secret)
 
 OF_EXTRAS = (
     "aiohttp",
@@ -28,15 +25,23 @@ OF_EXTRAS = (
     "uvicorn",
     "xxhash",
 )
-"""What a base install does not have."""
+"""Packages that only extras install."""
+
+MAIN = """
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="penstock")
+main = command.load()
+"""
+"""Finds the command in a script."""
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     """Return the exit code, or the message in its place, of a command that fails."""
     monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    (command,) = entry_points(group="console_scripts", name="penstock")
     with pytest.raises(SystemExit) as ended:
-        main()
+        command.load()()
     return ended.value.code
 
 
@@ -63,7 +68,7 @@ def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _listen(ServerConfig(port=0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
         sentence = str(exit_code(monkeypatch, "gateway", "--port", str(port)))
@@ -85,17 +90,16 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("inflated-bytes", "0"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused_by_name(
+def test_invalid_numbers_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
-    monkeypatch.setattr(commands, "serve", None)  # nothing is to be served
     assert exit_code(monkeypatch, "gateway", f"--{option}", value) == 2
     assert f"--{option}" in capsys.readouterr().err
 
 
 def without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in an interpreter that finds no package of an extra."""
-    hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r})); from penstock._cli import main; main()"
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS!r}))\n{MAIN}\nmain()"
     return subprocess.run([sys.executable, "-c", hidden, *arguments], capture_output=True, text=True, check=False)
 
 
@@ -114,16 +118,11 @@ def test_a_command_without_its_extra_names_the_package_to_install() -> None:
     assert "pip install 'penstock[gateway]'" in ran.stderr
 
 
-def test_with_a_token_it_listens_anywhere() -> None:
-    with _listen(ServerConfig(host="0.0.0.0", port=0, token=TOKEN)) as listener:  # noqa: S104 (with a token)
-        assert listener.getsockname()[1]
-
-
 def test_a_key_without_its_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected a certfile beside it" in str(exit_code(monkeypatch, "gateway", "--keyfile", "key.pem"))
 
 
-def test_a_certificate_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_certificate_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
 
     for path in (tmp_path / "cert.pem", tmp_path / "absent.pem"):
@@ -131,13 +130,27 @@ def test_a_certificate_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, 
         assert f"expected a certificate and its key in PEM in {path}" in sentence
 
 
-def test_a_gateway_that_listens_looks_for_garbage_seldom(capsys: pytest.CaptureFixture[str]) -> None:
-    threshold = gc.get_threshold()
-    try:
-        commands._announce("http://127.0.0.1:8000")
-        assert capsys.readouterr().out == "listening at http://127.0.0.1:8000\n"
-        assert gc.get_threshold() == (commands.GARBAGE, *threshold[1:])
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
+SERVED = f"""
+import gc
+import sys
+{MAIN}
+before = gc.get_threshold()
+sys.argv = ["penstock", "gateway", "--port", "0"]
+try:
+    main()
+finally:
+    assert gc.get_threshold() == (100_000, *before[1:]), gc.get_threshold()
+    assert gc.get_freeze_count() > 0
+"""
+
+
+def test_a_gateway_that_listens_prints_its_url_and_collects_garbage_rarely() -> None:
+    command = [sys.executable, "-c", SERVED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        listening = server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate()
+
+    assert listening.startswith("listening at http://127.0.0.1:")
+    assert (server.returncode, errors) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,24 +15,18 @@ from typing import Any
 import aiohttp
 import anyio
 import anyio.abc
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 from anyio.abc import SocketAttribute
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
+from tests.fixed_limits import set_limits
 
-import penstock._stages.integrations.atropos.server.running  # noqa: F401 (imported here, for that blocks)
 from penstock import Context, GroupId, ReceiveChannel, TrajectoryGroup, drop, source
-from penstock._stages.engines.backoff import Backoff
-from penstock._stages.engines.retry import UNLIMITED
-from penstock._stages.integrations.atropos import client as client_module
-from penstock._stages.integrations.atropos import http_api
-from penstock._stages.integrations.atropos.contract import TrainerRegistration
 from penstock.channels import memory_channel
-from penstock.errors import MissingExtra
 from penstock.integrations.atropos import AtroposAPIError, AtroposClient, AtroposTrainers, ServerConfig
+from penstock.policies import Backoff
 from penstock.testing import Driven, drive_sink, drive_source, entered, group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.0], "env_id": 0, "advantages": []}
@@ -39,8 +34,7 @@ GROUP: dict[str, Any] = {"tokens": [[5, 6]], "masks": [[-100, 6]], "scores": [1.
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "BACKOFF", Backoff(2, 0.001, 0.002))
-    monkeypatch.setattr(client_module, "POLLS", Backoff(UNLIMITED, 0.001, 0.002))
+    set_limits(monkeypatch, BACKOFF=Backoff(2, 0.001, 0.002), POLLS=Backoff(2**62, 0.001, 0.002))
 
 
 def batch(*scores: float, **more: Any) -> dict[str, Any]:
@@ -367,20 +361,18 @@ async def test_a_sink_ends_with_the_last_step_though_a_trainer_died_with_a_batch
 
     async def trained_one_of_two() -> None:
         url = await sink.listening.url()
-        said = TrainerRegistration(
-            wandb_group="",
-            wandb_project="",
-            batch_size=2,
-            max_token_len=64,
-            checkpoint_dir="",
-            save_checkpoint_interval=0,
-            starting_step=0,
-            num_steps=2,
-        )
+        registration = {
+            "wandb_group": "",
+            "wandb_project": "",
+            "batch_size": 2,
+            "max_token_len": 64,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": 2,
+        }
         async with aiohttp.ClientSession(url) as session:
-            await session.post(
-                "/register", data=msgspec.json.encode(said), headers={"Content-Type": "application/json"}
-            )
+            await session.post("/register", json=registration)
             first = await polled(session, lease_s="60")
             await polled(session, lease_s="0.001")
             await session.post("/acknowledge", json={"lease": first["lease"]})
@@ -557,10 +549,24 @@ async def test_a_token_is_not_shown() -> None:
         client(in_url, token="secret")  # noqa: S106 (no secret)
 
 
-async def test_the_error_without_aiohttp_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    for module in ("penstock._stages.integrations.atropos.http_api", "penstock._stages.engines.server_client"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+WITHOUT_AIOHTTP = """
+import sys
+sys.modules["aiohttp"] = None
 
-    with pytest.raises(MissingExtra, match=r"AtroposClient needs aiohttp.*pip install 'penstock\[http\]'"):
-        await drive_source(client("http://a:1"))
+import anyio
+from penstock.errors import MissingExtra
+from penstock.integrations.atropos import AtroposClient
+from penstock.testing import drive_source
+
+try:
+    anyio.run(drive_source, AtroposClient(batch_size=2, max_token_len=64, num_steps=1))
+except MissingExtra as error:
+    print(error)
+"""
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_AIOHTTP], capture_output=True, text=True, check=True)
+
+    assert ran.stdout.startswith("AtroposClient needs aiohttp")
+    assert "pip install 'penstock[http]'" in ran.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -14,19 +16,19 @@ from tests.atropos.environment import Config, Environment
 from tests.atropos.gateways import environment, scored
 from tests.atropos.talking import ANYWHERE, talking
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 
 from penstock import Context, TrajectoryGroup
-from penstock._stages.integrations.atropos.server import gateway, serve
 from penstock.accounting import Ledger
 from penstock.channels import MemoryReceiver, memory_channel
-from penstock.errors import InvalidConfig, MissingExtra
+from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import AtroposGateway, ServerConfig, ShmTransport
 from penstock.testing import drive_source, entered
 
 
 @asynccontextmanager
 async def running(source: AtroposGateway, context: Context) -> AsyncGenerator[MemoryReceiver[TrajectoryGroup]]:
-    """What `source` sends, one group ahead, while it runs."""
+    """Run `source`, and yield a channel of capacity 1 with the groups that it sends."""
     outbox, inbox = memory_channel[TrajectoryGroup](1)
 
     async def run() -> None:
@@ -98,28 +100,28 @@ async def test_while_the_pipeline_takes_no_groups_the_depth_grows_and_then_group
             await talk.post("/scored_data", scored(4, env_id, mark=10.0 * mark))
             depths.append((await talk.get(f"/status-env?env_id={env_id}"))["self_queue_size"])
         status, refused = await talk.ask("POST", "/scored_data", scored(4, env_id))
-        came = [(await inbox.receive()).rewards[0] for _ in range(4)]
+        received = [(await inbox.receive()).rewards[0] for _ in range(4)]
         await talk.post("/scored_data", scored(4, env_id))
 
     assert depths == [1, 2, 3, 4]
     assert status == 503, refused
-    assert came == [0.0, 10.0, 20.0, 30.0]
+    assert received == [0.0, 10.0, 20.0, 30.0]
     assert context.ledger.balance().admitted == 20
 
 
 async def test_a_trainer_is_refused_where_a_pipeline_trains() -> None:
     source = AtroposGateway(batch_size=8, max_token_len=64, server=ANYWHERE)
-    asked = [("POST", "/register"), ("GET", "/batch"), ("POST", "/acknowledge"), ("GET", "/reset_data")]
+    requests = [("POST", "/register"), ("GET", "/batch"), ("POST", "/acknowledge"), ("GET", "/reset_data")]
 
     async with running(source, Context()), talking(source) as talk:
-        answers = [await talk.ask(*each) for each in asked]
+        answers = [await talk.ask(*each) for each in requests]
 
     assert [status for status, _ in answers] == [409] * 4
     assert "penstock gateway" in answers[0][1]["detail"]
 
 
 async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "STEP_POLL_S", 0.001)
+    set_limits(monkeypatch, STEP_POLL_S=0.001)
     source = AtroposGateway(batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE)
     context = Context(ledger=Ledger())
 
@@ -211,7 +213,7 @@ async def test_metrics_count_sequences_by_environment() -> None:
     assert status["refused"] == {}
 
 
-def test_a_gateway_that_can_never_train_is_refused() -> None:
+def test_a_batch_size_below_one_is_refused() -> None:
     with pytest.raises(
         InvalidConfig, match=r"AtroposGateway\.batch_size: expected a whole number of at least 1, got 0"
     ):
@@ -242,10 +244,32 @@ async def test_a_gateway_beyond_loopback_needs_a_token() -> None:
         await drive_source(source)
 
 
-async def test_the_error_without_a_server_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str) -> None:
-        raise ModuleNotFoundError(name="starlette")
+async def test_with_a_token_a_gateway_listens_at_any_address() -> None:
+    server = ServerConfig(host="0.0.0.0", port=0, token="a token of this test")  # noqa: S104, S106 (no secret)
+    source = AtroposGateway(batch_size=8, max_token_len=64, server=server)
 
-    monkeypatch.setattr(serve, "import_module", absent)
-    with pytest.raises(MissingExtra, match=r"AtroposGateway needs starlette.*pip install 'penstock\[gateway\]'"):
-        await drive_source(AtroposGateway(batch_size=8, max_token_len=64))
+    async with running(source, Context()):
+        assert (await source.listening.url()).startswith("http://0.0.0.0:")
+
+
+WITHOUT_STARLETTE = """
+import sys
+sys.modules["starlette"] = None
+
+import anyio
+from penstock.errors import MissingExtra
+from penstock.integrations.atropos import AtroposGateway
+from penstock.testing import drive_source
+
+try:
+    anyio.run(drive_source, AtroposGateway(batch_size=8, max_token_len=64))
+except MissingExtra as error:
+    print(error)
+"""
+
+
+def test_a_missing_package_of_the_server_is_named_with_the_command_that_installs_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_STARLETTE], capture_output=True, text=True, check=True)
+
+    assert ran.stdout.startswith("AtroposGateway needs starlette")
+    assert "pip install 'penstock[gateway]'" in ran.stdout

@@ -1,4 +1,4 @@
-"""Whatever frames a peer sends over tcp, they are a record, or cost it the connection: nothing else is raised."""
+"""Any frames that a peer sends over tcp are a record, or end its connection; no other error is raised."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,11 +11,11 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import wire
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.channels.tcp import FrameReader
-from penstock._schemas import control
 from penstock._schemas.descriptor import Descriptor
 from penstock._schemas.group import GROUP_SCHEMA
 from penstock._schemas.layout import BundleEntry, BundleHeader, encode_contents
@@ -36,25 +36,25 @@ def record(instance_id: str = "0") -> TrajectoryGroup:
 
 
 def frames_of(record: TrajectoryGroup, **changed: Any) -> list[bytes]:
-    """What a sender sends of `record`, where `changed` columns are others, and `parts`, `candidates` and `form` too."""
+    """Return the frames of `record`, with other columns, `parts`, `candidates`, `form` and `kind` where `changed`."""
     columns = record.columns()
     form, lengths = GROUP_SCHEMA.measure(columns)
-    told = {name: changed.pop(name) for name in ("parts", "candidates", "form", "kind") if name in changed}
-    contents = BundleHeader.alone("group", form, lengths, record.header())._replace(**told)
+    header = {name: changed.pop(name) for name in ("parts", "candidates", "form", "kind") if name in changed}
+    contents = BundleHeader.alone("group", form, lengths, record.header())._replace(**header)
     return [encode_contents(contents), *[np.ascontiguousarray(c).tobytes() for c in (columns | changed).values()]]
 
 
 def read(frames: list[bytes], records: int = 1) -> None:
-    """All that a receiver may do with them; what it gives is a record, to the last byte."""
+    """Read the frames in each way that a receiver does; assert that the result, if any, is a valid record."""
     descriptor = Descriptor(records, records, 1, 0, 0, 4096)
-    parcel = (descriptor, [zmq.Frame(frame) for frame in frames])
+    bundle = (descriptor, [zmq.Frame(frame) for frame in frames])
     with suppress(InvalidRecord, StaleDescriptor):
-        seen = TrajectoryGroup.assemble(*FrameReader(GROUP_SCHEMA).fetch(parcel, 0, lambda *_: None))
+        seen = TrajectoryGroup.assemble(*FrameReader(GROUP_SCHEMA).fetch(bundle, 0, lambda *_: None))
         assert int(seen.lengths().sum()) == len(seen.tokens) == len(seen.loss_mask)
         assert len(seen.owned().completion_lengths()) == len(seen) == len(seen.rewards)
     packer = Packer(10_000)
     with suppress(InvalidRecord, StaleDescriptor):
-        if FrameReader(GROUP_SCHEMA).pack(parcel, 0, packer):
+        if FrameReader(GROUP_SCHEMA).pack(bundle, 0, packer):
             packed = packer.pack()
             assert len(packed.ids) == len(packed) == len(packed.rewards)
 
@@ -64,8 +64,8 @@ def test_frames_with_any_bytes_changed_are_an_error_or_a_record(data: st.DataObj
     frames = frames_of(record())
     index = data.draw(st.integers(0, len(frames) - 1))
     at = data.draw(st.integers(0, len(frames[index]) - 1))
-    said = data.draw(st.binary(min_size=1, max_size=8))
-    frames[index] = frames[index][:at] + said + frames[index][at + len(said) :]
+    changed = data.draw(st.binary(min_size=1, max_size=8))
+    frames[index] = frames[index][:at] + changed + frames[index][at + len(changed) :]
     read(frames)
 
 
@@ -93,7 +93,7 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
     "no record": (frames_of(record(), parts=()), "expected one record a message, got 0"),
     "a frame less": (frames_of(record())[:-1], "frames"),
     "a frame more": ([*frames_of(record()), b""], "frames"),
-    "offsets that lead astray": (
+    "offsets out of range": (
         frames_of(record(), offsets=np.array([0, 2**40, 8])),
         "offsets: expected to run from 0 to 8",
     ),
@@ -120,11 +120,11 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
 
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
-async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged: str, packed: bool) -> None:  # noqa: FBT001 (a parameter)
+async def test_a_sender_of_forged_frames_is_disconnected_and_the_others_go_on(forged: str, packed: bool) -> None:  # noqa: FBT001 (a parameter)
     frames, reason = FORGED[forged]
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
-            say(outbox, Descriptor(1, 1, 1, 0, 0, 4096), frames)
+            send_frames(outbox, (1, 1, 1, 0, 0, 4096), frames)
             with pytest.raises(PeerLost, match=rf"the forger .* was disconnected: .*{reason}"):
                 await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
         async with connect(inbox.url, TrajectoryGroup) as outbox:
@@ -133,34 +133,34 @@ async def test_a_sender_of_forged_frames_is_cut_off_and_the_others_go_on(forged:
         assert inbox.rejected >= 1
 
 
-def say(outbox: object, descriptor: Descriptor, frames: list[bytes]) -> None:
-    """As a sender does, whatever it is that is said."""
+def send_frames(outbox: object, descriptor: tuple[int, int, int, int, int, int], frames: list[bytes]) -> None:
+    """Send these frames after a message with this descriptor, over the connection of `outbox`."""
     assert isinstance(outbox, RemoteSender)
-    outbox._connection._socket.send_multipart([control.encode(control.Publish((descriptor,))), *frames])
+    outbox._connection._socket.send_multipart([wire.encode(wire.publish(descriptor)), *frames])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
-async def test_a_sender_that_promises_two_records_in_one_message_is_cut_off(packed: bool) -> None:  # noqa: FBT001 (a parameter)
+async def test_a_sender_that_promises_two_records_in_one_message_is_disconnected(packed: bool) -> None:  # noqa: FBT001 (a parameter)
     async with (
         serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox,
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
-        say(outbox, Descriptor(2, 2, 1, 0, 0, 4096), frames_of(record()))
+        send_frames(outbox, (2, 2, 1, 0, 0, 4096), frames_of(record()))
         with pytest.raises(PeerLost, match=r"the forger .* was disconnected: .* to be one record"):
             await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
 
 
-async def test_a_sender_that_takes_one_more_than_its_credit_is_cut_off() -> None:
+async def test_a_sender_that_sends_one_record_more_than_its_credit_is_disconnected() -> None:
     async with (
         serve("tcp://127.0.0.1:0", TrajectoryGroup, capacity=2) as inbox,
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
         for number in (1, 2, 3):
-            say(outbox, Descriptor(number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
+            send_frames(outbox, (number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
         with anyio.fail_after(FAILSAFE_S):
             while not inbox.rejected:
                 await anyio.lowlevel.checkpoint()
-        came = [await inbox.receive() for _ in range(3)]  # what had come before it was noticed
+        received = [await inbox.receive() for _ in range(3)]  # sent before the excess was noticed
         with pytest.raises(PeerLost, match="expected at most 2 records in flight, got 3"):
             await inbox.receive()
-        assert len(came) == 3
+        assert len(received) == 3

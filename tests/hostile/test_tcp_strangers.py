@@ -1,4 +1,4 @@
-"""Over tcp those who have no key, or say nothing, hold no place of a sender; the others stay within their credit."""
+"""Over tcp a peer without the key, or without a handshake, uses no place of a sender; others keep to their credit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import zmq
+from tests import wire
 from tests.failsafe import FAILSAFE_S
-from tests.hostile.test_frames import frames_of, record, say
+from tests.fixed_limits import set_limits
+from tests.hostile.test_frames import frames_of, record, send_frames
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.channels import tcp_acceptor
-from penstock._schemas import control
-from penstock._schemas.descriptor import Descriptor
 from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
 from penstock.errors import PeerClosed, PeerLost, TooManySenders
 from penstock.testing import group
@@ -30,20 +29,23 @@ KEY = ChannelKey(bytes(32))
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
+MOST_NEWCOMERS = 64
+"""Connections without a handshake that a receiver keeps open."""
+
 
 def port_of(inbox: Inbox) -> int:
     return int(inbox.url.rpartition(":")[2])
 
 
 def idle(inbox: Inbox, source: str = "127.0.0.1") -> socket.socket:
-    """A connection from `source` on which nothing is said."""
+    """Open a connection from `source`, and send nothing."""
     connection = socket.create_connection(("127.0.0.1", port_of(inbox)), timeout=FAILSAFE_S, source_address=(source, 0))
     connection.setblocking(False)
     return connection
 
 
-def is_cut(connection: socket.socket) -> bool:
-    """Whether the other side has ended `connection`."""
+def is_ended(connection: socket.socket) -> bool:
+    """Return whether the other side has ended `connection`."""
     try:
         while received := connection.recv(4096):
             del received
@@ -60,9 +62,9 @@ async def until_rejected(inbox: Inbox, count: int) -> None:
             await anyio.lowlevel.checkpoint()
 
 
-async def until_cut(connection: socket.socket) -> None:
+async def until_closed(connection: socket.socket) -> None:
     with anyio.fail_after(FAILSAFE_S):
-        while not is_cut(connection):
+        while not is_ended(connection):
             await anyio.lowlevel.checkpoint()
 
 
@@ -74,7 +76,7 @@ async def still_works(inbox: Inbox, key: ChannelKey | None = None) -> None:
 
 @contextmanager
 def key_holder(url: str) -> Iterator[zmq.Socket[bytes]]:
-    """A ZeroMQ connection that has the key and has not introduced itself."""
+    """Open a ZeroMQ connection with the key, without a handshake."""
     one: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     one.setsockopt(zmq.IDENTITY, b"p" + bytes(15))
     one.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -88,14 +90,14 @@ def key_holder(url: str) -> Iterator[zmq.Socket[bytes]]:
 
 @contextmanager
 def no_more_than(most: int, port: int) -> Iterator[int]:
-    """A port from which `most` bytes are passed on to `port`, and then no more."""
+    """Open a port that forwards the first `most` bytes to `port`."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as both:
         near, far = (both.enter_context(socket.socket()) for _ in range(2))
 
         def back() -> None:
             with suppress(OSError):
-                while said := far.recv(2**16):
-                    near.sendall(said)
+                while part := far.recv(2**16):
+                    near.sendall(part)
                 near.shutdown(socket.SHUT_RDWR)
 
         def forth() -> None:
@@ -105,36 +107,28 @@ def no_more_than(most: int, port: int) -> Iterator[int]:
             threading.Thread(target=back, daemon=True).start()
             left = most
             with suppress(OSError):
-                while left and (said := near.recv(min(left, 2**16))):
-                    far.sendall(said)
-                    left -= len(said)
+                while left and (part := near.recv(min(left, 2**16))):
+                    far.sendall(part)
+                    left -= len(part)
 
         threading.Thread(target=forth, daemon=True).start()
         yield int(listener.getsockname()[1])
 
 
-def hello(**changes: Any) -> control.Connect:
-    fields: dict[str, Any] = {
-        "version": control.PROTOCOL_VERSION,
-        "transport": "tcp",
-        "kind": "group",
-        "identity": b"p" + bytes(15),
-        "name": "stranger",
-        "pid": 1,
-    }
-    return control.Connect(**(fields | changes))
+def connect_frame(**changes: Any) -> bytes:
+    return wire.encode(wire.connect_message(transport="tcp", **changes))
 
 
-async def answer(one: zmq.Socket[bytes]) -> control.Message:
-    """What a key holder hears."""
+async def answer(one: zmq.Socket[bytes]) -> tuple[str, Any]:
+    """Receive the next message: its type by name, and the message."""
     with anyio.fail_after(FAILSAFE_S):
         while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             await anyio.lowlevel.checkpoint()
-    return control.decode(one.recv(zmq.NOBLOCK))
+    return wire.decode(one.recv(zmq.NOBLOCK))
 
 
 async def until_ended(one: zmq.Socket[bytes]) -> None:
-    """Wait until a key holder has no connection any more."""
+    """Wait until the connection of a key holder is closed."""
     with anyio.fail_after(FAILSAFE_S):
         while int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             await anyio.lowlevel.checkpoint()
@@ -143,7 +137,7 @@ async def until_ended(one: zmq.Socket[bytes]) -> None:
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_connections_that_say_nothing_take_no_place_of_a_sender() -> None:
+async def test_idle_connections_use_no_place_of_a_sender() -> None:
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             for _ in range(60):
@@ -151,20 +145,20 @@ async def test_connections_that_say_nothing_take_no_place_of_a_sender() -> None:
             await still_works(inbox)
 
 
-async def test_who_says_nothing_is_cut_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_acceptor, "HANDSHAKE_S", 0.05)
+async def test_an_idle_connection_is_closed_after_the_timeout_of_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=0.05)
     async with serve(LOOPBACK, TrajectoryGroup) as inbox:
         with idle(inbox) as stranger:
-            await until_cut(stranger)
+            await until_closed(stranger)
         monkeypatch.undo()
         await still_works(inbox)
         assert inbox.rejected == 1
 
 
-async def test_of_too_many_that_say_nothing_the_oldest_of_the_address_with_the_most_is_cut(
+async def test_of_too_many_idle_connections_the_oldest_of_the_address_with_the_most_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_acceptor, "MOST_NEWCOMERS", 4)
+    set_limits(monkeypatch, MOST_NEWCOMERS=4)
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             alone = strangers.enter_context(idle(inbox, "127.0.0.2"))
@@ -172,34 +166,34 @@ async def test_of_too_many_that_say_nothing_the_oldest_of_the_address_with_the_m
             await until_rejected(inbox, 2)
 
             for oldest in many[:2]:
-                await until_cut(oldest)
-            assert not any(map(is_cut, [alone, *many[2:]]))
+                await until_closed(oldest)
+            assert not any(map(is_ended, [alone, *many[2:]]))
             await still_works(inbox)
 
 
-async def test_many_more_than_there_may_be_keep_nobody_out() -> None:
+async def test_more_idle_connections_than_permitted_keep_no_sender_out() -> None:
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=2) as inbox:
         with ExitStack() as strangers:
             for _ in range(300):
                 strangers.enter_context(await anyio.to_thread.run_sync(idle, inbox))
             await still_works(inbox)
-            await until_rejected(inbox, 300 - 2 - tcp_acceptor.MOST_NEWCOMERS)
+            await until_rejected(inbox, 300 - 2 - MOST_NEWCOMERS)
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f" + b"\x03" + bytes(53), bytes(4096)], ids=range(3)
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f" + b"\x03" + bytes(53), bytes(4096)], ids=range(3)
 )
-async def test_nonsense_changes_nothing(said: bytes) -> None:
+async def test_invalid_bytes_change_nothing(sent: bytes) -> None:
     async with serve(LOOPBACK, TrajectoryGroup) as inbox:
         with idle(inbox) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(sent)
             await still_works(inbox)
             assert inbox.statistics().received == 1
 
 
-async def test_strangers_that_come_and_go_do_not_end_anybody_else() -> None:
+async def test_strangers_that_connect_and_disconnect_end_no_other_connection() -> None:
     """Their descriptors are those that senders had, and will have."""
-    came: list[str] = []
+    received: list[str] = []
     async with serve(LOOPBACK, TrajectoryGroup, senders=30) as inbox, anyio.create_task_group() as tasks:
 
         async def come_and_go() -> None:
@@ -223,16 +217,16 @@ async def test_strangers_that_come_and_go_do_not_end_anybody_else() -> None:
         for _ in range(3):
             tasks.start_soon(come_and_go)
         tasks.start_soon(send_in_turns)
-        came += [record.env async for record in inbox]
+        received += [record.env async for record in inbox]
         tasks.cancel_scope.cancel()
 
-    assert sorted(came) == sorted(str(number) for number in range(30) for _ in range(3))
+    assert sorted(received) == sorted(str(number) for number in range(30) for _ in range(3))
 
 
-# -- those who have the key --------------------------------------------------------------------------------------------
+# -- peers with the key ------------------------------------------------------------------------------------------------
 
 
-async def test_a_sender_beyond_the_most_is_refused_and_holds_nobody_elses_place() -> None:
+async def test_a_sender_beyond_the_maximum_is_rejected_and_uses_no_place() -> None:
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
         async with connect(inbox.url, TrajectoryGroup):
             for _ in range(3):
@@ -245,12 +239,14 @@ async def test_a_sender_beyond_the_most_is_refused_and_holds_nobody_elses_place(
         await still_works(inbox)
 
 
-async def test_who_was_granted_a_place_and_does_not_take_it_loses_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_acceptor, "HANDSHAKE_S", 0.3)
+async def test_a_place_that_was_granted_and_not_used_is_free_again_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=0.3)
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1, key=KEY) as inbox:
         with key_holder(inbox.url) as one:
-            one.send(control.encode(hello()))
-            assert isinstance(await answer(one), control.Accept)
+            one.send(connect_frame())
+            assert (await answer(one))[0] == "Accept"
             with pytest.raises(TooManySenders):
                 async with connect(inbox.url, TrajectoryGroup, key=KEY):
                     pass
@@ -262,74 +258,73 @@ async def test_who_was_granted_a_place_and_does_not_take_it_loses_it_in_time(mon
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
-        [control.encode(control.Publish((Descriptor(1, 1, 0, 1, 1, 64),)))],
-        [control.encode(control.Ready())],
-        [control.encode(hello(identity=b"q" + bytes(15)))],
+        [wire.encode(wire.publish((1, 1, 0, 1, 1, 64)))],
+        [wire.encode(wire.ready())],
+        [connect_frame(identity=b"q" + bytes(15))],
         [bytes(70_000)],
-        [control.encode(hello()), b"and more"],
+        [connect_frame(), b"and more"],
         [b"\xc1"],
         [b""],
     ],
     ids=range(7),
 )
-async def test_who_has_the_key_and_introduces_itself_wrongly_is_refused_and_cut(said: list[bytes]) -> None:
+async def test_an_invalid_handshake_with_the_key_is_rejected_and_disconnected(sent: list[bytes]) -> None:
     async with serve(LOOPBACK, TrajectoryGroup, key=KEY) as inbox:
         with key_holder(inbox.url) as one:
-            one.send_multipart(said)
-            refused = await answer(one)
-            assert isinstance(refused, control.Reject)
+            one.send_multipart(sent)
+            kind, refused = await answer(one)
+            assert kind == "Reject"
             assert refused.error == "ProtocolMismatch"
             await until_ended(one)
         await still_works(inbox, KEY)
         assert inbox.rejected == 1
 
 
-async def test_a_sender_that_takes_more_bytes_than_its_credit_is_cut_off() -> None:
+async def test_a_sender_that_sends_more_bytes_than_its_credit_is_disconnected() -> None:
     async with (
         serve(LOOPBACK, TrajectoryGroup, capacity_bytes=8192) as inbox,
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
         for number in (1, 2, 3):
-            say(outbox, Descriptor(number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
+            send_frames(outbox, (number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
         await until_rejected(inbox, 1)
-        came = [(await inbox.receive()).instance_id for _ in range(3)]  # what had come before it was noticed
+        received = [(await inbox.receive()).instance_id for _ in range(3)]  # sent before the excess was noticed
         with pytest.raises(PeerLost, match=r"expected at most 9216 bytes in flight, got 12288"):
             await inbox.receive()
-        assert came == ["1", "2", "3"]
+        assert received == ["1", "2", "3"]
 
 
-async def test_a_sender_that_sends_more_bytes_than_it_says_is_cut_off() -> None:
+async def test_a_sender_that_sends_more_bytes_than_its_descriptor_states_is_disconnected() -> None:
     async with (
         serve(LOOPBACK, TrajectoryGroup) as inbox,
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
-        say(outbox, Descriptor(1, 1, 1, 0, 0, 64), frames_of(record()))
+        send_frames(outbox, (1, 1, 1, 0, 0, 64), frames_of(record()))
         with pytest.raises(PeerLost, match=r"expected at most 64 bytes of columns, got more"):
             await inbox.receive()
 
 
-async def test_a_message_of_parts_without_end_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_acceptor, "CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr("penstock._pipeline.channels.tcp.LARGEST_MESSAGE", 2**20)
+async def test_a_message_of_endless_parts_ends_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, CHECK_INTERVAL_S=0.05, LARGEST_MESSAGE=2**20)
     async with serve(LOOPBACK, TrajectoryGroup, capacity_bytes=2**20, key=KEY) as inbox:
         with no_more_than(2**23, port_of(inbox)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
-            flooder.send(control.encode(hello()))
-            assert isinstance(await answer(flooder), control.Accept)
-            flooder.send(control.encode(control.Ready()))
-            assert isinstance(await answer(flooder), control.Ready)
-            flooder.send_multipart([bytes(2**16)] * 2**8)  # 16 MiB, of which half comes
+            flooder.send(connect_frame())
+            assert (await answer(flooder))[0] == "Accept"
+            flooder.send(wire.encode(wire.ready()))
+            assert (await answer(flooder))[0] == "Ready"
+            flooder.send_multipart([bytes(2**16)] * 2**8)  # 16 MiB, of which half arrives
             await until_rejected(inbox, 1)
             await until_ended(flooder)
         with pytest.raises(PeerLost, match=r"stranger .* was disconnected: a message of more than 2097152 bytes"):
             await inbox.receive()
 
 
-async def test_a_sender_that_is_cut_off_can_send_nothing_more() -> None:
+async def test_a_disconnected_sender_can_send_nothing_more() -> None:
     async with serve(LOOPBACK, TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
-            say(outbox, Descriptor(9, 1, 1, 0, 0, 4096), frames_of(record()))
+            send_frames(outbox, (9, 1, 1, 0, 0, 4096), frames_of(record()))
             with pytest.raises(PeerLost, match=r"the forger .* was disconnected"):
                 await inbox.receive()
             line: Any = outbox

@@ -3,9 +3,8 @@ from __future__ import annotations
 import anyio
 
 from penstock import Context
-from penstock._pipeline.graph.flush import FlushableInbox
 from penstock.accounting import Ledger, Metrics
-from penstock.channels import memory_channel
+from penstock.channels import FlushableInbox, memory_channel
 from penstock.testing import entered
 
 MANY = 1000

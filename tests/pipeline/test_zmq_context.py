@@ -1,4 +1,4 @@
-"""Penstock has a ZeroMQ context of its own, one in each process."""
+"""Channels use a ZeroMQ context of their own, one in each process, apart from that of the user's code."""
 
 from __future__ import annotations
 
@@ -8,38 +8,51 @@ import sys
 import anyio
 import anyio.to_thread
 import zmq
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.channels.zmq_context import zmq_context
 from penstock.channels import connect, serve
 from penstock.testing import group
 
-FORKED = """
+SEND = """
 import os
-import zmq
-from penstock._pipeline.channels.zmq_context import zmq_context
+import anyio
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
+from penstock.testing import group
 
-inherited = zmq_context()
-inherited.socket(zmq.PAIR).close()
+async def send():
+    async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
+        await outbox.send(group(instance_id="sent"))
+        assert (await inbox.receive()).instance_id == "sent"
+
+anyio.run(send)
+"""
+
+FORKED = f"""{SEND}
 if child := os.fork():
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-assert zmq_context() is not inherited
-one, other = zmq_context().socket(zmq.PAIR), zmq_context().socket(zmq.PAIR)
-one.bind("inproc://forked")
-other.connect("inproc://forked")
-one.send(b"sent")
-assert other.recv() == b"sent"
-one.close()
-other.close()
+anyio.run(send)
+"""
+
+COUNTED = f"""{SEND}
+anyio.run(send)
+names = [open(f"/proc/self/task/{{thread}}/comm").read() for thread in os.listdir("/proc/self/task")]
+assert sum(name.startswith("ZMQbg/IO") for name in names) == 1, names
 """
 
 
-def test_every_call_returns_the_same_context() -> None:
-    assert zmq_context() is zmq_context()
+def run(script: str) -> tuple[int, str]:
+    """Run a script with all warnings but those of deprecation; return its exit status and what it wrote to stderr."""
+    warnings = ["-W", "always", "-W", "ignore::DeprecationWarning"]
+    ran = subprocess.run(
+        [sys.executable, *warnings, "-c", script], capture_output=True, check=False, text=True, timeout=FAILSAFE_S
+    )
+    return ran.returncode, ran.stderr
 
 
-def test_the_context_of_the_users_own_code_is_another() -> None:
-    assert zmq_context() is not zmq.Context.instance()
+def test_all_channels_of_a_process_share_one_context() -> None:
+    assert run(COUNTED) == (0, "")
 
 
 async def test_a_channel_works_while_the_users_own_code_terminates_its_context() -> None:
@@ -51,12 +64,4 @@ async def test_a_channel_works_while_the_users_own_code_terminates_its_context()
 
 
 def test_a_forked_process_makes_a_context_of_its_own_and_exits_without_a_warning() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-W", "always", "-W", "ignore::DeprecationWarning", "-c", FORKED],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert run(FORKED) == (0, "")

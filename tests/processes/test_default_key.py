@@ -1,17 +1,17 @@
-"""On loopback too a key is used, unless another is given: this user's, made on first use and read by nobody else."""
+"""The default key of tcp channels on loopback: one for each user, created on first use, readable by its owner alone."""
 
 import os
 import threading
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 import zmq
 from tests.failsafe import FAILSAFE_S
 from tests.processes.children import child, line
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.channels.default_key import default_key, default_key_path
 from penstock.channels import ChannelKey, connect, serve
 from penstock.errors import InvalidKey, KeyUnavailable, PeerClosed
 from penstock.testing import group
@@ -33,17 +33,17 @@ SENDER = """
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the key of a user lies who has none yet."""
+    """Return the path at which the first channel creates the key."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     return tmp_path / "penstock" / "channel.key"
 
 
 def modes(path: Path) -> tuple[int, int]:
-    """The modes of a file and of its folder."""
+    """Return the modes of a file and of its folder."""
     return path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777
 
 
-async def test_two_processes_of_one_user_find_the_same_key_and_others_may_not_read_it(path: Path) -> None:
+async def test_processes_of_one_user_use_the_same_key_which_other_users_may_not_read(path: Path) -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         with child(SENDER, inbox.url) as sender:
             assert (await inbox.receive()).instance_id == "from afar"
@@ -52,7 +52,7 @@ async def test_two_processes_of_one_user_find_the_same_key_and_others_may_not_re
     assert modes(path) == (0o600, 0o700)
 
 
-async def test_another_user_of_the_host_is_refused_though_it_gave_no_key_either(
+async def test_a_sender_with_the_default_key_of_another_user_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
@@ -62,10 +62,10 @@ async def test_another_user_of_the_host_is_refused_though_it_gave_no_key_either(
                 pass
 
 
-async def test_what_a_stranger_sends_without_a_key_is_never_received() -> None:
+async def test_a_message_without_a_key_is_never_received() -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        stranger.setsockopt(zmq.RECONNECT_IVL, -1)  # it comes once
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)  # connects once
         with stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -74,46 +74,56 @@ async def test_what_a_stranger_sends_without_a_key_is_never_received() -> None:
                 await outbox.send(group())
                 await inbox.receive()
         assert inbox.statistics().received == 1
-        assert inbox.rejected <= 1  # its connection; no message of its was heard
+        assert inbox.rejected <= 1  # its connection; its message was not read
 
 
-def test_threads_that_make_the_key_at_the_same_time_all_use_the_one_that_was_first(path: Path) -> None:
-    together, made = threading.Barrier(8), list[bytes]()
+async def send_with_default_key() -> None:
+    """Serve and connect without a key."""
+    async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup):
+        pass
 
-    def make() -> None:
-        together.wait(FAILSAFE_S)
-        made.append(default_key()._secret)
 
-    threads = [threading.Thread(target=make) for _ in range(8)]
+async def test_receivers_that_create_the_key_at_the_same_time_all_use_the_first_one(path: Path) -> None:
+    together, created, received = threading.Barrier(8), threading.Barrier(8), list[str]()
+
+    async def serve_and_receive() -> None:
+        await anyio.to_thread.run_sync(together.wait, FAILSAFE_S)
+        async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
+            await anyio.to_thread.run_sync(created.wait, FAILSAFE_S)
+            async with connect(inbox.url, TrajectoryGroup, key=ChannelKey.load(path)) as outbox:
+                await outbox.send(group())
+                received.append((await inbox.receive()).instance_id)
+
+    threads = [threading.Thread(target=anyio.run, args=[serve_and_receive]) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        await anyio.to_thread.run_sync(thread.join, FAILSAFE_S)
 
-    assert made == [ChannelKey.load(path)._secret] * 8
+    assert len(received) == 8
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_key_that_others_may_read_is_refused_with_its_path(path: Path) -> None:
-    default_key()
+def test_a_key_that_other_users_may_read_is_refused_with_its_path(path: Path) -> None:
+    anyio.run(send_with_default_key)
     path.chmod(0o644)
 
     with pytest.raises(InvalidKey, match=rf"expected {path} to be readable by its owner alone, got mode 644"):
-        default_key()
+        anyio.run(send_with_default_key)
 
 
 def test_a_key_that_belongs_to_another_user_is_refused_with_its_path(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default_key()
+    anyio.run(send_with_default_key)
     another = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: another)
 
     with pytest.raises(InvalidKey, match=rf"expected {path} to belong to this user"):
-        default_key()
+        anyio.run(send_with_default_key)
 
 
-async def test_where_no_key_can_be_made_the_error_names_the_file(
+async def test_a_key_that_cannot_be_created_is_an_error_with_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -125,7 +135,12 @@ async def test_where_no_key_can_be_made_the_error_names_the_file(
                 pass
 
 
-def test_without_a_configured_folder_it_lies_below_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_configured_folder_the_key_is_in_the_home_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert default_key_path() == Path("/somewhere/.config/penstock/channel.key")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    anyio.run(send_with_default_key)
+
+    assert (tmp_path / ".config/penstock/channel.key").exists()

@@ -1,4 +1,4 @@
-"""Engines that have the newest weights while they are used, and sleep when they are not: over real weights."""
+"""Engines load the newest weights when they are used, and sleep afterwards; with weights in real memory and files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ import structlog
 import torch
 from safetensors.torch import save_file
 from tests import inference_server
-from tests.backoffs import backoff
 from tests.fake_policy import Letters
+from tests.fixed_limits import set_limits
 from tests.tiny_model import TinyModel
 
 from penstock import Batcher, SinkTrainer, SourceEnv, TrainBatch, Worker, source
-from penstock._pipeline.weights import engine_sync
-from penstock._pipeline.weights.engine_sync import synced
-from penstock._stages.engines import http_engine
 from penstock.errors import EngineFailed
-from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy
+from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy
 from penstock.torch import TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 
@@ -41,14 +38,14 @@ async def one(engine: Engine) -> Completion:
 
 
 async def untrained(seed: int) -> list[int]:
-    """What a model that was made with `seed` says."""
+    """Sample a model that was made with `seed`."""
     async with TorchPolicy(partial(TinyModel, seed=seed), EOS).open(Worker()) as engine:
         completion = await one(engine)
         return [int(token) for token in completion.tokens]
 
 
 class Colocated:
-    """A model whose memory is looked at, the engine that samples it, and its publisher."""
+    """A model, the engine that samples it, and the publisher of its weights."""
 
     def __init__(self, publisher: WeightPublisher) -> None:
         self.publisher = publisher
@@ -74,17 +71,17 @@ async def colocated() -> AsyncIterator[Colocated]:
 
 async def test_the_body_samples_with_the_newest_weights_and_their_memory_is_free_after_it() -> None:
     held: list[int] = []
-    said: list[Completion] = []
+    sampled: list[Completion] = []
     async with colocated() as both:
         for version in (1, 2):
             await both.publisher.publish(TinyModel(seed=version).state_dict(), version)
             async with both.publisher.sync(both.engine) as engine:
                 held.append(both.nbytes)
-                said.append(await one(engine))
+                sampled.append(await one(engine))
             held.append(both.nbytes)
 
-    assert [completion.tokens.tolist() for completion in said] == [await untrained(1), await untrained(2)]
-    assert [int(completion.policy_versions[0]) for completion in said] == [1, 2]
+    assert [completion.tokens.tolist() for completion in sampled] == [await untrained(1), await untrained(2)]
+    assert [int(completion.policy_versions[0]) for completion in sampled] == [1, 2]
     assert held[0] == held[2] > held[1] == held[3] == 0
 
 
@@ -117,17 +114,26 @@ async def test_an_engine_that_cannot_take_the_weights_is_left_asleep() -> None:
         assert not both.is_awake
 
 
-async def test_weights_that_nobody_has_published_yet_are_not_waited_for() -> None:
+async def test_an_engine_cannot_use_weights_before_the_first_version() -> None:
     async with colocated() as both:
         with pytest.raises(RuntimeError, match="expected weights to be published before an engine samples with them"):
             async with both.publisher.sync(both.engine):
                 pytest.fail("there are none")
 
 
-class Sleepless:
-    """An engine that does not fall asleep: it fails to at once, or never comes to an end."""
+@asynccontextmanager
+async def published() -> AsyncIterator[WeightPublisher]:
+    weights = {"weight": torch.zeros(3)}
+    async with WeightPublisher(weights) as publisher:
+        await publisher.publish(weights, 3)
+        yield publisher
 
-    def __init__(self, failure: Exception | None) -> None:
+
+class Sleepless:
+    """An engine whose `sleep` raises `failure`, or never returns."""
+
+    def __init__(self, weights: WeightPublisher, failure: Exception | None) -> None:
+        self.weights = weights
         self.failure = failure
         self.asked = anyio.Event()
 
@@ -135,7 +141,7 @@ class Sleepless:
         return "<Sleepless>"
 
     async def update_weights(self, url: str, version: int) -> None:
-        assert (url, version) == (Numbered.url, Numbered.version)
+        assert (url, version) == (self.weights.url, 3)
 
     async def sleep(self) -> None:
         self.asked.set()
@@ -147,21 +153,17 @@ class Sleepless:
         pass
 
 
-class Numbered:
-    """Where some version of some weights is."""
-
-    url, version = "somewhere", 3
-
-
 async def test_what_the_body_raises_comes_out_although_the_engine_does_not_fall_asleep() -> None:
-    engine = Sleepless(EngineFailed("no server"))
-
-    with structlog.testing.capture_logs() as said, pytest.raises(ValueError, match="mine") as raised:
-        async with synced(Numbered(), engine):
+    async def fail(weights: WeightPublisher) -> NoReturn:
+        async with weights.sync(Sleepless(weights, EngineFailed("no server"))):
             raise ValueError("mine")
 
+    async with published() as weights:
+        with structlog.testing.capture_logs() as logs, pytest.raises(ValueError, match="mine") as raised:
+            await fail(weights)
+
     assert raised.value.__notes__ == ["besides: <Sleepless> did not fall asleep: EngineFailed: no server"]
-    assert said == [
+    assert logs == [
         {
             "event": "engine_left_awake",
             "log_level": "warning",
@@ -172,84 +174,91 @@ async def test_what_the_body_raises_comes_out_although_the_engine_does_not_fall_
 
 
 async def test_an_engine_that_does_not_fall_asleep_after_a_body_that_ended_well_is_a_failure() -> None:
-    with pytest.raises(EngineFailed, match="no server"):
-        async with synced(Numbered(), Sleepless(EngineFailed("no server"))):
-            pass
+    async with published() as weights:
+        with pytest.raises(EngineFailed, match="no server"):
+            async with weights.sync(Sleepless(weights, EngineFailed("no server"))):
+                pass
 
 
 async def test_an_engine_that_never_falls_asleep_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_sync, "SLEEP_TIMEOUT_S", 0.01)
+    set_limits(monkeypatch, SLEEP_TIMEOUT_S=0.01)
 
-    with pytest.raises(TimeoutError, match=r"expected <Sleepless> to fall asleep within 0\.01 s"):
-        async with synced(Numbered(), Sleepless(None)):
-            pass
+    async with published() as weights:
+        with pytest.raises(TimeoutError, match=r"expected <Sleepless> to fall asleep within 0\.01 s"):
+            async with weights.sync(Sleepless(weights, None)):
+                pass
 
 
 @pytest.mark.parametrize("failure", [None, EngineFailed("no server")])
 async def test_a_cancelled_body_stays_cancelled_although_the_engine_does_not_fall_asleep(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
-    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
-    engine = Sleepless(failure)
+    set_limits(monkeypatch, CANCEL_TIMEOUT_S=0.01)
     seen: list[BaseException] = []
 
-    with structlog.testing.capture_logs() as said, anyio.CancelScope() as scope:
-        try:
-            async with synced(Numbered(), engine):
-                scope.cancel()
-                await anyio.sleep_forever()
-        except BaseException as error:
-            seen.append(error)
-            raise
+    async with published() as weights:
+        engine = Sleepless(weights, failure)
+        with structlog.testing.capture_logs() as logs, anyio.CancelScope() as scope:
+            try:
+                async with weights.sync(engine):
+                    scope.cancel()
+                    await anyio.sleep_forever()
+            except BaseException as error:
+                seen.append(error)
+                raise
 
     assert scope.cancelled_caught
     assert engine.asked.is_set()
     assert [type(error) for error in seen] == [anyio.get_cancelled_exc_class()]
-    assert [event["event"] for event in said] == ["engine_left_awake"]
+    assert [event["event"] for event in logs] == ["engine_left_awake"]
 
 
 async def test_a_task_that_asyncio_cancels_is_not_held_up_by_an_engine_that_does_not_fall_asleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
-    engine, entered = Sleepless(None), anyio.Event()
+    set_limits(monkeypatch, CANCEL_TIMEOUT_S=0.01)
+    entered = anyio.Event()
 
-    async def use() -> None:
-        async with synced(Numbered(), engine):
+    async def use(weights: WeightPublisher, engine: Sleepless) -> None:
+        async with weights.sync(engine):
             entered.set()
             await anyio.sleep_forever()
 
-    task = asyncio.ensure_future(use())
-    await entered.wait()
-    task.cancel()  # as asyncio.run does at the first Ctrl-C
+    async with published() as weights:
+        engine = Sleepless(weights, None)
+        task = asyncio.ensure_future(use(weights, engine))
+        await entered.wait()
+        task.cancel()  # as asyncio.run does at the first Ctrl-C
 
-    with pytest.raises(asyncio.CancelledError):
-        await task
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert engine.asked.is_set()
 
 
 @pytest.mark.parametrize("failure", [ValueError("mine"), None])
-async def test_who_is_cancelled_while_the_engine_falls_asleep_is_not_held_up(
+async def test_a_cancellation_while_the_engine_falls_asleep_takes_effect_after_its_timeout(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
-    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.01)
-    engine, scope = Sleepless(None), anyio.CancelScope()
+    set_limits(monkeypatch, CANCEL_TIMEOUT_S=0.01)
+    scope = anyio.CancelScope()
 
-    async def cancel() -> None:
+    async def cancel(engine: Sleepless) -> None:
         await engine.asked.wait()
         scope.cancel()
 
-    async def use() -> None:
-        async with synced(Numbered(), engine):
+    async def use(weights: WeightPublisher, engine: Sleepless) -> None:
+        async with weights.sync(engine):
             if failure is not None:
                 raise failure
 
-    with scope:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(cancel)
-            with pytest.raises(ValueError if failure else TimeoutError):
-                await use()
-            tasks.cancel_scope.cancel()
+    async with published() as weights:
+        engine = Sleepless(weights, None)
+        with scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(cancel, engine)
+                with pytest.raises(ValueError if failure else TimeoutError):
+                    await use(weights, engine)
+                tasks.cancel_scope.cancel()
 
 
 # -- a server ------------------------------------------------------------------------------------------------------
@@ -259,20 +268,20 @@ VOCABULARY = inference_server.VOCABULARY
 
 
 def counting(by: int) -> dict[str, torch.Tensor]:
-    """Weights with which the token that follows is surely the one `by` above."""
+    """Return weights with which the next token is always the one `by` above."""
     return {"table": 100 * torch.eye(VOCABULARY).roll(by, dims=1)}
 
 
 @contextmanager
 def served(folder: Path, kind: str = "sglang") -> Iterator[str]:
-    """The URL of a server that counts by one."""
+    """Start a server that counts by one, and yield its URL."""
     with started(folder, kind) as (url, _):
         yield url
 
 
 @contextmanager
 def started(folder: Path, kind: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The same, and the server's process."""
+    """Start a server that counts by one, and yield its URL and its process."""
     save_file(counting(1), folder / "model.safetensors")
     command = [sys.executable, inference_server.__file__, "0", kind, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
@@ -305,7 +314,7 @@ async def killed_in_the_body(folder: WeightFolder, engine: Engine, server: subpr
 
 async def test_a_server_that_is_killed_in_the_body_hides_nothing(tmp_path: Path) -> None:
     with started(tmp_path, "sglang") as (url, server):
-        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=backoff(attempts=2, first_s=0.01))
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=2, first_s=0.01))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
             await folder.publish(counting(2), 7)
             with pytest.raises(ValueError, match="mine") as raised:
@@ -315,13 +324,12 @@ async def test_a_server_that_is_killed_in_the_body_hides_nothing(tmp_path: Path)
     assert "did not fall asleep: NobodyListens" in note
 
 
-async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_up(
+async def test_a_server_that_is_killed_in_a_cancelled_body_does_not_delay_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_sync, "CANCEL_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(http_engine, "CANCELLED_RESUME_TIMEOUT_S", 0.1)
+    set_limits(monkeypatch, CANCEL_TIMEOUT_S=0.1, CANCELLED_RESUME_TIMEOUT_S=0.1)
     with started(tmp_path, "sglang") as (url, server):
-        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=backoff(attempts=99, first_s=5))
+        policy = HttpPolicy(url=url, model="bigram", server="sglang", backoff=Backoff(attempts=99, first_s=5))
         async with WeightFolder(tmp_path / "weights", counting(2)) as folder, policy.open(Worker()) as engine:
             await folder.publish(counting(2), 7)
             with anyio.CancelScope() as scope:
@@ -335,12 +343,12 @@ async def test_a_server_that_is_killed_in_a_body_that_is_cancelled_holds_nobody_
 
 
 class Counts:
-    """A trainer whose version k counts by k + 1. It notes by how much each trained token is above the one before."""
+    """A trainer whose version k counts by k + 1. It records by how much each trained token is above the one before."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.trained: list[tuple[int, int]] = []
-        """(version that a token says it was sampled with, how much it is above the one before)."""
+        """(version of a token, how much it is above the one before)."""
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         self.steps += 1
@@ -381,4 +389,6 @@ async def test_a_run_trains_what_it_samples_at_a_server(tmp_path: Path, sampling
 
     assert trainer.steps == 4
     assert max(version for version, _ in trainer.trained) >= 2
-    assert all(above > version for version, above in trainer.trained), "a token says a newer version than it has"
+    assert all(above > version for version, above in trainer.trained), (
+        "a token has a newer version than the weights that sampled it"
+    )

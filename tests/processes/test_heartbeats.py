@@ -1,4 +1,4 @@
-"""What a channel does when the process at its other end is stopped: its door stays open, and it says nothing."""
+"""A channel whose peer is stopped by a signal: its sockets stay open, and it sends no heartbeats."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import anyio
 import anyio.to_thread
 import pytest
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 from tests.processes.children import child, line
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Judge, Sample, SampleAndDie
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, processes, source
-from penstock._pipeline.processes import workers
 from penstock.channels import connect, serve
 from penstock.errors import NobodyListens, PeerLost
 from penstock.testing import group
 
-SILENCE_S = 5.0
+TIMEOUT_S = 5.0
 """Longer than a process waits for a core on a busy machine."""
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
@@ -41,7 +41,7 @@ SENDER = """
                 await outbox.send(group(instance_id="0"))
                 await anyio.sleep(0)
                 print("sent", flush=True)
-                ctypes.PyDLL(None).usleep(1000 * busy_ms)  # nobody else gets the interpreter meanwhile
+                ctypes.PyDLL(None).usleep(1000 * busy_ms)  # holds the interpreter lock
                 for number in range(1, 100):
                     await outbox.send(group(instance_id=str(number)))
         except PeerClosed as error:
@@ -69,20 +69,20 @@ RECEIVER = """
 
 
 def stop(process: Popen[str]) -> None:
-    """Stop a process, and wait until it stands still."""
+    """Stop a process by a signal, and wait until the kernel reports it."""
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
 
 
 async def status(process: Popen[str]) -> int:
-    """How a process ends, to which this one goes on listening."""
+    """Return the exit status of a process; the event loop runs on meanwhile."""
     return await anyio.to_thread.run_sync(process.wait, FAILSAFE_S)
 
 
-async def receive_into(came: list[int], inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-    """Receive until that fails, and note which records came."""
+async def receive_into(received: list[int], inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+    """Receive until that fails, and add the number of each record to `received`."""
     while True:
-        came.append(int((await inbox.receive()).instance_id))
+        received.append(int((await inbox.receive()).instance_id))
 
 
 async def send_into(outbox: SendChannel[TrajectoryGroup]) -> None:
@@ -92,17 +92,17 @@ async def send_into(outbox: SendChannel[TrajectoryGroup]) -> None:
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wakes(url: str) -> None:
-    async with serve(url, TrajectoryGroup, capacity=4, heartbeat_timeout_s=SILENCE_S) as inbox:
+async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_continues(url: str) -> None:
+    async with serve(url, TrajectoryGroup, capacity=4, heartbeat_timeout_s=TIMEOUT_S) as inbox:
         with child(SENDER, inbox.url, "0") as sender:
             assert await line(sender) == "sent"
 
             stop(sender)
-            came = list[int]()
-            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. did not respond for {SILENCE_S} s"):
-                await receive_into(came, inbox)
+            received = list[int]()
+            with pytest.raises(PeerLost, match=rf"the sender .pid \d+. did not respond for {TIMEOUT_S} s"):
+                await receive_into(received, inbox)
 
-            assert came == list(range(len(came)))
+            assert received == list(range(len(received)))
             sender.send_signal(signal.SIGCONT)
             assert "disconnected this sender: the sender" in await line(sender)
             with pytest.raises(anyio.EndOfStream):
@@ -110,27 +110,27 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_wake
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_stopped_receiver_is_lost_in_time_and_told_so_when_it_wakes(url: str) -> None:
+async def test_a_stopped_receiver_is_lost_in_time_and_fails_when_it_continues(url: str) -> None:
     with child(RECEIVER, url, "0") as receiver:
-        async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=SILENCE_S) as outbox:
+        async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=TIMEOUT_S) as outbox:
             await outbox.send(group())
             assert await line(receiver) == "received"
 
             stop(receiver)
             with pytest.raises(
-                PeerLost, match=rf"the receiver, did not respond for {SILENCE_S} s, because its process was stopped"
+                PeerLost, match=rf"the receiver, did not respond for {TIMEOUT_S} s, because its process was stopped"
             ):
                 await send_into(outbox)
         receiver.send_signal(signal.SIGCONT)
-        assert await status(receiver) == 1  # PeerLost: its sender closed the door without a goodbye
+        assert await status(receiver) == 1  # PeerLost: its sender closed the connection without Close
 
 
-async def test_who_is_busy_for_longer_than_that_is_not_silent() -> None:
+async def test_a_peer_that_is_busy_for_longer_than_the_timeout_is_not_lost() -> None:
     here, there = KINDS
-    busy_ms = str(int(1000 * 2 * SILENCE_S))
-    async with serve(here, TrajectoryGroup, capacity=2, heartbeat_timeout_s=SILENCE_S) as inbox:
+    busy_ms = str(int(1000 * 2 * TIMEOUT_S))
+    async with serve(here, TrajectoryGroup, capacity=2, heartbeat_timeout_s=TIMEOUT_S) as inbox:
         with child(SENDER, inbox.url, busy_ms) as sender, child(RECEIVER, there, busy_ms) as receiver:
-            async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=SILENCE_S) as outbox:
+            async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=TIMEOUT_S) as outbox:
                 assert await line(sender) == "sent"
 
                 for _ in range(100):
@@ -140,7 +140,7 @@ async def test_who_is_busy_for_longer_than_that_is_not_silent() -> None:
             assert await status(receiver) == await status(sender) == 0
 
 
-async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> None:
+async def test_a_receiver_that_does_not_answer_a_handshake_is_not_waited_for() -> None:
     with child(RECEIVER, "shm://", "0") as receiver:
         url = await line(receiver)
         stop(receiver)
@@ -151,8 +151,8 @@ async def test_a_receiver_that_does_not_answer_an_introduction_is_given_up() -> 
 
 
 @pytest.mark.parametrize("family", [sockets.AF_UNIX, sockets.AF_INET])
-async def test_so_is_one_whose_door_has_no_room_for_more_who_wait(family: int, tmp_path: Path) -> None:
-    """As it has none when its process is stopped for long enough, and many come."""
+async def test_nor_is_one_whose_queue_of_connections_is_full(family: int, tmp_path: Path) -> None:
+    """The queue is full after many connections to a stopped process."""
     with ExitStack() as stack:
         control_connection = stack.enter_context(sockets.socket(family))
         control_connection.bind(str(tmp_path / "control") if family == sockets.AF_UNIX else ("127.0.0.1", 0))
@@ -173,7 +173,7 @@ async def test_so_is_one_whose_door_has_no_room_for_more_who_wait(family: int, t
                 pass
 
 
-async def test_without_a_bound_a_stopped_sender_is_waited_for() -> None:
+async def test_without_a_heartbeat_timeout_a_stopped_sender_is_waited_for() -> None:
     async with serve("shm://", TrajectoryGroup, capacity=4, heartbeat_timeout_s=None) as inbox:
         with child(SENDER, inbox.url, "0") as sender:
             assert await line(sender) == "sent"
@@ -198,10 +198,10 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("name", STOPPED)
-async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_is_lost_with_the_reason(
+async def test_a_stopped_worker_is_killed_and_replaced_and_its_records_are_lost_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "WORKER_HEARTBEAT_TIMEOUT_S", SILENCE_S)
+    set_limits(monkeypatch, WORKER_HEARTBEAT_TIMEOUT_S=TIMEOUT_S)
 
     report = await STOPPED[name].sink(Commit()).run()
 
@@ -212,5 +212,5 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced_and_what_it_held_
     (reason,) = balance.reasons["lost"]
     assert reason.startswith(f"{name} (pid ")
     assert reason.endswith(
-        f"did not respond for {SILENCE_S} s, because its process was stopped or its host hung; it was killed"
+        f"did not respond for {TIMEOUT_S} s, because its process was stopped or its host hung; it was killed"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -14,8 +15,6 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Worker
-from penstock._stages.engines.torch_engine import TorchEngine
-from penstock._stages.engines.torch_sampling import SamplingBatch, SamplingRequest
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine
 from penstock.torch import KVCache, TorchPolicy, WeightFolder
@@ -36,7 +35,7 @@ async def settle() -> None:
 
 
 async def untrained(seed: int) -> list[int]:
-    """What a model that was made with `seed` says."""
+    """Sample a model that was made with `seed`."""
     async with TorchPolicy(partial(TinyModel, seed=seed), EOS).open(Worker()) as engine:
         completion = await one(engine)
         return [int(token) for token in completion.tokens]
@@ -243,12 +242,12 @@ async def test_weights_that_do_not_fit_the_model_are_refused_when_the_policy_ope
 
 
 class Stepwise(TinyModel):
-    """Lets a test do something before a pass of the model."""
+    """Calls functions of a test before a pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
         self.before: dict[int, Callable[[], None]] = {}
-        """What is done before which pass, counted from 0."""
+        """Called before a pass, which is counted from 0."""
         self.passes = 0
 
     def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -258,30 +257,38 @@ class Stepwise(TinyModel):
 
 
 def published(publisher: WeightPublisher, seed: int, version: int) -> Callable[[], None]:
-    """Publishes, from the thread that samples."""
+    """Return a function that publishes, from the thread that samples."""
     state = TinyModel(seed=seed).state_dict()
     return lambda: anyio.from_thread.run(publisher.publish, state, version)
 
 
-async def test_with_updates_in_flight_each_token_says_which_weights_sampled_it() -> None:
-    model, alone = Stepwise(), TinyModel(seed=1)
+def loaded(model: TinyModel, seed: int) -> Callable[[], None]:
+    """Return a function that loads other weights into `model`."""
+
+    def load() -> None:
+        model.load_state_dict(TinyModel(seed=seed).state_dict())
+
+    return load
+
+
+async def test_with_updates_in_flight_each_token_has_the_version_that_sampled_it() -> None:
+    model, alone = Stepwise(), Stepwise(seed=1)
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(alone.state_dict(), version=1)
         model.before = {2: published(publisher, 2, 20), 3: published(publisher, 3, 30), 5: published(publisher, 4, 40)}
         policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, weight_updates="in_flight")
         async with policy.open(Worker()) as engine:
-            said = await one(engine)
+            sampled = await one(engine)
 
-    batch = SamplingBatch(alone, [SamplingRequest(PROMPT, 8, greedy=True)], eos_id=EOS, generator=torch.Generator())
-    for version in (1, 1, 1, 20, 30, 30, 40, 40):
-        alone.load_state_dict(TinyModel(seed=max(1, version // 10)).state_dict())
-        again = batch.step(version)
-    assert again is not None
-    assert said.policy_versions.tolist() == again.versions.tolist()
-    assert said.tokens.tolist() == again.tokens[0].tolist()
-    assert said.logprobs is not None
-    assert said.logprobs.tolist() == again.logprobs[0].tolist()
+    alone.before = {3: loaded(alone, 2), 4: loaded(alone, 3), 6: loaded(alone, 4)}
+    async with TorchPolicy(lambda: alone, EOS).open(Worker()) as engine:
+        expected = await one(engine)
+    assert sampled.policy_versions.tolist() == [1, 1, 1, 20, 30, 30, 40, 40]
+    assert sampled.tokens.tolist() == expected.tokens.tolist()
+    assert sampled.logprobs is not None
+    assert expected.logprobs is not None
+    assert sampled.logprobs.tolist() == expected.logprobs.tolist()
 
 
 async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> None:
@@ -301,11 +308,11 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, weight_updates="in_flight")
         async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
-            assert isinstance(engine, TorchEngine)
+            opened: Any = engine
 
             async def until_paused() -> None:
                 begun.set()
-                while engine._weights is None or not engine._weights.paused:
+                while opened._weights is None or not opened._weights.paused:
                     await checkpoint()
 
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
@@ -317,7 +324,7 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
     assert reached[1] < 50
 
 
-async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() -> None:
+async def test_an_engine_that_is_updated_in_flight_continues_with_the_new_weights() -> None:
     model = Stepwise()
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
@@ -326,14 +333,13 @@ async def test_an_engine_that_is_told_in_flight_goes_on_with_what_it_was_told() 
             TorchPolicy(lambda: model, EOS, weight_updates="in_flight").open(Worker()) as engine,
             anyio.create_task_group() as tasks,
         ):
-            assert isinstance(engine, TorchEngine)
 
-            async def tell() -> None:
+            async def update() -> None:
                 tasks.start_soon(engine.update_weights, publisher.url, 1)
-                while not engine._gate.closed_for:
+                while "awake" in repr(engine):
                     await checkpoint()
 
-            model.before = {3: lambda: anyio.from_thread.run(tell)}
+            model.before = {3: lambda: anyio.from_thread.run(update)}
             (said,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
             assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
 

@@ -1,4 +1,4 @@
-"""What a receiver does with those who do not belong: a counted refusal, and the others go on."""
+"""A receiver rejects and counts peers that do not keep to the protocol; its other senders are not affected."""
 
 import socket
 import struct
@@ -10,43 +10,25 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import zmq
+from tests import wire
 
 from penstock import TrainBatch, TrajectoryGroup
-from penstock._schemas import control
-from penstock._schemas.descriptor import Descriptor
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
 from penstock.errors import PeerClosed, PeerLost, ProtocolMismatch
 from penstock.testing import group
 
 
-def frame(message: control.Message) -> bytes:
-    body = control.encode(message)
-    return struct.pack("<I", len(body)) + body
-
-
-def hello(**changes: Any) -> control.Connect:
-    fields: dict[str, Any] = {
-        "version": control.PROTOCOL_VERSION,
-        "transport": "shm",
-        "kind": "group",
-        "identity": b"p" + bytes(15),
-        "name": "stranger",
-        "pid": 1,
-    }
-    return control.Connect(**(fields | changes))
-
-
-def say_at_the_door(url: str, said: bytes) -> bytes:
-    """What the receiver answers until it closes, or falls silent."""
+def exchange(url: str, sent: bytes) -> bytes:
+    """Send bytes to a control socket; return the bytes that the receiver sends until it closes."""
     with socket.socket(socket.AF_UNIX) as control_connection:
         control_connection.settimeout(10)
         control_connection.connect(str(Path(url.removeprefix("shm://")) / "control"))
-        control_connection.sendall(said)
+        control_connection.sendall(sent)
         control_connection.shutdown(socket.SHUT_WR)
-        heard = b""
+        received = b""
         while part := control_connection.recv(4096):
-            heard += part
-        return heard
+            received += part
+        return received
 
 
 async def still_works(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
@@ -56,33 +38,33 @@ async def still_works(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"",
         b"\x00",
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<I", 2**32 - 1),
         struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-        frame(control.Close(0)),
-        frame(hello()) + frame(control.SegmentOffer(2**60, 2**60, 2**60)),
+        wire.frame(wire.close(0)),
+        wire.frame(wire.connect_message()) + wire.frame(wire.segment_offer(2**60, 2**60, 2**60)),
     ],
     ids=range(7),
 )
-async def test_nonsense_at_the_door_is_counted_and_changes_nothing(said: bytes) -> None:
+async def test_an_invalid_handshake_is_counted_and_changes_nothing(sent: bytes) -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
-        await anyio.to_thread.run_sync(say_at_the_door, inbox.url, said)
+        await anyio.to_thread.run_sync(exchange, inbox.url, sent)
         await still_works(inbox)
         assert inbox.rejected == 1
 
 
 async def test_another_protocol_version_is_refused_by_name() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
-        answer = await anyio.to_thread.run_sync(say_at_the_door, inbox.url, frame(hello(version=99)))
+        answer = await anyio.to_thread.run_sync(exchange, inbox.url, wire.frame(wire.connect_message(version=99)))
         await still_works(inbox)
-    refused = control.decode(answer[4:])
-    assert isinstance(refused, control.Reject)
+    kind, refused = wire.decode(answer[4:])
+    assert kind == "Reject"
     assert refused.error == "ProtocolMismatch"
-    assert f"expected protocol version {control.PROTOCOL_VERSION}, got 99" in refused.reason
+    assert f"expected protocol version {wire.PROTOCOL_VERSION}, got 99" in refused.reason
 
 
 async def test_a_sender_of_other_records_is_refused_with_both_kinds() -> None:
@@ -92,11 +74,11 @@ async def test_a_sender_of_other_records_is_refused_with_both_kinds() -> None:
                 pass
 
 
-async def test_a_stranger_at_the_data_socket_is_not_heard() -> None:
+async def test_messages_of_a_stranger_at_the_data_socket_are_ignored() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         stranger.connect(f"ipc://{inbox.url.removeprefix('shm://')}/data")
-        stranger.send(control.encode(control.Publish((Descriptor(1, 1, 0, 1, 1, 64),))))
+        stranger.send(wire.encode(wire.publish((1, 1, 0, 1, 1, 64))))
         stranger.send(b"\xc1" * 1000)
         while inbox.rejected < 2:
             await anyio.lowlevel.checkpoint()
@@ -110,20 +92,20 @@ async def send_until_refused(outbox: RemoteSender[TrajectoryGroup]) -> None:
 
 
 FORGED = [
-    control.Publish((Descriptor(1, 1, 2**31, 1, 1, 64),)),
-    control.Publish((Descriptor(1, 1, 0, 2**31, 1, 64),)),
-    control.Publish((Descriptor(1, 1, 0, 1, 7, 64),)),
-    control.Publish((Descriptor(9, 1, 0, 1, 1, 64),)),
-    control.Publish((Descriptor(1, 1, -1, 1, 1, -64),)),
-    control.Publish((Descriptor(0, 0, 0, 1, 1, 64),)),
-    control.Publish((Descriptor(2**40, 2**40, 0, 1, 1, 64),)),
-    control.Close(3),
-    control.Ready(),
+    wire.publish((1, 1, 2**31, 1, 1, 64)),
+    wire.publish((1, 1, 0, 2**31, 1, 64)),
+    wire.publish((1, 1, 0, 1, 7, 64)),
+    wire.publish((9, 1, 0, 1, 1, 64)),
+    wire.publish((1, 1, -1, 1, 1, -64)),
+    wire.publish((0, 0, 0, 1, 1, 64)),
+    wire.publish((2**40, 2**40, 0, 1, 1, 64)),
+    wire.close(3),
+    wire.ready(),
 ]
 
 
 @pytest.mark.parametrize("forged", FORGED, ids=range(len(FORGED)))
-async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on(forged: control.Message) -> None:
+async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on(forged: Any) -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             assert isinstance(outbox, RemoteSender)
@@ -136,10 +118,10 @@ async def test_a_sender_that_breaks_the_protocol_is_cut_off_and_the_others_go_on
         assert inbox.rejected >= 1
 
 
-async def test_a_sender_that_breaks_the_protocol_twice_is_told_lost_once() -> None:
+async def test_a_sender_that_breaks_the_protocol_twice_is_reported_lost_once() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup, name="forger") as outbox:
         assert isinstance(outbox, RemoteSender)
-        outbox._connection.send(control.Publish((Descriptor(1, 1, 0, 1, 7, 64), Descriptor(2, 1, 0, 1, 7, 64))))
+        outbox._connection.send(wire.publish((1, 1, 0, 1, 7, 64), (2, 1, 0, 1, 7, 64)))
         with pytest.raises(PeerLost, match="was disconnected"):
             await inbox.receive()
         with pytest.raises(anyio.EndOfStream):
@@ -147,12 +129,12 @@ async def test_a_sender_that_breaks_the_protocol_twice_is_told_lost_once() -> No
         assert inbox.rejected == 1
 
 
-async def test_a_release_that_was_never_due_is_passed_over() -> None:
+async def test_a_release_that_was_never_due_is_ignored() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
         peer = next(iter(inbox.peers.values()))
-        inbox._send(peer, control.CreditGrant(((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1))))
+        inbox._send(peer, wire.credit_grant((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1)))
         inbox._socket.send_multipart([peer.identity, b"\xc1"])
         for number in range(1, 200):
             await outbox.send(group(instance_id=str(number)))

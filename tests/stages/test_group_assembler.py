@@ -26,7 +26,6 @@ from penstock import (
     processes,
     source,
 )
-from penstock._pipeline.graph.edge import CountingSendChannel, EdgeCounter
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import InvalidPipeline
@@ -40,7 +39,7 @@ def whole(name: str, **columns: Any) -> TrajectoryGroup:
 
 
 def piece(name: str, *repetitions: int, **columns: Any) -> TrajectoryGroup:
-    """Some repetitions of `whole(name)`."""
+    """Return some repetitions of `whole(name)`."""
     return whole(name, **columns).select(np.isin(np.arange(SIZE), repetitions))
 
 
@@ -57,22 +56,21 @@ def contents(record: TrajectoryGroup) -> tuple[bytes, dict[str, tuple[str, bytes
 
 
 class Assembling:
-    """A GroupAssembler in virtual time, fed through the edge behind a source, or past it."""
+    """A GroupAssembler in virtual time; `feed` admits records to the ledger without copies, as an edge does."""
 
     def __init__(self, stage: GroupAssembler, *, room: int = 100) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger()
         self.context = Context(ledger=self.ledger)
         self.stage = stage
-        self.past_the_edge, self._inbox = memory_channel[TrajectoryGroup](100)
+        self.inlet, self._inbox = memory_channel[TrajectoryGroup](100)
         self._outbox, self.out = memory_channel[TrajectoryGroup](room)
-        self.edge = CountingSendChannel(self.past_the_edge, EdgeCounter(self.ledger))
 
     def run(self, play: Callable[[], Awaitable[None]]) -> None:
-        """Play while the stage runs."""
+        """Run `play` while the stage runs."""
 
         async def played() -> None:
-            async with self.past_the_edge, self._inbox, self.out, anyio.create_task_group() as tasks:
+            async with self.inlet, self._inbox, self.out, anyio.create_task_group() as tasks:
                 with entered(self.context):
                     tasks.start_soon(self._run)
                 await play()
@@ -86,21 +84,23 @@ class Assembling:
 
     async def feed(self, *given: TrajectoryGroup) -> None:
         for record in given:
-            await self.edge.send(record)
+            copies = self.ledger.hand_over(record)
+            if new := [each for each in record.repetition_ids.tolist() if not copies >> each & 1]:
+                await self.inlet.send(record.select(np.isin(record.repetition_ids, new)))
         await anyio.wait_all_tasks_blocked()
 
-    def came(self) -> list[TrajectoryGroup]:
-        """What has left until now."""
+    def sent(self) -> list[TrajectoryGroup]:
+        """Return the groups that the stage has sent."""
         return [self.out.receive_nowait() for _ in range(self.out.statistics().items)]
 
     async def rest(self) -> list[TrajectoryGroup]:
-        """What leaves at the end of the stream."""
-        await self.edge.aclose()
+        """End the stream, and return the groups that the stage sends then."""
+        await self.inlet.aclose()
         return [record async for record in self.out]
 
     @property
     def reasons(self) -> dict[str, dict[str, int]]:
-        """How trajectories ended, and why."""
+        """Return the number of trajectories for each end state and reason."""
         assert self.ledger.balance().balanced
         return {state: reasons for state, reasons in self.ledger.balance().reasons.items() if reasons}
 
@@ -180,7 +180,7 @@ def test_what_waits_is_copied_so_that_its_slot_is_free() -> None:
         await anyio.wait_all_tasks_blocked()
         assert watched() is None
         await assembling.feed(piece("a", 1, 2))
-        assert contents(assembling.came()[0]) == contents(whole("a"))
+        assert contents(assembling.sent()[0]) == contents(whole("a"))
 
     assembling.run(play)
 
@@ -196,7 +196,7 @@ def test_a_group_leaves_at_its_deadline_while_nothing_arrives() -> None:
         await anyio.sleep(20)
         await assembling.feed(piece("b", 0), piece("a", 2))
         await anyio.sleep(39.9)
-        assert assembling.came() == []
+        assert assembling.sent() == []
         assert names([await assembling.out.receive()]) == [("a", [0, 2])]
         assert assembling.clock.now_s == pytest.approx(60)
         assert names([await assembling.out.receive()]) == [("b", [0])]
@@ -218,7 +218,7 @@ def test_what_is_incomplete_at_its_deadline_is_dropped_or_goes_on_smaller(
     async def play() -> None:
         await assembling.feed(piece("a", 2), piece("a", 0))
         await anyio.sleep(61)
-        assert names(assembling.came()) == left
+        assert names(assembling.sent()) == left
         assert assembling.reasons == reasons
         await assembling.feed(piece("a", 1))
         assert await assembling.rest() == []
@@ -235,7 +235,7 @@ def test_who_waits_waits_for_ever() -> None:
         await assembling.feed(piece("a", 0))
         await anyio.sleep(80_000)
         await assembling.feed(piece("a", 1, 2))
-        assert names(assembling.came()) == [("a", [0, 1, 2])]
+        assert names(assembling.sent()) == [("a", [0, 1, 2])]
 
     assembling.run(play)
 
@@ -248,7 +248,7 @@ def test_time_spent_waiting_for_credit_does_not_count() -> None:
         await anyio.sleep(50)
         await assembling.feed(whole("b"), whole("c"), piece("a", 1))
         await anyio.sleep(30)  # the trainer is busy, and two groups wait for room
-        assert names(assembling.came()) == [("b", [0, 1, 2])]
+        assert names(assembling.sent()) == [("b", [0, 1, 2])]
         await anyio.sleep(9)
         await assembling.feed(piece("a", 2))
         await anyio.wait_all_tasks_blocked()
@@ -312,9 +312,9 @@ def test_a_copy_of_what_waits_is_rejected_and_not_merged() -> None:
 
     async def play() -> None:
         await assembling.feed(piece("a", 0), piece("a", 1))
-        await assembling.past_the_edge.send(piece("a", 0, 1).with_rewards([9, 9]))
+        await assembling.inlet.send(piece("a", 0, 1).with_rewards([9, 9]))
         await assembling.feed(piece("a", 2))
-        assert contents(assembling.came()[0]) == contents(whole("a"))
+        assert contents(assembling.sent()[0]) == contents(whole("a"))
 
     assembling.run(play)
     assert assembling.reasons == {"rejected": {"duplicate": 2}}
@@ -327,9 +327,9 @@ def test_of_a_piece_that_came_in_part_the_rest_is_taken() -> None:
     async def play() -> None:
         await assembling.feed(piece("a", 0))
         await assembling.feed(piece("a", 0, 1))
-        await assembling.past_the_edge.send(piece("a", 1, 2))
+        await assembling.inlet.send(piece("a", 1, 2))
         await anyio.wait_all_tasks_blocked()
-        assert contents(assembling.came()[0]) == contents(whole("a"))
+        assert contents(assembling.sent()[0]) == contents(whole("a"))
 
     assembling.run(play)
     assert assembling.reasons == {"rejected": {"in flight already": 1, "duplicate": 1}}
@@ -340,7 +340,7 @@ def test_what_comes_again_when_its_group_has_left_is_late_and_begins_nothing() -
 
     async def play() -> None:
         await assembling.feed(*pieces("a"))
-        (left,) = assembling.came()
+        (left,) = assembling.sent()
         await assembling.feed(piece("a", 0))  # in flight: the edge stops it
         assembling.ledger.end(left, "stale", "for a test")
         await assembling.feed(*pieces("a"))
@@ -382,7 +382,7 @@ def test_everything_that_happens_is_counted() -> None:
 
     async def play() -> None:
         await assembling.feed(whole("a"), piece("b", 0), piece("c", 0), piece("d", 0))
-        await assembling.past_the_edge.send(piece("d", 0))
+        await assembling.inlet.send(piece("d", 0))
         await assembling.feed(piece("b", 1, 2))
         emitted = metrics(assembling.context)
         assert emitted.pop("pending_bytes") == piece("c", 0).nbytes + piece("d", 0).nbytes

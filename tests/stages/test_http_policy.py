@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
+from tests.stages.test_policies import assert_methods
 
 from penstock import Context, SourceEnv, StopReason, Worker
 from penstock._stages.engines.backoff import Backoff
@@ -603,6 +604,11 @@ async def test_a_server_that_sleeps_and_keeps_its_memory_is_told_of_once(
             await opened.wake_up()
 
     assert caplog.text.count("sleep_keeps_memory") == 1
+
+
+async def test_its_engine_has_the_methods_of_the_protocol(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        assert_methods(opened)
 
 
 @pytest.mark.parametrize(("kind", "named"), [("vllm", "vllm"), ("sglang", "sglang"), ("openai", "openai")])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.backoffs import backoff
 from tests.stages.test_teacher import Letters
 
 from penstock import Teacher, TrajectoryGroup
 from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens
+from penstock.policies import Backoff
 from penstock.teachers import HttpTeacher
 from penstock.testing import Driven, drive, group
 
@@ -65,7 +65,7 @@ async def taught(url: str, *, model: str = "large", groups: int = 1) -> Driven[T
         for number in range(groups)
     ]
     teacher = HttpTeacher(url=url, model=model, tokenizer=Letters(), api_key="secret")
-    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=backoff(attempts=2, first_s=0.001)), given)
+    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=Backoff(attempts=2, first_s=0.001)), given)
 
 
 async def test_what_the_server_says_of_a_prompt_becomes_candidates() -> None:

@@ -1,11 +1,17 @@
+"""A SinkTrainer keeps as many checkpoints as `keep_checkpoints` states."""
+
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+import anyio
 import pytest
 
-from penstock._stages.training.checkpoint import remove_old_checkpoints
+from penstock import GroupId, SinkTrainer, TrainBatch
+from penstock.accounting import CommittedPrompts
+from penstock.testing import batch, drive_sink
 from penstock.training import latest_checkpoint, write_checkpoint
 
 
@@ -17,57 +23,78 @@ def write(text: str, folder: Path, step: int) -> Path:
     return write_checkpoint(folder, step, lambda into: _write(into, text))
 
 
-def test_what_a_kill_leaves_of_the_one_before_is_not_the_latest(tmp_path: Path) -> None:
-    for number in range(1, 13):
-        path = tmp_path / ("step-00000001" if number == 1 else f"step-00000001.{number}")
-        path.mkdir()
-    last = tmp_path / "step-00000001.12"
+class Writer:
+    """A trainer that has done `steps`, and writes one file."""
 
-    assert latest_checkpoint(tmp_path) == last
-    remove_old_checkpoints(tmp_path, last, keep=1)
-    assert names_in(tmp_path) == [last.name]
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.committed: Mapping[GroupId, int] = {}
+
+    def step(self, _batch: TrainBatch) -> dict[str, float]:
+        self.steps += 1
+        return {}
+
+    def save(self, folder: Path, _committed: CommittedPrompts) -> Path:
+        return write("whole", folder, self.steps)
+
+
+def train(folder: Path, step: int, keep: int) -> None:
+    """Train one step, `step`, and write its checkpoint."""
+    sink = SinkTrainer(Writer(step - 1), checkpoints=folder, keep_checkpoints=keep)
+    anyio.run(drive_sink, sink, [batch()])
 
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    *_, newest = [write("whole", tmp_path, step) for step in (8, 9, 10, 11)]
+def test_of_several_checkpoints_of_a_step_that_a_kill_left_the_last_is_the_latest(tmp_path: Path) -> None:
+    for number in range(1, 13):
+        path = tmp_path / ("step-00000001" if number == 1 else f"step-00000001.{number}")
+        path.mkdir()
 
-    remove_old_checkpoints(tmp_path, newest, keep=2)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001.12"
+    train(tmp_path, 2, keep=2)
+    assert names_in(tmp_path) == ["step-00000001.12", "step-00000002"]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in (8, 9, 10):
+        write("whole", tmp_path, step)
+
+    train(tmp_path, 11, keep=2)
 
     assert names_in(tmp_path) == ["step-00000010", "step-00000011"]
 
 
-def test_fewer_than_are_to_be_kept_all_stay(tmp_path: Path) -> None:
-    only = write("whole", tmp_path, 8)
-
-    remove_old_checkpoints(tmp_path, only, keep=3)
+def test_fewer_than_are_to_be_kept_are_not_removed(tmp_path: Path) -> None:
+    train(tmp_path, 8, keep=3)
 
     assert names_in(tmp_path) == ["step-00000008"]
 
 
-def test_the_checkpoint_that_was_just_written_stays_also_where_others_are_of_higher_steps(tmp_path: Path) -> None:
-    _, _, newest = [write("whole", tmp_path, step) for step in (8, 9, 3)]
+def test_the_checkpoint_that_was_just_written_is_kept_also_beside_others_of_higher_steps(tmp_path: Path) -> None:
+    for step in (8, 9):
+        write("whole", tmp_path, step)
 
-    remove_old_checkpoints(tmp_path, newest, keep=1)
+    train(tmp_path, 3, keep=1)
 
     assert names_in(tmp_path) == ["step-00000003", "step-00000009"]
 
 
-def test_a_removal_that_stops_half_way_leaves_no_torn_checkpoint(
+def test_an_interrupted_removal_leaves_no_incomplete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(path: Path) -> None:
+    def interrupt(path: Path) -> None:
         (path / "file").unlink()
         raise InterruptedError
 
-    *_, newest = [write("whole", tmp_path, step) for step in (1, 2, 3)]
+    for step in (1, 2):
+        write("whole", tmp_path, step)
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", stop)
+        patched.setattr(shutil, "rmtree", interrupt)
         with pytest.raises(InterruptedError):
-            remove_old_checkpoints(tmp_path, newest, keep=1)
+            train(tmp_path, 3, keep=1)
 
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
     write("whole", tmp_path, 4)

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from penstock._stages.engines.backoff import Backoff
 from penstock._stages.engines.retry import RetryDecision, retry
+from penstock.policies import Backoff
 
 
 class Explained(Exception):

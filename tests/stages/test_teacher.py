@@ -10,12 +10,12 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.backoffs import backoff
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Teacher, TrainBatch, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
 from penstock.errors import EngineFailed, EngineRefused, NobodyListens, TokenizersDiffer
+from penstock.policies import Backoff
 from penstock.teachers import TeacherCandidates
 from penstock.testing import Driven, VirtualClock, drive, group
 
@@ -173,7 +173,7 @@ async def test_while_nobody_takes_what_was_answered_no_more_is_asked() -> None:
 def test_what_fails_in_passing_is_asked_again(passing: Exception | float) -> None:
     teacher = Scripted([passing, next_of_each])
 
-    out = asked(teacher, [group(completion_lengths=[2])], teacher_timeout_s=10, backoff=backoff(attempts=2))
+    out = asked(teacher, [group(completion_lengths=[2])], teacher_timeout_s=10, backoff=Backoff(attempts=2))
 
     assert ids(out[0])[2] != NONE
     assert len(teacher.questions) == 2
@@ -181,7 +181,7 @@ def test_what_fails_in_passing_is_asked_again(passing: Exception | float) -> Non
 
 def test_pauses_between_attempts_grow() -> None:
     clock, teacher = VirtualClock(), Scripted([EngineFailed("busy")])
-    stage = Teacher(teacher, Letters(), top_k=2, backoff=backoff(attempts=8, first_s=100, longest_s=10_000))
+    stage = Teacher(teacher, Letters(), top_k=2, backoff=Backoff(attempts=8, first_s=100, longest_s=10_000))
 
     clock.run(lambda: drive(stage, [group(completion_lengths=[2])]))
 
@@ -233,7 +233,7 @@ def test_failures_and_retries_are_counted() -> None:
     out = asked(
         Scripted([EngineFailed("busy"), EngineFailed("busy"), next_of_each]),
         [group(instance_id="0", completion_lengths=[2]), group(instance_id="1", completion_lengths=[2])],
-        backoff=backoff(attempts=2),
+        backoff=Backoff(attempts=2),
         concurrency=1,
     )
     emitted: dict[str, float] = {}

@@ -3,6 +3,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import anyio
 import numpy as np
@@ -15,21 +16,16 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Context, StopReason, Worker
-from penstock._stages.engines.torch_engine import TorchEngine
-from penstock._stages.engines.torch_sampling import SamplingRequest, generate
 from penstock.policies import Completion, Engine
 from penstock.testing import entered
 from penstock.torch import KVCache, TorchPolicy, causal_attend
+from penstock.weights import WeightPublisher
 
 EOS = 3
 
 
 def prompt(*tokens: int) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 PROMPTS = [prompt(1, 2, 4, 5, 6), prompt(7), prompt(1, 2, 4, 5, 6), prompt(8, 9, 1)]
@@ -39,7 +35,7 @@ PROMPTS = [prompt(1, 2, 4, 5, 6), prompt(7), prompt(1, 2, 4, 5, 6), prompt(8, 9,
 def fresh_logprobs(
     model: TinyModel, given: NDArray[np.int32], completion: Completion, temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """What one forward pass over the whole sequence says of the sampled tokens."""
+    """Return the log-probabilities of the sampled tokens, of one forward pass over the whole sequence."""
     tokens = torch.from_numpy(np.concatenate([given, completion.tokens]).astype(np.int64))[None]
     attend = causal_attend(torch.ones_like(tokens, dtype=torch.bool))
     logits = model(tokens, positions=torch.arange(tokens.shape[1])[None], attend=attend) / temperature
@@ -104,7 +100,7 @@ async def test_a_completion_ends_with_the_end_token_or_at_the_allowance() -> Non
     assert {completion.stop_reason for completion in sampled} == {StopReason.STOP, StopReason.LENGTH}
 
 
-async def test_greedy_takes_the_most_probable_token_and_says_how_probable_the_model_finds_it() -> None:
+async def test_greedy_sampling_takes_the_most_probable_token_with_its_log_probability() -> None:
     first, again = [await completions(TorchPolicy(TinyModel, EOS, seed=s), PROMPTS, greedy=True) for s in (0, 1)]
 
     for given, one, other in zip(PROMPTS, first, again, strict=True):
@@ -113,41 +109,46 @@ async def test_greedy_takes_the_most_probable_token_and_says_how_probable_the_mo
     assert first[0].tokens.tolist() == first[2].tokens.tolist()
 
 
-def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
-    model, requests = TinyModel(), [SamplingRequest(prompt(1, 2), 1, temperature=0.5)] * 4000
+async def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+    policy = TorchPolicy(TinyModel, EOS, max_rows=4000)
 
-    sampled = generate(model, requests, eos_id=EOS, generator=seeded())
+    sampled = await completions(policy, [prompt(1, 2)] * 4000, max_completion_tokens=1, temperature=0.5)
 
-    drawn = np.bincount(sampled.tokens[:, 0], minlength=11) / 4000
+    tokens = np.concatenate([completion.tokens for completion in sampled])
     expected = np.zeros(11)
-    expected[sampled.tokens[:, 0]] = np.exp(sampled.logprobs[:, 0])
-    np.testing.assert_allclose(drawn, expected, atol=0.03)
+    expected[tokens] = np.exp(np.concatenate([logprobs_of(completion) for completion in sampled]))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=11) / 4000, expected, atol=0.03)
 
 
-def test_rows_of_one_batch_keep_their_own_allowance_and_temper() -> None:
-    requests = [
-        SamplingRequest(prompt(1, 2), 2),
-        SamplingRequest(prompt(5), 9, greedy=True),
-        SamplingRequest(prompt(5), 4, temperature=0.1),
-    ]
+async def test_rows_of_one_batch_have_their_own_limit_and_temperature() -> None:
+    model, lengths = Counting(), dict[int, list[int]]()
+    requests: list[tuple[int, dict[str, Any]]] = [(2, {}), (9, {"greedy": True}), (4, {"temperature": 0.1})]
 
-    sampled = generate(TinyModel(), requests, eos_id=99, generator=seeded())
+    async def ask(engine: Engine, longest: int, options: dict[str, Any]) -> None:
+        (completion,) = await engine.generate([prompt(longest)], max_completion_tokens=longest, **options)
+        assert completion.stop_reason == StopReason.LENGTH
+        lengths[longest] = [len(completion.tokens)]
 
-    assert sampled.lengths.tolist() == [2, 9, 4]
-    assert not sampled.ended.any()
+    async with TorchPolicy(lambda: model, 99).open(Worker()) as engine, anyio.create_task_group() as tasks:
+        for request in requests:
+            tasks.start_soon(ask, engine, *request)
+
+    assert lengths == {2: [2], 9: [9], 4: [4]}
+    assert model.rows == [3, 3, 2, 2, 1, 1, 1, 1, 1]
 
 
-def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> None:
+async def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> None:
     model = Counting()
-    requests = [SamplingRequest(prompt(1, 2), allowance) for allowance in (1, 1, 1, 1, 3, 3, 3, 3)]
 
-    generate(model, requests, eos_id=99, generator=seeded())
+    async with TorchPolicy(lambda: model, 99).open(Worker()) as engine, anyio.create_task_group() as tasks:
+        for longest in (1, 3):
+            tasks.start_soon(partial(engine.generate, [prompt(1, 2)] * 4, max_completion_tokens=longest))
 
     assert model.rows == [1, 4, 4]
 
 
-async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_completion() -> None:
-    begun, closed, told = threading.Event(), threading.Event(), anyio.Event()
+async def test_closing_ends_a_batch_at_the_next_token_and_its_requests_fail() -> None:
+    begun, closed, failed, exiting = threading.Event(), threading.Event(), anyio.Event(), anyio.Event()
 
     class Waiting(Counting):
         def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -158,19 +159,22 @@ async def test_closing_ends_a_batch_at_the_next_token_and_nobody_gets_half_a_com
     async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
             await engine.generate([prompt(1)], max_completion_tokens=50)
-        told.set()
+        failed.set()
+
+    async def continue_once_closed() -> None:
+        await exiting.wait()
+        await anyio.wait_all_tasks_blocked()
+        closed.set()
 
     model = Waiting()
     async with anyio.create_task_group() as tasks:
-        engine = TorchEngine(model, tasks, 99, 0, max_rows=8)
-        tasks.start_soon(engine.serve)
-        tasks.start_soon(ask, engine)
-        while not begun.is_set():
-            await checkpoint()
-        engine.close()
-        closed.set()
-        await told.wait()
-        tasks.cancel_scope.cancel()
+        tasks.start_soon(continue_once_closed)
+        async with TorchPolicy(lambda: model, 99).open(Worker()) as engine:
+            tasks.start_soon(ask, engine)
+            while not begun.is_set():
+                await checkpoint()
+            exiting.set()
+        await failed.wait()
 
     assert model.rows == [1]
 
@@ -210,7 +214,7 @@ async def test_equal_seeds_repeat_and_workers_differ() -> None:
     assert await texts(Worker(0, 2), seed=1) != first
 
 
-async def test_a_model_that_raises_tells_everyone_who_asked_and_the_next_may_ask() -> None:
+async def test_an_exception_of_the_model_fails_its_requests_and_no_later_ones() -> None:
     policy = TorchPolicy(partial(TinyModel, context=4), EOS)
 
     async with policy.open(Worker()) as engine:
@@ -219,7 +223,7 @@ async def test_a_model_that_raises_tells_everyone_who_asked_and_the_next_may_ask
         assert len(await engine.generate([prompt(1)], max_completion_tokens=1)) == 1
 
 
-async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
+async def test_a_cancelled_request_is_not_sampled() -> None:
     model = Counting()
 
     async with TorchPolicy(lambda: model, 99).open(Worker()) as engine:
@@ -230,7 +234,7 @@ async def test_a_request_whose_caller_has_gone_is_not_sampled() -> None:
     assert model.rows == [2]
 
 
-async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds() -> None:
+async def test_closing_fails_the_requests_of_a_paused_batch() -> None:
     failures: list[Exception] = []
 
     async def ask(engine: Engine) -> None:
@@ -248,30 +252,26 @@ async def test_closing_answers_whoever_was_taken_into_a_batch_that_a_pause_holds
     assert len(failures) == 1
 
 
-async def test_closing_interrupts_the_batch_and_tells_whoever_waits() -> None:
-    asked, told = anyio.Event(), anyio.Event()
-
-    async def ask(engine: TorchEngine) -> None:
-        asked.set()
+async def test_after_closing_pending_and_later_requests_fail() -> None:
+    async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
             await engine.generate([prompt(1)], max_completion_tokens=5)
-        told.set()
 
-    async with anyio.create_task_group() as tasks:
-        engine = TorchEngine(TinyModel(), tasks, EOS, 0, max_rows=8)
-        tasks.start_soon(ask, engine)
-        await asked.wait()
-        engine.close()
-        await told.wait()
-        with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_completion_tokens=5)
+    with anyio.fail_after(FAILSAFE_S):
+        policy = TorchPolicy(TinyModel, EOS, max_rows=1)
+        async with anyio.create_task_group() as tasks, policy.open(Worker()) as engine:
+            await engine.pause()
+            for _ in range(2):  # one is in the paused batch, the other is pending
+                tasks.start_soon(ask, engine)
+            await anyio.wait_all_tasks_blocked()
+        await ask(engine)
 
 
 @pytest.mark.parametrize(
     ("prompts", "max_completion_tokens", "temperature"),
     [([prompt()], 1, 1.0), ([prompt(1)], 0, 1.0), ([prompt(1)], 1, 0.0)],
 )
-async def test_what_cannot_be_sampled_is_refused(
+async def test_invalid_requests_are_refused(
     prompts: list[NDArray[np.int32]], max_completion_tokens: int, temperature: float
 ) -> None:
     with pytest.raises(
@@ -297,7 +297,7 @@ async def test_sampled_tokens_are_counted() -> None:
     assert metrics["rollout/rows_per_batch"] == 4
 
 
-def test_the_recipe_travels_to_workers() -> None:
+def test_a_policy_can_be_pickled() -> None:
     policy = TorchPolicy(partial(TinyModel, layers=1), EOS, seed=5)
 
     copy = pickle.loads(pickle.dumps(policy))  # noqa: S301 (our own bytes)
@@ -305,18 +305,18 @@ def test_the_recipe_travels_to_workers() -> None:
     assert (copy.eos_id, copy.seed, copy.weights) == (EOS, 5, None)
 
 
-async def test_what_is_drawn_depends_on_the_version_and_not_on_what_was_drawn_before() -> None:
+async def test_random_numbers_depend_on_the_version_and_not_on_earlier_requests() -> None:
     async def drawn(policy: TorchPolicy, *, warm: bool) -> list[list[int]]:
         async with policy.open(Worker()) as engine:
-            assert isinstance(engine, TorchEngine)
             if warm:
                 await engine.generate(PROMPTS, max_completion_tokens=5)
-            engine._version = 3  # as where the publisher made another one
+            await engine.update_weights(publisher.url, 3)
             return [c.tokens.tolist() for c in await engine.generate(PROMPTS, max_completion_tokens=5)]
 
-    policy = TorchPolicy(TinyModel, EOS, seed=1)
-
-    first, again = await drawn(policy, warm=True), await drawn(policy, warm=False)
+    policy, weights = TorchPolicy(TinyModel, EOS, seed=1), TinyModel().state_dict()
+    async with WeightPublisher(weights) as publisher:
+        await publisher.publish(weights, 3)
+        first, again = await drawn(policy, warm=True), await drawn(policy, warm=False)
 
     assert first == again
     assert first != [c.tokens.tolist() for c in await completions(policy, PROMPTS, max_completion_tokens=5)]

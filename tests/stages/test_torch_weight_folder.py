@@ -130,9 +130,9 @@ def altered(file: Path) -> None:
         opened.write(b"\x55")
 
 
-def lying(file: Path) -> None:
-    told = msgspec.json.decode(file.read_bytes())
-    file.write_bytes(msgspec.json.encode(told | {"xxh3": "0" * 32}))
+def forged(file: Path) -> None:
+    manifest = msgspec.json.decode(file.read_bytes())
+    file.write_bytes(msgspec.json.encode(manifest | {"xxh3": "0" * 32}))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def lying(file: Path) -> None:
         ("weights.safetensors", torn, r"expected \d+ bytes, got \d+: it is torn"),
         ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
         ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
-        ("manifest.json", lying, r"expected xxh3 0{32}, got \w+: it was altered"),
+        ("manifest.json", forged, r"expected xxh3 0{32}, got \w+: it was altered"),
         ("manifest.json", torn, r"manifest\.json: expected a manifest, got .*: it is torn"),
         ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
     ],
-    ids=["torn", "altered", "absent", "lying manifest", "torn manifest", "absent manifest"],
+    ids=["torn", "altered", "absent", "forged manifest", "torn manifest", "absent manifest"],
 )
 async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
     tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
@@ -167,7 +167,7 @@ async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
     assert values(model) == {1}
 
 
-async def test_a_version_that_is_deleted_while_it_is_to_be_read_is_one_that_has_a_successor(tmp_path: Path) -> None:
+async def test_a_version_that_is_deleted_before_it_is_read_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
     async with pair(tmp_path) as (publisher, subscriber):
         subscriber.attach(tied())
         await publisher.publish(tied(1).state_dict(), 1)
@@ -191,7 +191,7 @@ async def test_a_folder_has_one_publisher_and_holds_nothing_else(tmp_path: Path)
             pass
 
 
-async def test_who_closed_is_told_from_who_was_never_there_and_from_who_came_after(tmp_path: Path) -> None:
+async def test_a_closed_publisher_an_absent_one_and_another_one_are_different_errors(tmp_path: Path) -> None:
     with pytest.raises(NobodyListens, match=f"expected a publisher at file://{tmp_path}, got none"):
         async with FolderSubscriber(f"file://{tmp_path}"):
             pass
@@ -222,24 +222,24 @@ async def test_a_folder_whose_header_describes_no_tensors_has_no_publisher(tmp_p
 
 PUBLISHING = """
     import sys, anyio, torch
-    from penstock._stages.engines import torch_weight_folder as module
+    from penstock.torch import WeightFolder
 
-    def stuck(tensor, dtype):
-        print("writing", flush=True)
-        sys.stdin.readline()
+    class Stuck(dict):
+        def __getitem__(self, name):
+            print("writing", flush=True)
+            sys.stdin.readline()
 
     async def main():
         weights = {"0.weight": (token := torch.ones(5, 4)), "1.weight": token}
-        async with module.WeightFolder(sys.argv[1], weights, name="trainer") as publisher:
+        async with WeightFolder(sys.argv[1], weights, name="trainer") as publisher:
             await publisher.publish(weights, 1)
-            module.bytes_of = stuck
-            await publisher.publish(weights, 2)
+            await publisher.publish(Stuck(weights), 2)
 
     anyio.run(main)
 """
 
 
-async def test_a_publisher_killed_while_it_writes_leaves_its_last_version_and_its_heir_cleans_up(
+async def test_a_publisher_killed_while_it_writes_leaves_its_last_version_and_the_next_one_cleans_up(
     tmp_path: Path,
 ) -> None:
     model = tied()
@@ -270,17 +270,17 @@ async def test_samplers_that_read_a_folder_cannot_be_paused(tmp_path: Path) -> N
             generation.paused()
 
 
-async def test_a_folder_that_is_gone_hides_nothing_that_the_body_raises_and_its_lock_is_given_back(
+async def test_an_exception_of_the_body_is_raised_and_the_lock_released_although_the_folder_was_moved(
     tmp_path: Path,
 ) -> None:
     publisher = WeightFolder(tmp_path / "weights", tied().state_dict())
 
-    async def lose_it() -> None:
+    async def move_folder() -> None:
         async with publisher:
             (tmp_path / "weights").rename(tmp_path / "elsewhere")
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
-        await lose_it()
+        await move_folder()
 
     assert "closed" in repr(publisher)

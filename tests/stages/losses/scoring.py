@@ -1,4 +1,4 @@
-"""What a loss sees, made by hand."""
+"""Build the arguments of losses by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._stages.losses.diagnostics import diagnostics
 from penstock._stages.losses.metrics import check_used, merge
 from penstock.losses import (
     CISPO,
@@ -41,7 +42,7 @@ LOSSES: list[Loss] = [
     PPOClip() + 0.1 * KL("k3") - 0.01 * Entropy(),
     GSPO(old="proximal") * ImportanceWeight(high=math.inf, level="sequence") + KL() - Entropy(),
 ]
-"""At least one of every kind."""
+"""At least one of each kind."""
 
 HOLDING: list[Loss] = [
     CISPO(highest=1.2),
@@ -53,11 +54,11 @@ HOLDING: list[Loss] = [
     SampledDistillation() * ImportanceWeight(high=1.2),
     AdvantageWeighted() * ImportanceWeight(high=1.2) + 0.5 * SampledDistillation(),
 ]
-"""Those that hold a number made of the policy, through which no gradient flows: a finite difference would move it."""
+"""Losses with a factor that is computed from the policy and has no gradient: a finite difference would change it."""
 
 
 def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:
-    """One sequence, or some of those `lengths`, as a batch of its own."""
+    """Return one sequence, or several of these `lengths`, as a batch of its own."""
     kept = [len(logprobs)] if lengths is None else lengths
     given: dict[str, Any] = {
         "predicted": logprobs[:, None],
@@ -71,7 +72,7 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
 
 
 def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
-    """Five sequences of float64, the last of which has no token that trains; policies differ by up to a factor e."""
+    """Return five sequences of float64; the last has no token that trains; policies differ by up to a factor e."""
     generator = torch.Generator().manual_seed(seed)
     count = sum(lengths)
 
@@ -91,7 +92,7 @@ def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
 
 
 def part_of(whole: Scored, sequences: Tensor) -> Scored:
-    """A micro-batch: some sequences of the whole, with the totals of the whole."""
+    """Return a micro-batch: some sequences of the whole, with the totals of the whole."""
     owner = torch.arange(len(whole.lengths)).repeat_interleave(whole.lengths)
     tokens = torch.isin(owner, sequences)
     columns = {field.name: getattr(whole, field.name) for field in fields(whole)}
@@ -102,7 +103,7 @@ def part_of(whole: Scored, sequences: Tensor) -> Scored:
 
 
 def reported(*micro_batches: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a batch as a trainer reports them, of those of its micro-batches.
+    """Return the metrics of a batch as a trainer reports them, merged from those of its micro-batches.
 
     Raises:
         InvalidRecord: a term could use none of the batch's tokens.
@@ -114,7 +115,12 @@ def reported(*micro_batches: Mapping[str, Any]) -> dict[str, float]:
     return {name: metric.value() for name, metric in merged.items()}
 
 
+def diagnosed(*micro_batches: Scored) -> dict[str, float]:
+    """Return the metrics that a trainer adds to those of any loss."""
+    return reported(*[diagnostics(scored) for scored in micro_batches])
+
+
 def slope(value: Tensor, variable: Tensor) -> Tensor:
-    """The derivative of `value` with respect to `variable`."""
+    """Return the derivative of `value` with respect to `variable`."""
     (gradient,) = torch.autograd.grad(value, variable)
     return gradient

@@ -1,4 +1,4 @@
-"""Rules that every loss keeps, whatever it is made of."""
+"""Rules for every loss."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.stages.losses.scoring import HOLDING, LOSSES, part_of, random, reported, scored, slope
+from tests.stages.losses.scoring import HOLDING, LOSSES, diagnosed, part_of, random, reported, scored, slope
 from torch import Tensor
 
-from penstock._stages.losses.diagnostics import ROWS_AT_ONCE, diagnostics
-from penstock._stages.losses.metrics import Metric, merge
-from penstock._stages.losses.scored import entropy_of
 from penstock.losses import Loss, Scored
 
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=repr)
 
 
 def leaves(given: Scored) -> tuple[Scored, Tensor, Tensor]:
-    """`given`, and what gradients flow to: the logits and the log-probabilities."""
+    """Return `given` with leaves for gradients, and the leaves: the logits and the log-probabilities."""
     logits, logprobs = given.predicted.clone().requires_grad_(), given.logprobs.clone().requires_grad_()
     return replace(given, predicted=torch.log_softmax(logits, dim=-1), logprobs=logprobs), logits, logprobs
 
@@ -44,8 +41,8 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(loss
     assert reported(*[piece.metrics for piece in pieces]) == pytest.approx(reported(metrics))
 
 
-def far_from_what_sampled(sign: int) -> Scored:
-    """Advantages of one sign, one a sequence, of rewards and in the eyes of a teacher alike."""
+def far_from_the_sampling_policy(sign: int) -> Scored:
+    """Return tokens whose advantages have one sign, one for each sequence, from rewards and from a teacher alike."""
     given = random(seed=3, lengths=(2, 1, 0, 3))
     of_sequence = sign * given.spread(torch.tensor([0.3, 1.1, 0.7, 0.2], dtype=torch.float64))
     of_teacher = given.untempered().gather(-1, given.tokens[:, None]) + of_sequence[:, None]
@@ -55,7 +52,7 @@ def far_from_what_sampled(sign: int) -> Scored:
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in HOLDING], ids=repr)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_gradients_agree_with_finite_differences_for_each_sign_of_the_advantage(loss: Loss, sign: int) -> None:
-    given = far_from_what_sampled(sign)
+    given = far_from_the_sampling_policy(sign)
 
     def value(logits: Tensor, logprobs: Tensor) -> Tensor:
         return loss(replace(given, predicted=torch.log_softmax(logits, dim=-1), logprobs=logprobs)).loss
@@ -66,9 +63,9 @@ def test_gradients_agree_with_finite_differences_for_each_sign_of_the_advantage(
 
 @pytest.mark.parametrize("loss", HOLDING, ids=repr)
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_gradients_agree_with_finite_differences_where_what_a_loss_holds_is_held(loss: Loss, sign: int) -> None:
-    """The policy that sampled moves along, so that ratios stay; what a teacher is compared with does not move."""
-    given = far_from_what_sampled(sign)
+def test_gradients_agree_with_finite_differences_where_detached_factors_are_constant(loss: Loss, sign: int) -> None:
+    """The sampling policy changes along, so that ratios are constant; the values for a teacher do not change."""
+    given = far_from_the_sampling_policy(sign)
 
     def value(logits: Tensor, logprobs: Tensor) -> Tensor:
         still = given.predicted + (logits - logits.detach())
@@ -85,7 +82,7 @@ def test_gradients_agree_with_finite_differences_where_what_a_loss_holds_is_held
 @EVERY_LOSS
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("first", [True, False], ids=["first update", "later update"])
-def test_on_policy_every_loss_makes_good_tokens_likelier_and_bad_ones_less_likely(
+def test_on_policy_every_loss_makes_tokens_with_positive_advantage_likelier_and_others_less_likely(
     loss: Loss, sign: int, *, first: bool
 ) -> None:
     logprobs = torch.full((3,), -1.0, requires_grad=True)
@@ -128,25 +125,22 @@ def test_log_probabilities_far_apart_give_a_finite_loss_and_gradient(loss: Loss)
 
 def test_diagnostics_of_micro_batches_add_up_and_extremes_stay_extremes() -> None:
     whole = random()
-    merged: dict[str, Metric] = {}
 
-    for sequences in torch.arange(5).chunk(3):
-        merge(merged, diagnostics(part_of(whole, sequences)))
+    values = diagnosed(*[part_of(whole, sequences) for sequences in torch.arange(5).chunk(3)])
 
-    values = {name: metric.value() for name, metric in merged.items()}
     assert whole.behavior_logprobs is not None
     ratio = (whole.logprobs - whole.behavior_logprobs).exp()
-    assert values == pytest.approx({name: metric.value() for name, metric in diagnostics(whole).items()})
+    assert values == pytest.approx(diagnosed(whole))
     assert values["kl_k1"] == pytest.approx(-ratio.log().mean().item())
     assert values["kl"] == pytest.approx((ratio - 1 - ratio.log()).mean().item())
-    assert values["entropy"] == pytest.approx(entropy_of(whole.predicted).mean().item())
+    assert values["entropy"] == pytest.approx(-(whole.predicted.exp() * whole.predicted).sum(-1).mean().item())
     assert (values["ratio/min"], values["ratio/max"]) == (ratio.min().item(), ratio.max().item())
     assert values["ratio/effective_sample_size"] == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
 
 
 def test_the_entropy_of_a_long_micro_batch_is_that_of_all_its_tokens() -> None:
-    predicted = torch.tensor([0.0, -math.inf]).repeat(ROWS_AT_ONCE + 1, 1)
+    predicted = torch.tensor([0.0, -math.inf]).repeat(5001, 1)
     predicted[-1] = math.log(0.5)
     long = scored(torch.zeros(len(predicted)), torch.zeros(len(predicted)), predicted=predicted)
 
-    assert diagnostics(long)["entropy"].value() == pytest.approx(math.log(2) / len(predicted))
+    assert diagnosed(long)["entropy"] == pytest.approx(math.log(2) / len(predicted))

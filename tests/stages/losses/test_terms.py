@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tests.stages.losses.scoring import random, scored
+from torch import Tensor
 
-from penstock._stages.kl_estimate import kl_estimate
-from penstock._stages.losses.scored import entropy_of
-from penstock._stages.losses.terms import Aggregated, Aggregation
 from penstock.errors import InvalidRecord
-from penstock.losses import KL, AdvantageWeighted, Entropy, ImportanceWeight, PPOClip
+from penstock.losses import KL, AdvantageWeighted, Aggregated, Entropy, ImportanceWeight, PPOClip
 
 
 @pytest.mark.parametrize(
@@ -23,9 +22,7 @@ from penstock.losses import KL, AdvantageWeighted, Entropy, ImportanceWeight, PP
         ("seq-mean-token-sum-norm", 10, ((1 + 2) / 10 + 3 / 10) / 2),
     ],
 )
-def test_what_each_aggregation_makes_of_two_sequences(
-    aggregation: Aggregation, longest: int | None, expected: float
-) -> None:
+def test_each_aggregation_of_two_sequences(aggregation: Any, longest: int | None, expected: float) -> None:
     costs = scored(torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3), lengths=[2, 0, 1])
 
     loss = AdvantageWeighted().aggregated(aggregation, longest=longest)
@@ -33,7 +30,7 @@ def test_what_each_aggregation_makes_of_two_sequences(
     assert loss(costs).loss.item() == pytest.approx(expected)
 
 
-def test_a_loss_is_the_sum_that_is_written_down_and_tells_its_parts() -> None:
+def test_a_loss_is_the_sum_of_its_terms_and_reports_each_of_them() -> None:
     given = random()
     policy, divergence, entropy = (term(given).loss for term in (PPOClip(), KL("k2"), Entropy()))
 
@@ -45,7 +42,7 @@ def test_a_loss_is_the_sum_that_is_written_down_and_tells_its_parts() -> None:
     )
 
 
-def test_terms_that_say_the_same_do_so_under_names_of_their_own() -> None:
+def test_terms_with_equal_metrics_report_them_under_different_names() -> None:
     """Added up as if they were micro-batches, they would come to shares above 1."""
     given, weight = random(), ImportanceWeight(high=1.1)
     first, second, third = PPOClip(0.1, 0.1), AdvantageWeighted() * weight, PPOClip(old="proximal") * weight
@@ -80,7 +77,7 @@ def test_terms_that_say_the_same_do_so_under_names_of_their_own() -> None:
         ),
     ],
 )
-def test_aggregations_that_make_no_sense_are_refused(make: Callable[[], Aggregated], message: str) -> None:
+def test_invalid_aggregations_are_refused(make: Callable[[], Aggregated], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -88,12 +85,16 @@ def test_aggregations_that_make_no_sense_are_refused(make: Callable[[], Aggregat
 # -- kl ----------------------------------------------------------------------------------------------------------------
 
 
+def estimates(estimator: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
+    return KL(estimator).per_token(scored(log_p, torch.zeros(len(log_p)), ref_logprobs=log_q)).values
+
+
 def test_k1_and_k3_average_to_the_divergence_and_k3_is_never_negative() -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0) for _ in range(2))
     divergence = (p * (p / q).log()).sum().item()
 
-    k1, k3 = kl_estimate((p / q).log(), "k1", torch.exp), kl_estimate((p / q).log(), "k3", torch.exp)
+    k1, k3 = estimates("k1", p.log(), q.log()), estimates("k3", p.log(), q.log())
 
     assert (k3 >= 0).all()
     assert [(p * each).sum().item() for each in (k1, k3)] == pytest.approx([divergence, divergence])
@@ -110,9 +111,9 @@ def test_on_policy_k2_has_the_gradient_of_the_divergence_k3_that_of_the_other_wa
         for value in (
             (log_p.exp() * (log_p - log_q)).sum(),
             (log_q.exp() * (log_q - log_p)).sum(),
-            (p * kl_estimate(log_p - log_q, "k1", torch.exp)).sum(),
-            (p * kl_estimate(log_p - log_q, "k2", torch.exp)).sum(),
-            (p * kl_estimate(log_p - log_q, "k3", torch.exp)).sum(),
+            (p * estimates("k1", log_p, log_q)).sum(),
+            (p * estimates("k2", log_p, log_q)).sum(),
+            (p * estimates("k3", log_p, log_q)).sum(),
         )
     )
 
@@ -121,7 +122,7 @@ def test_on_policy_k2_has_the_gradient_of_the_divergence_k3_that_of_the_other_wa
     torch.testing.assert_close(k1, torch.zeros_like(k1))
 
 
-def test_a_divergence_without_a_reference_says_what_to_do() -> None:
+def test_a_divergence_without_a_reference_names_the_remedy() -> None:
     with pytest.raises(InvalidRecord, match="ref_logprobs: expected a column, got none: give the TorchTrainer"):
         KL()(scored(torch.zeros(1), torch.zeros(1)))
 
@@ -134,10 +135,15 @@ def test_an_unknown_estimator_is_refused() -> None:
 # -- entropy -----------------------------------------------------------------------------------------------------------
 
 
+def entropies(logits: Tensor) -> Tensor:
+    zeros = torch.zeros(len(logits))
+    return Entropy().per_token(scored(zeros, zeros, predicted=torch.log_softmax(logits, dim=-1))).values
+
+
 def test_entropy_is_that_of_the_whole_distribution() -> None:
     certain, uniform = torch.tensor([100.0, 0, 0, 0]), torch.zeros(4)
 
-    entropy = entropy_of(torch.log_softmax(torch.stack([certain, uniform]), dim=-1))
+    entropy = entropies(torch.stack([certain, uniform]))
 
     assert entropy.tolist() == pytest.approx([0, math.log(4)], abs=1e-6)
 
@@ -145,7 +151,7 @@ def test_entropy_is_that_of_the_whole_distribution() -> None:
 def test_entropy_and_its_gradient_survive_tokens_that_are_impossible() -> None:
     logits = torch.tensor([[0.0, 1.0, -math.inf]], requires_grad=True)
 
-    entropy = entropy_of(torch.log_softmax(logits, dim=-1)).sum()
+    entropy = entropies(logits).sum()
 
-    assert entropy.item() == pytest.approx(entropy_of(torch.log_softmax(torch.tensor([[0.0, 1.0]]), dim=-1)).item())
+    assert entropy.item() == pytest.approx(entropies(torch.tensor([[0.0, 1.0]])).item())
     assert torch.autograd.grad(entropy, logits)[0].isfinite().all()

@@ -1,0 +1,31 @@
+"""Change limits of penstock that no option sets, for tests that reach one in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+__all__ = ["set_limits"]
+
+MODULES = {
+    "BACKOFF": ["_stages.integrations.atropos.http_api"],
+    "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
+    "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
+    "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor"],
+    "HANDSHAKE_S": ["_pipeline.channels.shm_acceptor", "_pipeline.channels.tcp_acceptor"],
+    "LARGEST_MESSAGE": ["_pipeline.channels.tcp"],
+    "MOST_NEWCOMERS": ["_pipeline.channels.tcp_acceptor"],
+    "POLLS": ["_stages.integrations.atropos.client"],
+    "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
+    "STEP_POLL_S": ["_stages.integrations.atropos.server.gateway"],
+    "WORKER_HEARTBEAT_TIMEOUT_S": ["_pipeline.processes.workers"],
+}
+"""The modules that use each limit."""
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
+    """Set limits by name, until the test ends or `monkeypatch.undo()` is called."""
+    for name, value in limits.items():
+        for module in MODULES[name]:
+            monkeypatch.setattr(f"penstock.{module}.{name}", value)

@@ -1,0 +1,79 @@
+"""Build and read the messages of a channel, for tests in which a peer does not keep to the protocol."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from penstock._schemas import control
+from penstock._schemas.descriptor import Descriptor
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "close",
+    "connect_message",
+    "credit_grant",
+    "decode",
+    "encode",
+    "frame",
+    "publish",
+    "ready",
+    "segment_offer",
+]
+
+PROTOCOL_VERSION = control.PROTOCOL_VERSION
+
+
+def connect_message(**changes: Any) -> control.Connect:
+    """Return the message with which a sender begins, over shared memory unless `changes` name another transport."""
+    fields: dict[str, Any] = {
+        "version": PROTOCOL_VERSION,
+        "transport": "shm",
+        "kind": "group",
+        "identity": b"p" + bytes(15),
+        "name": "stranger",
+        "pid": 1,
+    }
+    return control.Connect(**(fields | changes))
+
+
+def segment_offer(slots: int, slot_bytes: int, nbytes: int) -> control.SegmentOffer:
+    """Return the offer of a segment."""
+    return control.SegmentOffer(slots, slot_bytes, nbytes)
+
+
+def ready() -> control.Ready:
+    """Return the message that ends a handshake."""
+    return control.Ready()
+
+
+def publish(*descriptors: tuple[int, int, int, int, int, int]) -> control.Publish:
+    """Return the message that bundles were sent, each as (sequence, records, slot, slots, generation, nbytes)."""
+    return control.Publish(tuple(Descriptor(*fields) for fields in descriptors))
+
+
+def close(sequence: int) -> control.Close:
+    """Return the message with which a sender ends, with the sequence number of its last record."""
+    return control.Close(sequence)
+
+
+def credit_grant(*released: tuple[int, int, int]) -> control.CreditGrant:
+    """Return the message that a receiver released spans, each as (slot, generation, records)."""
+    return control.CreditGrant(released)
+
+
+def encode(message: control.Message) -> bytes:
+    """Return a message as it travels over ZeroMQ."""
+    return control.encode(message)
+
+
+def frame(message: control.Message) -> bytes:
+    """Return a message as it travels over a control connection: its length, and its bytes."""
+    body = encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+def decode(body: bytes) -> tuple[str, Any]:
+    """Return the type of a message by name, and the message."""
+    message = control.decode(body)
+    return type(message).__name__, message
