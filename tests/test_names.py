@@ -78,7 +78,8 @@ def test_importing_penstock_does_not_import_torch() -> None:
 OPEN = """
 import anyio
 from penstock import Worker
-from penstock import errors, testing
+from penstock.errors import MissingExtra
+from penstock.policies import HttpPolicy
 
 async def open_policy():
     async with HttpPolicy(url="http://127.0.0.1:1", model="m").open(Worker()):

@@ -90,7 +90,8 @@ async def test_receivers_that_create_the_key_at_the_same_time_all_use_the_first_
         await anyio.to_thread.run_sync(together.wait, FAILSAFE_S)
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
             await anyio.to_thread.run_sync(created.wait, FAILSAFE_S)
-            async with connect(inbox.url, TrajectoryGroup, key=ChannelKey.load(path)) as outbox:
+            key = await anyio.to_thread.run_sync(ChannelKey.load, path)
+            async with connect(inbox.url, TrajectoryGroup, key=key) as outbox:
                 await outbox.send(group())
                 received.append((await inbox.receive()).instance_id)
 
