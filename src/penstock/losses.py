@@ -9,7 +9,7 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.entropy import Entropy
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
-    from ._stages.losses.metrics import EffectiveSamples, Max, Mean, Metric, Min, TokensUsed
+    from ._stages.losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed
     from ._stages.losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
     from ._stages.losses.scored import Scored
     from ._stages.losses.terms import Aggregated, Loss, LossValue, PerToken, Term
@@ -23,13 +23,12 @@ __all__ = [
     "Distillation",
     "EffectiveSamples",
     "Entropy",
+    "Extreme",
     "ImportanceWeight",
     "Loss",
     "LossValue",
-    "Max",
     "Mean",
     "Metric",
-    "Min",
     "PPOClip",
     "PerToken",
     "SampledDistillation",
