@@ -21,7 +21,7 @@ class Installed:
     """An editable installation."""
 
     checkout: Path
-    """What is installed: a folder called `penstock`, as `git clone` makes it."""
+    """The installed checkout: a folder called `penstock`, as `git clone` makes it."""
     python: Path
     """The interpreter of a virtual environment that has it, and the packages of the running one."""
 

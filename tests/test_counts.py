@@ -105,7 +105,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "processes": partial(PUBLIC.processes, count=4),
     "serve": partial(PUBLIC.serve, "shm://", TrajectoryGroup),
 }
-"""How each is made with all that it needs, but for the number that is tried."""
+"""Make each with all required arguments but the number under test."""
 
 RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "EdgeStatistics", "KVCache", "PaddedBatch"}
 RESULTS |= {
@@ -125,7 +125,7 @@ BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 """Of penstock's own tests and trainers; their numbers end in records and names, which have rules of their own."""
 
 RATIOS = {"CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
-"""Whose numbers have bounds of their own, tested where they are."""
+"""Classes whose numbers have other bounds, tested elsewhere."""
 
 NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure"}
 """Arguments that are neither counts nor seconds."""

@@ -1,4 +1,4 @@
-"""Who may import whom: schemas ← pipeline ← stages ← stages.integrations ← src/penstock, examples, benchmarks, chaos.
+"""Directions of imports: schemas ← pipeline ← stages ← stages.integrations ← src/penstock, examples, benchmarks, chaos.
 
 Read from the source, so that an import inside a function counts as well: a direction is a direction at any depth.
 """
@@ -125,7 +125,7 @@ EVERY_SOURCE = pytest.mark.parametrize("path", sources(), ids=lambda path: path.
 
 
 def upward(layer: str, found: Import) -> bool:
-    """Whether an import runs against the arrows."""
+    """Return whether an import runs against the arrows."""
     target = layer_of_module(found.module)
     if target is None:
         return False

@@ -1,4 +1,4 @@
-"""What is built is what stands here: every folder, every file that a user or a packager needs, nothing twice."""
+"""The built packages contain every folder and file that a user or a packager needs, each once."""
 
 from __future__ import annotations
 

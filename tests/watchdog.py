@@ -1,4 +1,4 @@
-"""What a test waits for that misses its deadline: every pipeline and channel that lives, and where every task stands.
+"""Report what a test that misses its deadline waits for: live pipelines and channels, and the position of every task.
 
 pytest-timeout fails the test and shows where its threads are; in an event loop that waits, that is nowhere. This prints
 the waits first, and has scripts that the test started print theirs. The hook is for a conftest to import.
@@ -25,14 +25,14 @@ from tests.processes.children import children_of
 __all__ = ["pytest_timeout_set_timer", "tell_when_asked", "waits"]
 
 TELLING_S = 0.5
-"""How long scripts that were asked have to print what they wait for: they do not say when they have."""
+"""Seconds for scripts to print what they wait for; they do not report the end of it."""
 
 TELLING = ("Pipeline", "MemorySender", "MemoryReceiver", "RemoteSender", "RemoteReceiver")
 """Classes of penstock whose `statistics()` say what is waited for."""
 
 
 def waits() -> str:
-    """What everyone in this process waits for."""
+    """Return the waits of all pipelines, channels and tasks of this process."""
     return "\n".join(["what is waited for:", *_ends(), *_tasks()])
 
 
@@ -51,7 +51,7 @@ def _tasks() -> Iterator[str]:
 
 
 def _awaited(awaitable: Any) -> Iterator[str]:
-    """Where a task stands, from its outermost coroutine to the innermost."""
+    """Return the position of a task, from its outermost coroutine to the innermost."""
     while awaitable is not None:
         for kind in ("cr", "ag", "gi"):
             if frame := getattr(awaitable, f"{kind}_frame", None):
@@ -86,7 +86,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _heeds_sigusr1(pid: int) -> bool:
-    """Whether it has a handler; the signal would kill who has none."""
+    """Return whether a process has a handler; the signal would kill one without."""
     with suppress(FileNotFoundError, ProcessLookupError):
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) >> signal.SIGUSR1 - 1 & 1)

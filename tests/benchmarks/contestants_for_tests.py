@@ -31,7 +31,7 @@ def connect_forgetfully(outbox: Any, producer: int) -> Iterator[Send]:
 
 @contextmanager
 def serve_late(case: Case, control: Control) -> Iterator[tuple[Any, Iterator[Plain | None]]]:
-    """What is sent last arrives when its senders have long ended, as on a machine that is busy with other things."""
+    """Deliver the last records long after their senders have ended, as on a busy machine."""
     with serve_queue(case, control) as (inbox, records):
         yield inbox, _late(records, control)
 

@@ -1,4 +1,4 @@
-"""What the benchmark's consumer would notice, whoever brought it the batch."""
+"""The benchmark's consumer detects a wrong batch of any transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.records import Packer
 GROUP, TOKENS, PRODUCERS = 2, 64, 2
 
 Sent = tuple[int, int]
-"""Which producer, and which of its groups."""
+"""The number of a producer, and of one of its groups."""
 
 IN_ORDER: Sequence[Sent] = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
 

@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks have in common."""
+"""The options that all benchmarks have."""
 
 from __future__ import annotations
 

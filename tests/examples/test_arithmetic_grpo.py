@@ -102,7 +102,7 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 def interrupted(demo: subprocess.Popen[str], status: int = 130) -> str:
-    """What the demo says after Ctrl-C, upon which it ends in peace."""
+    """Interrupt the demo with Ctrl-C, and return its output; it ends without an error."""
     os.killpg(demo.pid, signal.SIGINT)
     rest, _ = demo.communicate(timeout=FAILSAFE_S)
     assert demo.returncode == status

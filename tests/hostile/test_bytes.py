@@ -1,4 +1,4 @@
-"""Whatever bytes a peer writes, they are a record, or one of the two errors that cut it off: nothing else is raised."""
+"""Any bytes that a peer writes are a record, or one of the two errors that disconnect it; no other error is raised."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,12 +42,12 @@ class Published(NamedTuple):
 
     @property
     def bundle(self) -> Descriptor:
-        """Where the groups lie, told anew: a receiver looks once for each time that it is told."""
+        """Return a new descriptor of the groups: a receiver reads once for each descriptor."""
         return Descriptor(*self.first)
 
     @property
     def single(self) -> Descriptor:
-        """Where the batch lies, told anew."""
+        """Return a new descriptor of the batch."""
         return Descriptor(*self.second)
 
 
@@ -93,7 +93,7 @@ def _ignore(descriptor: Descriptor, records: int) -> None:
 
 
 def _use_group(record: TrajectoryGroup) -> None:
-    """Whatever values its columns have, they are where the offsets say: a peer's numbers are not judged anew."""
+    """Assert that the columns are as long as the offsets state; their values are not checked."""
     assert len(record.owned().completion_lengths()) == len(record)
     assert int(record.lengths().sum()) == len(record.tokens) == len(record.loss_mask)
 

@@ -1,4 +1,4 @@
-"""Where a receiver asks for checksums, a record that was changed on its way is never received."""
+"""With checksums, a record that was changed in transit is never received."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ MOMENTS = [
     ("deleting", 1),  # in a checkpoint, and still in the journal
     pytest.param("deleted", 2, marks=pytest.mark.long),
 ]
-"""When a run kills itself: what it does, and how often it did it before."""
+"""The moment at which a run kills itself: an action, and how often it was done before."""
 
 
 def killed(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
@@ -46,7 +46,7 @@ def killed(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
 
 
 def finished(folder: Path, first: int, last: int) -> Counter[int]:
-    """How often each prompt was trained, when a run has come to its end."""
+    """Run to the end; return how often each prompt was trained."""
     ran = _ran(folder, first, last, "never", 1)
     assert ran.returncode == 0, ran.stderr
     checkpoint = latest_checkpoint(folder / "checkpoints")

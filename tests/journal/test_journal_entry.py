@@ -1,4 +1,4 @@
-"""What is read of a journal's file is what was written, or is told to be damage: never anything else."""
+"""Reading a journal's file returns the entries that were written, or reports damage."""
 
 from __future__ import annotations
 

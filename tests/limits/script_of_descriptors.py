@@ -1,4 +1,4 @@
-"""What channels and weights do with so many file descriptors left as are told: they open, or say that these are few.
+"""Open channels and weights with a given number of free file descriptors: they open, or report that these are too few.
 
     python -m tests.limits.script_of_descriptors WHAT LEFT…
 

@@ -1,4 +1,4 @@
-"""What a run, its weights and its journal do when their disk is full, and when it has room again.
+"""Run with weights and a journal on a disk that becomes full, and has space again.
 
     python -m tests.limits.script_on_a_small_disk FOLDER
 

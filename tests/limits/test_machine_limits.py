@@ -1,4 +1,4 @@
-"""What a machine may lack is an error at the start that says what to change: never a SIGBUS, never a hang.
+"""A resource that the machine lacks is an error at the start that names the remedy: never a SIGBUS, never a hang.
 
 Each case is a process of its own, for limits cannot be raised again.
 """

@@ -127,7 +127,7 @@ async def test_a_large_record_over_tcp_starts_no_thread_under_the_event_loop() -
 
 @pytest.mark.parametrize("transport", REMOTE)
 async def test_credit_goes_back_by_halves_or_when_none_is_left(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has credit left is not woken for more of it; who has none gets what there is."""
+    """A sender with credit is not woken for more; a sender without credit gets all that is released."""
     granted = releases(monkeypatch)
     async with REMOTE[transport](capacity=4) as ends, ends.join() as outbox:
         for unasked in [], [2], [2], [2, 2]:

@@ -19,13 +19,13 @@ from penstock.testing import group
 ROOT = Path(__file__).parents[2]
 
 STEADY = {"monotonic", "perf_counter", "sleep", "timedelta"}
-"""What may be taken of `time` and `datetime`: what never jumps, and spans of time."""
+"""Permitted names of `time` and `datetime`: clocks that never jump, and durations."""
 
 YEAR_S = 365 * 24 * 3600.0
 
 
 def clocks_of(source: str) -> Iterator[str]:
-    """What a module takes of `time` and `datetime`."""
+    """Return the names that a module imports from `time` and `datetime`."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="time"), attr=name):

@@ -33,7 +33,7 @@ MASKS = st.sampled_from([0b1, 0b10, 0b1111, 0b1111_1111, 1 << 65_535])
 
 
 def back(committed: CommittedPrompts) -> CommittedPrompts:
-    """What a checkpoint gives back of it."""
+    """Return the prompts after a round trip through a checkpoint."""
     return CommittedPrompts.of_state(
         msgspec.json.decode(msgspec.json.encode(committed.state), type=type(committed.state))
     )

@@ -1,4 +1,4 @@
-"""What a receiver owes its senders is told, whatever dies in which thread while it is looked at."""
+"""A receiver returns credit to its senders, also for records that another thread releases meanwhile."""
 
 from __future__ import annotations
 

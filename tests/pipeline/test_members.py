@@ -1,4 +1,4 @@
-"""Which members a stream waits for."""
+"""A stream waits for its members."""
 
 import math
 

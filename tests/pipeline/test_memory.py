@@ -1,4 +1,4 @@
-"""What the memory transport does beyond the rules that all channels keep."""
+"""Rules of the memory transport beyond those of all channels."""
 
 import gc
 from typing import NamedTuple

@@ -84,7 +84,7 @@ class Projected(nn.Module):
 
 
 class Forgetful(nn.Module):
-    """What it was made from is nowhere to be found: a default would be a guess."""
+    """Keeps no attribute for one of its arguments."""
 
     def __init__(self, dim: int, theta: float = 10_000.0) -> None:
         super().__init__()

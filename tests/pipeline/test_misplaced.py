@@ -1,4 +1,4 @@
-"""What is put in the wrong place of a chain is refused where it is put, with the line to write instead."""
+"""A stage in the wrong place of a chain is refused there, with the line to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage receives and sends is read from the annotations of its `run`; what they do not tell is unknown."""
+"""The record types of a stage are read from the annotations of its `run`; without an annotation they are unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where handlers are installed, and what a stop does to a run; real signals are in tests/processes."""
+"""Installation of signal handlers, and the effect of a stop on a run; tests/processes sends real signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs no process: how a child is prepared and told. The rest is in tests/processes/test_workers.py."""
+"""Preparing a child process, without starting one; tests/processes/test_workers.py starts some."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ MODELS = {
 }
 
 CASES = [(kind, "rope_theta") for kind in MODELS]
-"""How a configuration says what the rotary embedding is: in 4.x with two entries, in 5 with one."""
+"""The entries of a configuration for the rotary embedding: two in transformers 4.x, one in 5."""
 
 if transformers.__version__ >= "5":
     CASES += [("llama 3", "rope_parameters"), ("qwen 2.5", "rope_parameters")]

@@ -61,7 +61,7 @@ def test_a_clock_counts_only_while_something_is_waited_for() -> None:
 
 
 async def test_whoever_cancels_at_the_head_lets_the_next_have_a_look() -> None:
-    """What was too little for the first may do for the second, which nobody else would wake."""
+    """Credit that is too little for the first waiter may be enough for the second, which has to be woken."""
     waiters = Waiters()
     first = asyncio.create_task(waiters.wait())
     await anyio.wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""What no state_dict holds is held to what the publisher has all the same, through memory and through a folder."""
+"""Buffers outside the state_dict are compared with the publisher's, through memory and through a folder."""
 
 from __future__ import annotations
 

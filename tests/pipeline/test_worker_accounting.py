@@ -1,4 +1,4 @@
-"""What workers hold, in the books of the run: without processes, which only make it hard to see."""
+"""The run's accounting of records in workers, without processes."""
 
 from __future__ import annotations
 

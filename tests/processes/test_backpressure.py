@@ -44,11 +44,11 @@ class Halting:
 
 
 STANDING_STILL = ["credit from Batcher", "credit from SinkTrainer", ""]
-"""What the stages wait for."""
+"""The `waiting_for` of each stage."""
 
 
 async def standing_still(pipeline: Pipeline) -> PipelineStatistics:
-    """What the pipeline says when everybody waits for the trainer."""
+    """Return the statistics when every stage waits for the trainer."""
     while True:
         statistics = pipeline.statistics()
         if [stage.waiting_for for stage in statistics.stages] == STANDING_STILL:

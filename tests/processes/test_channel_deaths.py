@@ -1,4 +1,4 @@
-"""What a channel does when the process at its other end dies, however it dies."""
+"""A channel whose peer dies, in every way that a process can die."""
 
 import asyncio
 import signal

@@ -105,7 +105,7 @@ async def test_what_travels_cannot_be_read_and_what_was_said_cannot_be_said_agai
 
 @contextmanager
 def overhearing(host: str, port: int) -> Iterator[list[bytes]]:
-    """What a sender says to the loopback's own `port`, by way of the same port on another of its addresses."""
+    """Forward `port` on another loopback address, and record the bytes that a sender sends."""
     said: list[bytes] = []
     open_sockets: list[socket.socket] = []
 

@@ -1,4 +1,4 @@
-"""What is told of a log is the error that came first."""
+"""Find the first error in a log."""
 
 from __future__ import annotations
 

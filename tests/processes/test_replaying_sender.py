@@ -31,7 +31,7 @@ DEATHS = {
     "shm": [("received", 9), ("stepped", 2), ("saving", 2), ("half saved", 1), ("saved", 1)],
     "tcp": [("stepped", 4)],
 }
-"""What the trainer does when it kills itself, in one life after the other, and how often it did it before."""
+"""The moments at which the trainer kills itself, one for each start: an action, and how often it was done before."""
 
 
 def record(number: int) -> TrajectoryGroup:

@@ -47,7 +47,7 @@ def workers_of(running: subprocess.Popen[str]) -> list[int]:
 
 
 def all_gone(workers: list[int], within_s: float = FAILSAFE_S) -> bool:
-    """Whether all workers end within the time."""
+    """Return whether all workers end within the time."""
     gone = [bool(select.select([pidfd], [], [], within_s)[0]) for pidfd in workers]
     for pidfd in workers:
         os.close(pidfd)

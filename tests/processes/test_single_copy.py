@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def filled(model: nn.Module, value: float) -> dict[str, torch.Tensor]:
-    """What is published: tensors like the model's, tied like them."""
+    """Return tensors to publish, of the model's shapes and tied like them."""
     made: dict[int, torch.Tensor] = {}
     state = model.state_dict(keep_vars=True)
     return {name: made.setdefault(id(old), torch.full_like(old.detach(), value)) for name, old in state.items()}

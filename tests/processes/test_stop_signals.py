@@ -40,7 +40,7 @@ def script(how: str, moment: str, folder: Path | None) -> Iterator[subprocess.Po
 
 
 def read_until(stream: IO[str] | None, text: str) -> str:
-    """What `stream` says up to the line that holds `text`."""
+    """Read `stream` up to the line that contains `text`."""
     assert stream is not None
     said = ""
     for line in stream:
@@ -84,7 +84,7 @@ WAYS = [
     "in_asyncio_group",
     "gathered",
 ]
-"""How a script may await the run."""
+"""The ways in which a script may await the run."""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks wrote."""
+    """Run the ranks, and return the folder of their files."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.ranks.script_of_ranks", str(folder)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -51,7 +51,7 @@ DEATHS = [
     ("half removed", 1),  # the only checkpoint is that of step 4, and a part of an older one is left
     ("scored", 60),  # while the prompts of the last step are sampled
 ]
-"""When a run kills itself: what it does, and how often it has."""
+"""The moment at which a run kills itself: an action, and how often it was done."""
 
 
 class Fate:
@@ -142,7 +142,7 @@ def remove_mortally(fate: Fate) -> None:
 
 
 async def run(folder: Path, fate: Fate) -> None:
-    """What a user writes, and starts again."""
+    """Run as a user's script does, and resume when it is started again."""
     remove_mortally(fate)
     model = TinyModel(vocabulary=11)
     trainer = Mortal(fate, model)
@@ -184,7 +184,7 @@ def in_child(run: Callable[[Path, Fate], Awaitable[None]], folder: Path, fate: F
 
 
 def import_late_parts() -> None:
-    """What torch imports late, for all children."""
+    """Import modules that torch imports late, once for all children."""
     torch.set_num_threads(1)
     TorchTrainer(TinyModel(vocabulary=11), optimizer=torch.optim.AdamW)
 

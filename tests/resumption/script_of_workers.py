@@ -35,7 +35,7 @@ WORKERS = 2
 
 
 async def run(folder: Path, fate: Fate) -> None:
-    """What a user writes, and starts again."""
+    """Run as a user's script does, and resume when it is started again."""
     torch.set_num_threads(1)
     model = TinyModel(vocabulary=11)
     trainer = Mortal(fate, model)

@@ -73,5 +73,5 @@ def test_a_killed_run_whose_workers_sampled_comes_to_the_same_weights_and_traine
 
 
 def trained(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a step's metrics the batch and the trainer say."""
+    """Return the metrics of a step that do not depend on time."""
     return {name: value for name, value in line.items() if not name.startswith(OBSERVED_BY_WORKERS)}

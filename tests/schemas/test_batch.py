@@ -54,7 +54,7 @@ def noise_of(one: TrajectoryGroup) -> list[float]:
 
 
 def rows(packed: TrainBatch) -> list[dict[str, Any]]:
-    """What the batch says of each sequence, by column."""
+    """Return the columns of each sequence of the batch."""
     by_token = len(packed.policy_versions) != len(packed)
     spans = [slice(a, b) for a, b in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True)]
     over_sequences = {"rewards", "reward_noise", "stop_reasons", "repetition_ids"} | (

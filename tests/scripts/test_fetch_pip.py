@@ -1,4 +1,4 @@
-"""Where `python3 -m venv` brings no pip, the package index does."""
+"""Fetch pip from the package index where `python3 -m venv` installs none."""
 
 from __future__ import annotations
 

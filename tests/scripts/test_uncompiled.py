@@ -1,4 +1,4 @@
-"""What stands in for a dependency that has to be compiled says so, and only when it is needed."""
+"""A stand-in for a compiled dependency raises when it is used, and not before."""
 
 from __future__ import annotations
 

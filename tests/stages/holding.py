@@ -1,4 +1,4 @@
-"""What every stage owes those before it: what it has sent on must not stay with it while it waits for more."""
+"""A rule for every stage: it holds no reference to a sent record while it waits for the next."""
 
 import weakref
 

@@ -229,7 +229,7 @@ def test_noise_is_a_share_of_what_was_added_up() -> None:
 
 
 def atropos(rewards: Sequence[float], least: float = 1e-8) -> NDArray[np.float64]:
-    """What its trainer does with the rewards of a group; of a group of one it takes the reward itself.
+    """Compute advantages as the trainer of Atropos does; a group of one has its reward as advantage.
 
     NousResearch/atropos at c20c852, example_trainer/data.py:80-82:
         if len(scores) > 1:

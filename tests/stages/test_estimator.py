@@ -1,4 +1,4 @@
-"""Which rewards count, and what the modes make of them that whiten or look at tokens one by one."""
+"""The rewards that count, and the modes that whiten or treat tokens one by one."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ async def one(opened: Engine, said: NDArray[np.int32] | None = None, *, longest:
 
 
 def assert_logprobs(said: Completion, first: int = 3, *, seed: int = 0, temperature: float = 1.0) -> None:
-    """What a completion that begins after `first` says of its tokens is what the model of `seed` finds of them."""
+    """Assert the log-probabilities of a completion after token `first` against the model of `seed`."""
     pairs = pairwise([first, *said.tokens.tolist()])
     expected = [logprobs_of(table(seed)[before], temperature)[token] for before, token in pairs]
     assert said.logprobs is not None
@@ -135,7 +135,7 @@ def assert_logprobs(said: Completion, first: int = 3, *, seed: int = 0, temperat
 
 
 async def told(url: str) -> dict[str, Any]:
-    """What the server was asked since the last time."""
+    """Return the requests to the server since the last call."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/tests") as response:
         answer: dict[str, Any] = await response.json(content_type=None)
         return answer

@@ -29,7 +29,7 @@ class Trainer:
 
 
 async def stays_waiting(wait: Callable[[], Awaitable[None]]) -> bool:
-    """Whether `wait` is still waiting once everybody else has done what they can."""
+    """Return whether `wait` still waits when all other tasks are blocked."""
     done = False
 
     async def waits() -> None:

@@ -1,4 +1,4 @@
-"""What one sequence's reward was cut from, or noted beside it, takes no advantage from any other sequence."""
+"""The parts of one sequence's reward change the advantage of no other sequence."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def noise_of(score: float, added: float, clip: tuple[float, float] | None) -> tu
 
 
 def differ(population: Sequence[tuple[float, float]]) -> bool:
-    """Whether any two rewards are further apart than their noise; cases on the edge are not for this test."""
+    """Return whether any two rewards differ by more than their noise; cases on the edge are excluded."""
     found = False
     for place, (one, n) in enumerate(population):
         for other, m in population[:place]:

@@ -28,7 +28,7 @@ def made(instance_id: str, lengths: list[int]) -> TrajectoryGroup:
 
 @pytest.mark.parametrize(("top_k", "micro_batch_tokens"), [(3, 16_384), (3, 16), (1, 1), (50, 16_384)])
 async def test_candidates_are_those_of_every_sequence_scored_alone(top_k: int, micro_batch_tokens: int) -> None:
-    """What stands at a token is what was expected before it: the likeliest tokens, and itself."""
+    """The candidates of a token are the likeliest tokens after the tokens before it, and the token itself."""
     groups = [made("0", [9, 2, 3]), made("1", [1, 5])]
     recipe = TorchTeacher(partial(TinyModel, seed=1), TOKENIZER, micro_batch_tokens)
 

@@ -50,7 +50,7 @@ def trainer(model: nn.Module | None = None, **options: Any) -> TorchTrainer:
 
 
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What does not depend on the clock."""
+    """Return the metrics without timings."""
     return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
 
 

@@ -178,7 +178,7 @@ GAMMA, LAMBDA = 0.9, 0.8
 
 
 def verl_returns(row: Row) -> list[float]:
-    """What does not train is passed over.
+    """Masked tokens are skipped.
 
     verl core_algos.py:721-726:
         new_running_return = token_level_rewards[:, t] + gamma * running_return
@@ -193,7 +193,7 @@ def verl_returns(row: Row) -> list[float]:
 
 
 def skyrl_returns(row: Row) -> list[float]:
-    """What does not train sets the sum back to 0.
+    """Masked tokens reset the sum to 0.
 
     skyrl ppo_utils.py:1191-1194:
         running_return = token_level_rewards[:, t] + gamma * running_return
@@ -210,7 +210,7 @@ def skyrl_returns(row: Row) -> list[float]:
 
 
 def roll_returns(row: Row) -> list[float]:
-    """What does not train earns nothing and is a step.
+    """Masked tokens have reward 0 and count as steps.
 
     roll functionals.py:1160 (agentic/utils.py:532) and functionals.py:494-495:
         token_level_rewards = token_level_rewards * response_mask
@@ -226,7 +226,7 @@ def roll_returns(row: Row) -> list[float]:
 
 
 def verl_gae(row: Row) -> list[float]:
-    """What does not train is passed over.
+    """Masked tokens are skipped.
 
     verl core_algos.py:251-256:
         delta = token_level_rewards[:, t] + gamma * nextvalues - values[:, t]

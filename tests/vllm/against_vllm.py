@@ -103,7 +103,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where vLLM answers, with the weights of seed 0."""
+    """Start vLLM with the weights of seed 0, and yield its URL."""
     folder, port = tmp_path_factory.mktemp("vllm"), free_port()
     server = recipe(save(folder / "weights", 0), port, folder)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(server.open()):

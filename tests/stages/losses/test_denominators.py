@@ -1,4 +1,4 @@
-"""What a mean over sequences divides by, against the libraries' own lines, on batches of which some rows are masked.
+"""The denominator of a mean over sequences, compared with code of other libraries, on batches with masked rows.
 
 The lines are of the published wheels of verl 0.9.1, SkyRL 0.3.0 and TRL 1.16.0. Each is given what the tokens cost as a
 rectangle [B, L], and its mask.
@@ -91,7 +91,7 @@ def trl_accumulated(costs: Tensor, mask: Tensor, *, of: Callable[[Tensor, Tensor
 
 
 def made(lengths: Sequence[int] = LENGTHS) -> tuple[Scored, Tensor, Tensor]:
-    """What a loss sees, and the same as rectangles: what `AdvantageWeighted` makes each token cost, and the mask."""
+    """Return the argument of a loss, and as rectangles the cost of each token with `AdvantageWeighted` and the mask."""
     generator = torch.Generator().manual_seed(3)
     count = sum(lengths)
     logprobs = -torch.rand(count, generator=generator, dtype=torch.float64)

@@ -70,7 +70,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def divergence(term: Distillation, p: Tensor, q: Tensor) -> Tensor:
-    """What the textbook says of probabilities."""
+    """Return the divergence of two distributions, by definition."""
     if term.beta is None:
         return kl(p, q) if term.divergence == "forward_kl" else kl(q, p)
     mixture = term.beta * p + (1 - term.beta) * q

@@ -13,7 +13,7 @@ from penstock.losses import CISPO, GSPO, AdvantageWeighted, ImportanceWeight, Lo
 
 
 def weights(weight: ImportanceWeight, ratios: list[list[float]]) -> list[float]:
-    """What the tokens of sequences with those ratios π/π_behavior are weighted by."""
+    """Return the weights of the tokens of sequences with these ratios π/π_behavior."""
     flat = torch.tensor([ratio for sequence in ratios for ratio in sequence], dtype=torch.float64)
     given = scored(
         flat.log(),
