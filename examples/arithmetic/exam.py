@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock import TrainBatch
-from penstock._stages.engines.torch_sampling import SamplingRequest, generate
+from penstock._stages.engines.torch_sampling import SamplingBatch, SamplingRequest
 from penstock.torch import TorchTrainer
 
 from .model import Transformer
@@ -36,7 +36,9 @@ def final_exam(model: Transformer) -> float:
 def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> float:
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
     requests = [SamplingRequest(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
-    sampled = generate(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
+    batch = SamplingBatch(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
+    while (sampled := batch.step(version=0)) is None:
+        pass
     completions = [
         TOKENIZER.decode(tokens[: length - ended].tolist())
         for tokens, length, ended in zip(sampled.tokens, sampled.lengths, sampled.ended, strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..training.causal_model import CausalModel, KVCache, causal_attend, positions_of
 
-__all__ = ["SampledTokens", "SamplingBatch", "SamplingRequest", "generate"]
+__all__ = ["SampledTokens", "SamplingBatch", "SamplingRequest"]
 
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
@@ -51,36 +51,20 @@ class SampledTokens(NamedTuple):
     """[M] version of the weights that sampled the tokens of each position."""
 
 
-def generate(
-    model: CausalModel,
-    requests: Sequence[SamplingRequest],
-    *,
-    eos_id: int,
-    generator: torch.Generator,
-    version: int = 0,
-) -> SampledTokens:
-    """Sample one completion for each request, all of them together.
-
-    Args:
-        model: on any device, in evaluation mode.
-        requests: at least one.
-        eos_id: the token that ends a completion.
-        generator: on the model's device.
-        version: of the model's weights, which do not change.
-    """
-    batch = SamplingBatch(model, requests, eos_id=eos_id, generator=generator)
-    while (sampled := batch.step(version)) is None:
-        pass
-    return sampled
-
-
 class SamplingBatch:
     """Completions that are being sampled, one pass of the model after the other; the weights may change in between."""
 
     def __init__(
         self, model: CausalModel, requests: Sequence[SamplingRequest], *, eos_id: int, generator: torch.Generator
     ) -> None:
-        """Prepare a batch, without any computation; arguments as of `generate`."""
+        """Prepare a batch, without any computation.
+
+        Args:
+            model: on any device, in evaluation mode.
+            requests: at least one.
+            eos_id: the token that ends a completion.
+            generator: on the model's device.
+        """
         self._model = model
         self._requests = requests
         self._eos_id = eos_id

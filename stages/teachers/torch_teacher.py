@@ -21,7 +21,8 @@ from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel
-from ..training.scoring import Likelihood, Packed, scored_tokens
+from ..training.micro_batches import Packed
+from ..training.scoring import Likelihood, scored_tokens
 from .candidates import TeacherCandidates
 
 __all__ = ["TorchTeacher"]

@@ -13,41 +13,43 @@ Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._schemas import Array, InvalidRecord
+from ..._schemas import Array, InvalidRecord, TrainBatch
 from ..._schemas.columns import count_between
 
-__all__ = ["MicroBatch", "Sequences", "empty_micro_batch", "lay_out", "micro_batches"]
+__all__ = ["MicroBatch", "Packed", "empty_micro_batch", "lay_out", "micro_batches"]
 
 Rows: TypeAlias = list[list[int]]
 """The sequences in each row."""
 
 
-class Sequences(Protocol):
-    """Sequences packed one behind the other."""
+class Packed(NamedTuple):
+    """Sequences one behind the other, without the other columns of a TrainBatch."""
 
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """Return [N] the tokens."""
-        ...
+    tokens: NDArray[np.int32]
+    """[N] the tokens."""
+    cu_seqlens: NDArray[np.int64]
+    """[S + 1] the start of each sequence; the last entry is N."""
+    loss_mask: NDArray[np.bool_]
+    """[N] true on the tokens that train, or are requested."""
 
-    @property
-    def cu_seqlens(self) -> NDArray[np.int64]:
-        """Return [S + 1] the start of each sequence; the last entry is N."""
-        ...
+    @classmethod
+    def of(
+        cls, tokens: Sequence[NDArray[np.int32]], wanted: Sequence[NDArray[np.bool_]], lengths: NDArray[np.int64]
+    ) -> Self:
+        """Return sequences of `lengths` [S] from pieces of tokens and of the mask of requested tokens."""
+        return cls(np.concatenate(tokens), np.append(0, lengths.cumsum()), np.concatenate(wanted))
 
-    @property
-    def loss_mask(self) -> NDArray[np.bool_]:
-        """Return [N] true on the tokens that train."""
-        ...
+
+Sequences: TypeAlias = TrainBatch | Packed
 
 
 class MicroBatch(NamedTuple):
@@ -77,7 +79,7 @@ def micro_batches(
     See `lay_out`. Other sequences are left out, because their results would not be used.
 
     Args:
-        sequences: the sequences, for example a TrainBatch.
+        sequences: the sequences.
         columns: columns over its tokens, [N] or [N, K] each.
         max_tokens: bound on rows times width of a micro-batch; None for a single micro-batch.
         device: device of the tensors.
@@ -141,7 +143,11 @@ def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tup
 
 
 def _laid_out(
-    sequences: Sequences, columns: Mapping[str, Array], rows: Rows, lengths: NDArray[np.int64], device: torch.device
+    sequences: Sequences,
+    columns: Mapping[str, Array],
+    rows: Rows,
+    lengths: NDArray[np.int64],
+    device: torch.device,
 ) -> MicroBatch:
     order = np.array(list(chain.from_iterable(rows)))
     width = int(lengths[order[0]])

@@ -6,22 +6,22 @@ Axes: S sequences, N tokens, T of them that train or are requested, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._schemas import Array, InvalidRecord
+from ..._schemas import Array, InvalidRecord, TrajectoryGroup
+from ..._schemas.batch import PackedGroup
 from .causal_model import CausalModel, packed_attend
-from .micro_batches import MicroBatch, micro_batches
+from .micro_batches import MicroBatch, Packed, micro_batches
 
 __all__ = [
     "TEMPERATURE",
     "Likelihood",
-    "Packed",
     "ScoredTokens",
     "check_temperature",
     "likelihood",
@@ -37,23 +37,7 @@ TEMPERATURES = "temperatures"
 """Key of `meta` with the temperature at which each sequence of a group is scored."""
 
 
-class Sampled(Protocol):
-    """A group, packed or not."""
-
-    @property
-    def env(self) -> str:
-        """See `TrajectoryGroup`."""
-        ...
-
-    @property
-    def instance_id(self) -> str:
-        """See `TrajectoryGroup`."""
-        ...
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """See `TrajectoryGroup`; a SourceEnv adds the temperature."""
-        ...
+Sampled: TypeAlias = TrajectoryGroup | PackedGroup
 
 
 class Likelihood(NamedTuple):
@@ -89,21 +73,6 @@ def likelihood(
         wanted = wanted / temperature
     predicted = torch.log_softmax(wanted, dim=-1)
     return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
-
-
-class Packed(NamedTuple):
-    """Sequences one behind the other; see `Sequences`."""
-
-    tokens: NDArray[np.int32]
-    cu_seqlens: NDArray[np.int64]
-    loss_mask: NDArray[np.bool_]
-
-    @classmethod
-    def of(
-        cls, tokens: Sequence[NDArray[np.int32]], wanted: Sequence[NDArray[np.bool_]], lengths: NDArray[np.int64]
-    ) -> Self:
-        """Return sequences of `lengths` [S] from pieces of tokens and of the mask of requested tokens."""
-        return cls(np.concatenate(tokens), np.append(0, lengths.cumsum()), np.concatenate(wanted))
 
 
 class ScoredTokens(NamedTuple):

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 __all__ = ["StepClock"]
 
 
-class _Mark(Protocol):
-    """A point in time."""
-
-    def seconds_to(self, later: Any, /) -> float:
-        """Return the time from this mark to `later`, in seconds."""
-        ...
-
-
-class _HostMark:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def seconds_to(self, later: _HostMark) -> float:
-        return later._at - self._at
-
-
-class _DeviceMark:
-    """The time at which the device reaches this point of its queued work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device, enable_timing=True)
-        self._event.record()
-
-    def seconds_to(self, later: _DeviceMark) -> float:
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event) / 1000
-
-
 class StepClock:
     """A clock that starts when it is made; `lap` ends a part."""
 
     def __init__(self, device: torch.device) -> None:
-        self._mark: Callable[[], _Mark] = _HostMark if device.type == "cpu" else partial(_DeviceMark, device)
+        self._device = device
         self._parts: list[str] = []
-        self._marks: list[_Mark] = [self._mark()]
+        self._marks: list[Any] = [self._mark()]
+        """Times of the host, or events that the device records when it reaches this point of its queued work."""
+
+    def _mark(self) -> float | torch.Event:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
 
     def lap(self, part: str) -> None:
         """Add the time since the last lap to `part`."""
@@ -59,5 +37,12 @@ class StepClock:
         sums: dict[str, float] = {}
         for part, (start, end) in zip(self._parts, pairwise(self._marks), strict=True):
             name = f"timing_s/{part}"
-            sums[name] = sums.get(name, 0.0) + start.seconds_to(end)
+            sums[name] = sums.get(name, 0.0) + _seconds(start, end)
         return sums
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

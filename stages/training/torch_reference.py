@@ -19,7 +19,8 @@ from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .causal_model import CausalModel
-from .scoring import Packed, check_temperature, own_temperatures, scored_tokens
+from .micro_batches import Packed
+from .scoring import check_temperature, own_temperatures, scored_tokens
 
 __all__ = ["TorchReference"]
 

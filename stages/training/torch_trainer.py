@@ -6,6 +6,7 @@ runs it in a thread. No loaded data is unpickled into code.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -367,17 +368,13 @@ def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Paramet
 
 def _checked(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` as a dict, after checking that JSON can represent its numbers."""
-    if not _finite(state):
-        raise ValueError(f"state {name!r}: expected finite numbers, which a checkpoint can contain, got {state}")
+    try:
+        json.dumps(msgspec.to_builtins(state), allow_nan=False)  # msgspec would write null
+    except ValueError:
+        raise ValueError(
+            f"state {name!r}: expected finite numbers, which a checkpoint can contain, got {state}"
+        ) from None
     return dict(state)
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
