@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from .._pipeline.errors import InvalidPipeline, PenstockError
 from .._schemas import InvalidRecord, StopReason
 from .engines.policies import Completion, Tokenizer
-from .threads import Call, Threads
+from .threads import Threads
 
 __all__ = [
     "Environment",
@@ -156,6 +157,9 @@ def _not_an_environment(found: object) -> str:
     )
 
 
+BeganFn: TypeAlias = Callable[[Future[Any]], None]
+
+
 class _Caller:
     """Calls environments, and converts the values that they return."""
 
@@ -163,7 +167,10 @@ class _Caller:
         self.threads = threads
 
     async def __call__(
-        self, function: Callable[[], Any], take: Callable[[Any], Any], began: Callable[[Call], None] | None = None
+        self,
+        function: Callable[[], Any],
+        take: Callable[[Any], Any],
+        began: Callable[[Future[Any]], None] | None = None,
     ) -> Any:
         """Return `take` of the result of `function`; `began` receives the call if it runs in a thread.
 
@@ -259,14 +266,14 @@ class _PooledEnv:
     def __init__(self, env: StepEnvironment, caller: _Caller) -> None:
         self.env = env
         self._caller = caller
-        self._last: Call | None = None
+        self._last: Future[Any] | None = None
         """The latest call, which may still run if its rollout was cancelled."""
 
     async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
         """Return `take` of the result of `function`, a method of the environment; see `_Caller`."""
         return await self._caller(function, take, self._began)
 
-    def _began(self, call: Call) -> None:
+    def _began(self, call: Future[Any]) -> None:
         self._last = call
 
     async def close(self) -> None:
@@ -281,7 +288,7 @@ class _PooledEnv:
         if inspect.iscoroutinefunction(close):
             return False
         if close is not None and self._last is not None:
-            self._last.then(lambda: self._caller.threads.start(close))
+            self._caller.threads.start_after(self._last, close)
         return True
 
 

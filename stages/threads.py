@@ -12,58 +12,14 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from .._pipeline.util.waiting import Waiters
 
-__all__ = ["Call", "Threads"]
-
-
-class Call:
-    """A function call in a thread. Its fields change on the event loop only."""
-
-    __slots__ = ("_function", "_result", "_then", "returned")
-
-    def __init__(self, function: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
-        self._function = function
-        self._result: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
-        """Cancelled when no task waits any more."""
-        self._then: Callable[[], object] | None = None
-        self.returned = False
-        """Whether the function has returned, or was never called."""
-
-    def __await__(self) -> Any:
-        """Wait for the result of the function; raise its exception."""
-        value, error = yield from self._result.__await__()
-        if error is not None:
-            raise error
-        return value
-
-    def then(self, afterwards: Callable[[], object]) -> None:
-        """Call `afterwards` on the event loop once the function has returned."""
-        if self.returned:
-            afterwards()
-        else:
-            self._then = afterwards
-
-    def perform(self) -> tuple[object, BaseException | None]:
-        """Call the function, in a thread; return its value, or its error."""
-        if self._result.cancelled():
-            return None, None
-        try:
-            return self._function(), None
-        except BaseException as error:  # noqa: BLE001 (passed to the waiting task)
-            return None, error
-
-    def finish(self, outcome: tuple[object, BaseException | None]) -> None:
-        """Set the outcome, on the event loop."""
-        self.returned = True
-        if not self._result.done():
-            self._result.set_result(outcome)
-        if self._then is not None:
-            self._then()
+__all__ = ["Threads"]
 
 
 class Threads:
@@ -72,27 +28,34 @@ class Threads:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._started = 0
-        self._busy = 0
-        """Calls that run or wait for a thread, abandoned ones included."""
-        self._work: SimpleQueue[tuple[Call, asyncio.AbstractEventLoop] | None] = SimpleQueue()
+        self._calls: dict[Future[Any], Callable[[], Any] | None] = {}
+        """Calls that run or wait for a thread, abandoned ones included, each with the function to call after it."""
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._idle = Waiters()
         """Wakes tasks that wait for the last call to return."""
 
     def __repr__(self) -> str:
-        return f"<Threads: {self._busy} calls, {self._started} of {self._limit} threads>"
+        return f"<Threads: {len(self._calls)} calls, {self._started} of {self._limit} threads>"
 
-    def start(self, function: Callable[[], object]) -> Call:
+    def start(self, function: Callable[[], Any]) -> Future[Any]:
         """Call `function` in a thread, as soon as one is free."""
-        loop = asyncio.get_running_loop()
-        call = Call(function, loop)
-        self._busy += 1
-        if self._started < min(self._busy, self._limit):
+        call: Future[Any] = Future()
+        self._calls[call] = None
+        call.add_done_callback(partial(self._notify, asyncio.get_running_loop()))
+        if self._started < min(len(self._calls), self._limit):
             self._started += 1
             threading.Thread(target=self._serve, name=f"penstock environment {self._started}", daemon=True).start()
-        self._work.put((call, loop))
+        self._work.put((call, function))
         return call
 
-    async def call(self, function: Callable[[], Any], began: Callable[[Call], None] | None = None) -> Any:
+    def start_after(self, call: Future[Any], function: Callable[[], Any]) -> None:
+        """Call `function` in a thread, once `call` has returned."""
+        if call in self._calls:
+            self._calls[call] = function
+        else:
+            self.start(function)
+
+    async def call(self, function: Callable[[], Any], began: Callable[[Future[Any]], None] | None = None) -> Any:
         """Return the result of `function`: a coroutine function runs on the event loop, any other in a thread.
 
         `began` receives the call that runs in a thread. Cancellation abandons it.
@@ -102,12 +65,12 @@ class Threads:
         call = self.start(function)
         if began is not None:
             began(call)
-        value = await call
+        value = await asyncio.wrap_future(call)
         return await value if inspect.isawaitable(value) else value
 
     async def wait_idle(self) -> None:
         """Wait until every call has returned, abandoned ones too."""
-        while self._busy:
+        while self._calls:
             await self._idle.wait()
 
     def close(self) -> None:
@@ -117,16 +80,29 @@ class Threads:
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
-            call, loop = work
-            outcome = call.perform()
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
-                loop.call_soon_threadsafe(self._finish, call, outcome)
+            _perform(*work)
 
-    def _finish(self, call: Call, outcome: tuple[object, BaseException | None]) -> None:
-        self._busy -= 1
-        call.finish(outcome)
-        if not self._busy:
+    def _notify(self, loop: asyncio.AbstractEventLoop, call: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
+            loop.call_soon_threadsafe(self._finish, call)
+
+    def _finish(self, call: Future[Any]) -> None:
+        if (then := self._calls.pop(call)) is not None:
+            self.start(then)
+        if not self._calls:
             self._idle.wake_all()
+
+
+def _perform(call: Future[Any], function: Callable[[], Any]) -> None:
+    """Call `function`, unless its call was abandoned."""
+    if not call.set_running_or_notify_cancel():
+        return
+    try:
+        call.set_result(function())
+    except StopIteration as error:  # asyncio cannot raise it in a task
+        call.set_exception(RuntimeError(f"expected a result, got {error!r}"))
+    except BaseException as error:  # noqa: BLE001 (passed to the waiting task)
+        call.set_exception(error)
 
 
 def _is_async(function: Callable[[], Any]) -> bool:

@@ -14,6 +14,8 @@ async def test_a_call_returns_what_the_function_returns_and_raises_what_it_raise
     assert await threads.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         await threads.call(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.call(lambda: next(iter(())))
     with pytest.raises(SystemExit):
         await threads.call(lambda: exec("raise SystemExit"))  # noqa: S102 (the shortest function that raises)
 
@@ -53,16 +55,16 @@ async def test_an_abandoned_call_keeps_its_thread_until_it_returns() -> None:
     await begun.wait()
 
     with anyio.move_on_after(0):
-        await hung
-    hung.then(lambda: after.append("closed"))
+        await asyncio.wrap_future(hung)
+    threads.start_after(hung, lambda: after.append("closed"))
     await checkpoint()
 
-    assert (hung.returned, after) == (False, [])
+    assert (hung.done(), after) == (False, [])
     assert repr(threads) == "<Threads: 1 calls, 1 of 1 threads>"
     release.set()
     assert await threads.call(lambda: "next") == "next"
     await threads.wait_idle()
-    assert (hung.returned, after) == (True, ["closed"])
+    assert (hung.done(), after) == (True, ["closed"])
     threads.close()
 
 
