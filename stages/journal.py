@@ -142,7 +142,7 @@ class _Writing:
             await send_all(outbox, fresh)
         await self._delete()
         if replayed:
-            log.info("journal_offered_again", trajectories=replayed)
+            log.info("journal_replayed", trajectories=replayed)
         self._context.metrics.total("journal/replayed", replayed)
 
     def _admit(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:

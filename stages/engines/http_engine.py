@@ -63,7 +63,7 @@ async def open_engine(policy: HttpPolicy, worker: Worker) -> AsyncGenerator[Http
     Raises:
         NobodyListens: no server responds at the policy's URL.
         EngineRefused: the server has another model.
-        InvalidConfig: `versions` is "asked", and this server does not report versions.
+        InvalidConfig: `versions` is "server", and this server does not report versions.
     """
     async with open_client(
         policy.url, policy.api_key, policy.backoff, request_timeout_s=policy.request_timeout_s, draw=jitter(worker)
@@ -174,7 +174,7 @@ class HttpEngine:
         """Remove log-probabilities that the server computed at another temperature than it sampled at."""
         if not self._warned_of_logprobs:
             self._warned_of_logprobs = True
-            log.warning("logprobs_left_out", reason="temperature is not 1, and the server's are not tempered")
+            log.warning("logprobs_omitted", reason="temperature is not 1, and the server's are not tempered")
         return msgspec.structs.replace(completion, logprobs=None)
 
     async def _complete(self, body: dict[str, Any]) -> Completion:
@@ -211,7 +211,7 @@ class HttpEngine:
 
     async def _version_now(self) -> int:
         """Return the version of the weights; a completion that is begun now uses this version, or newer ones."""
-        if self._policy.versions == "told" or self._requests.version is None:
+        if self._policy.versions == "engine" or self._requests.version is None:
             return self._version
         reported = (await self._client.request_json("GET", self._requests.version)).get("weight_version")
         version = "0" if reported is None or reported == "default" else str(reported)
@@ -242,7 +242,7 @@ class HttpEngine:
             await anyio.to_thread.run_sync(check_weight_files, folder)
             async with self._paused():
                 calls = update(str(folder), found)
-                if self._policy.versions == "asked" and self._requests.set_version is not None:
+                if self._policy.versions == "server" and self._requests.set_version is not None:
                     calls.append(self._requests.set_version(found))
                 await self._load(calls)
                 self._version = found

@@ -43,9 +43,9 @@ class HttpPolicy:
     tempered_logprobs: bool | None = None
     """Whether the server's log-probabilities are those of the tempered distribution; by default as the
     server does by default: SGLang yes, vLLM no (started with `--logprobs-mode processed_logprobs`: yes), others no."""
-    versions: Literal["told", "asked"] = "told"
-    """Source of the version of the server's weights: `told`, the engine's own `update_weights`; or `asked`, a request
-    before every completion, for a server that others may update."""
+    versions: Literal["engine", "server"] = "engine"
+    """Source of the version of the server's weights: `engine`, its own `update_weights`; or `server`, a request before
+    every completion, for a server that others may update."""
     tokenizer: Any = field(default=None, repr=False)
     """Tokenizer of the server's model, or its `TokenizerIdentity`; `pipeline.check()` compares it with the others."""
 
@@ -70,7 +70,7 @@ class HttpPolicy:
         Raises:
             NobodyListens: no server responds at `url`.
             EngineRefused: the server has another model.
-            InvalidConfig: `versions` is "asked", and this server does not report versions.
+            InvalidConfig: `versions` is "server", and this server does not report versions.
             MissingExtra: aiohttp is not installed.
         """
         with extra("http", "HttpPolicy"):
@@ -82,7 +82,7 @@ class HttpPolicy:
         """Check that a server of this kind supports `versions`.
 
         Raises:
-            InvalidConfig: `versions` is "asked", and such a server does not report versions.
+            InvalidConfig: `versions` is "server", and such a server does not report versions.
         """
-        if self.versions == "asked" and SERVERS[server].version is None:
-            raise InvalidConfig(f'HttpPolicy.versions: expected "told", got "asked": {server} does not report versions')
+        if self.versions == "server" and SERVERS[server].version is None:
+            raise InvalidConfig(f'HttpPolicy.versions: expected "engine", got "server": {server} reports no versions')

@@ -378,7 +378,7 @@ class Numbers:
 async def test_a_run_trains_what_it_samples_at_a_server(tmp_path: Path, sampling: Literal["overlap", "pause"]) -> None:
     trainer = Counts()
     with served(tmp_path, "vllm") as url:
-        policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="asked")
+        policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="server")
         async with WeightFolder(tmp_path / "weights", counting(1)) as folder, policy.open(Worker()) as engine:
             await (
                 source(SourceEnv(Numbers, policy, Letters(), group_size=2, max_completion_tokens=4, concurrency=4))

@@ -214,7 +214,7 @@ async def test_log_probabilities_of_another_distribution_than_the_sampled_one_ar
         as_told = await one(opened, temperature=0.5)
 
     assert [completion.logprobs for completion in raw] == [None, None]
-    assert caplog.text.count("logprobs_left_out") == 1
+    assert caplog.text.count("logprobs_omitted") == 1
     assert_logprobs(tempered, temperature=0.5)
     assert as_told.logprobs is not None
 
@@ -373,7 +373,7 @@ async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_
         ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
         ({"server": "ollama"}, "server: expected one of auto, vllm, sglang, openai, got 'ollama'"),
         ({"concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
-        ({"versions": "asked"}, 'versions: expected "told", got "asked": openai does not report versions'),
+        ({"versions": "server"}, 'versions: expected "engine", got "server": openai reports no versions'),
     ],
 )
 def test_a_recipe_that_can_never_work_is_refused(options: dict[str, Any], message: str) -> None:
@@ -419,8 +419,8 @@ async def test_an_engine_that_asks_knows_of_weights_that_another_brought(
     serve: Serve, kind: Server, tmp_path: Path
 ) -> None:
     async with (
-        engine(serve(kind), kind, versions="asked") as trainer,
-        engine(serve(kind), kind, versions="asked") as worker,
+        engine(serve(kind), kind, versions="server") as trainer,
+        engine(serve(kind), kind, versions="server") as worker,
     ):
         await trainer.update_weights(weights(tmp_path / "0", 0), 5)
         completion = await one(worker)
@@ -634,8 +634,8 @@ async def test_an_older_sglang_is_known_by_its_older_path(serve: Serve) -> None:
 
 
 async def test_a_server_that_is_found_to_be_of_no_known_kind_cannot_be_asked_for_its_version(serve: Serve) -> None:
-    with pytest.raises(InvalidConfig, match='expected "told", got "asked": openai does not report versions'):
-        async with HttpPolicy(url=serve("openai"), model="bigram", versions="asked").open(Worker()):
+    with pytest.raises(InvalidConfig, match='expected "engine", got "server": openai reports no versions'):
+        async with HttpPolicy(url=serve("openai"), model="bigram", versions="server").open(Worker()):
             pytest.fail("it cannot say")
 
 

@@ -113,7 +113,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Engine]:
     """An engine that is told nothing but where its server is."""
-    async with HttpPolicy(url=url, model="tiny", versions="asked").open(Worker()) as engine:
+    async with HttpPolicy(url=url, model="tiny", versions="server").open(Worker()) as engine:
         yield engine
 
 
