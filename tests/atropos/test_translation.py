@@ -85,6 +85,17 @@ def test_tokens_masked_with_minus_100_do_not_train_and_have_no_logprob() -> None
     assert (group.rewards.tolist(), group.policy_versions.tolist()) == ([1.0, 0.0], [3, 3])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [[1.0, 2.0, 3.0], [1, 2, 3], [1.0, 2, np.float64(3)], (1.0, 2.0, 3.0), np.arange(1.0, 4.0), [2**70 / 2**70, 2, 3]],
+)
+def test_floats_may_be_given_as_any_numbers(row: Any) -> None:
+    group = grouped(advantages=[row, [4.0, 5.0]])
+
+    assert group.advantages is not None
+    assert group.advantages.tolist() == [1, 2, 3, 4, 5]
+
+
 def test_the_first_token_of_a_sequence_never_trains() -> None:
     group = grouped(masks=[[5, 6, 7], [-100, 8]], inference_logprobs=[[-3.0, -0.5, -0.25], [1.0, -2.0]])
 
