@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from tests.atropos.gateways import TRAINER, scored
 
@@ -17,7 +18,12 @@ from penstock import TrajectoryGroup
 from penstock._stages.integrations.atropos.queue.records import Submission
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock._stages.integrations.atropos.server.app import application
-from penstock._stages.integrations.atropos.server.endpoints import LARGE_BYTES, SENDING_TIMEOUT_S, Endpoints
+from penstock._stages.integrations.atropos.server.endpoints import (
+    LARGE_BYTES,
+    PIPELINE_BACKLOG,
+    SENDING_TIMEOUT_S,
+    Endpoints,
+)
 from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RequestRejections
 from penstock._stages.integrations.atropos.server.serve import RelayBackend
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
@@ -198,6 +204,25 @@ def test_gzip_that_declares_another_size_is_refused(said: int) -> None:
     assert Bodies(Limits()).inflate(honest) == b" " * 100
     with pytest.raises(BodyRefused, match="Invalid gzip payload"):
         Bodies(Limits()).inflate(honest[:-4] + said.to_bytes(4, "little"))
+
+
+async def test_senders_wait_for_a_pipeline_that_takes_groups_and_not_for_one_that_takes_none() -> None:
+    gateway = Gateway(queue=TrajectoryQueue(batches=False))
+    for _ in range(PIPELINE_BACKLOG + 4):
+        await gateway.ask("POST", "/scored_data", scored())
+
+    async def take_one_a_turn() -> None:
+        while gateway.queue.take(0.0) is not None:
+            await anyio.lowlevel.checkpoint()
+
+    before = gateway.queue.waiting
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(take_one_a_turn)
+        await gateway.ask("POST", "/scored_data", scored())
+        after = gateway.queue.waiting
+
+    assert before == PIPELINE_BACKLOG + 4
+    assert after <= PIPELINE_BACKLOG
 
 
 class FullReceiver(ShmReceiver):

@@ -6,6 +6,7 @@ Fields have the names of the Atropos contract where it has them, so that these v
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import ClassVar, Generic, TypeVar
@@ -77,17 +78,17 @@ class IdempotencyCache:
     """
 
     def __init__(self) -> None:
-        self._receipts: OrderedDict[bytes, tuple[Receipt, float]] = OrderedDict()
+        self._receipts: OrderedDict[Hashable, tuple[Receipt, float]] = OrderedDict()
         """By digest, with the time at which each is forgotten, the earliest first."""
 
-    def remember(self, now: float, digest: bytes, receipt: Receipt) -> None:
+    def remember(self, now: float, digest: Hashable, receipt: Receipt) -> None:
         """Keep a receipt."""
         self._receipts[digest] = receipt, now + REMEMBERED_S
         self._receipts.move_to_end(digest)
         if len(self._receipts) > MAX_REMEMBERED:
             self._receipts.popitem(last=False)
 
-    def pop(self, now: float, digest: bytes) -> Receipt | None:
+    def pop(self, now: float, digest: Hashable) -> Receipt | None:
         """Return the receipt of this digest, if there is one, and forget it."""
         receipt, until = self._receipts.pop(digest, (None, 0.0))
         return receipt if now < until else None

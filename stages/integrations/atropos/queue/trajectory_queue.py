@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -78,7 +78,8 @@ class TrajectoryQueue(Generic[G]):
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._batches = batches
+        self.batches = batches
+        """False if a pipeline takes groups one by one."""
         self.reset()
 
     def reset(self) -> None:
@@ -207,6 +208,11 @@ class TrajectoryQueue(Generic[G]):
         env = self._envs.find(env_id)
         return None if env is None else env.name
 
+    @property
+    def waiting(self) -> int:
+        """Return the number of groups that wait."""
+        return len(self._pending)
+
     def status(self, *, downstream: int = 0) -> Status:
         """Return step and queue size of the run; `downstream` as in `env_status`."""
         return Status(self.step, len(self._pending) + downstream)
@@ -244,7 +250,7 @@ class TrajectoryQueue(Generic[G]):
             sizes = {lane: own.sizes.copy() for lane, own in self._pending.lanes.items()}
             for lane, size in self._downstream:
                 sizes.setdefault(lane, Counter())[size] += 1
-            never = unpackable(self._sizes(), self._batch_size) if self._batches else frozenset[int]()
+            never = unpackable(self._sizes(), self._batch_size) if self.batches else frozenset[int]()
             self._depth = QueueDepth.of(sizes, never, self._allocation.minima)
         return self._depth
 
@@ -263,7 +269,7 @@ class TrajectoryQueue(Generic[G]):
 
     # -- submissions --------------------------------------------------------------------------------------------------
 
-    def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: bytes | None = None) -> Receipt:
+    def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: Hashable = None) -> Receipt:
         """Accept all submissions, or none.
 
         `digest` is that of their body, see `remember_undelivered`.
@@ -352,7 +358,7 @@ class TrajectoryQueue(Generic[G]):
         env = self._envs.find(submission.env_id)
         return ANONYMOUS if env is None else env.env_id
 
-    def remember_undelivered(self, now: float, digest: bytes, receipt: Receipt) -> None:
+    def remember_undelivered(self, now: float, digest: Hashable, receipt: Receipt) -> None:
         """Return `receipt` for the next submission with this digest: its sender got no answer."""
         self._undelivered.remember(now, digest, receipt)
 
@@ -458,7 +464,7 @@ class TrajectoryQueue(Generic[G]):
 
     def stalls(self) -> list[str]:
         """Return one sentence for each reason that groups will wait until the configuration changes."""
-        if not self._batches:
+        if not self.batches:
             return []
         if self.trainer is None:
             return ["groups wait, and no trainer registered"] if self._pending.sequences else []

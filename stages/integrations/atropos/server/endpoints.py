@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 from starlette.exceptions import HTTPException
@@ -53,6 +54,12 @@ T = TypeVar("T")
 THREADS = 2
 """Groups that are decoded, or batches that are encoded, at once beside the event loop: each may hold a hundred MB."""
 
+PIPELINE_BACKLOG = 8
+"""Groups that may wait for a pipeline, which takes one in a turn of the event loop, before senders wait for it."""
+
+PIPELINE_TURNS = 16
+"""Bound on the turns of the event loop that a sender waits: a pipeline that is slower than that lets the queue fill."""
+
 LARGE_BYTES = 256 * 1024
 """Larger bodies take more than a millisecond or two: a thread processes them, and /status-env is answered meanwhile."""
 
@@ -85,7 +92,8 @@ class _Received(NamedTuple, Generic[G]):
     submissions: list[Submission[G]]
     rejected: list[tuple[int | None, PenstockError]]
     """Groups that cannot be trained on: env_id and reason."""
-    digest: bytes
+    digest: int
+    """Hash of the body, keyed for this process."""
 
 
 class RunComplete(RequestRejected):
@@ -233,7 +241,7 @@ class Endpoints(Generic[G]):
         for env_id, reason in received.rejected:
             self.refuse(env_id, reason)
         key = request.headers.get("idempotency-key")
-        digest = received.digest if key is None else hashlib.sha256(key.encode()).digest()
+        digest: Hashable = received.digest if key is None else hashlib.sha256(key.encode()).digest()
         try:
             receipt = self.accept(received.submissions, digest=digest)
         except RequestRejected as error:
@@ -241,9 +249,20 @@ class Endpoints(Generic[G]):
                 self.refuse(submission.env_id, error)
             raise
         accepted_by = self.queue.restart
+        await self.let_pipeline_take()
         if (key is not None or await request.is_disconnected()) and accepted_by == self.queue.restart:
             self.queue.remember_undelivered(self._now(), digest, receipt)  # the same submission may be repeated
         return received, receipt
+
+    async def let_pipeline_take(self) -> None:
+        """Wait a few turns of the event loop while groups wait for a pipeline.
+
+        It takes one a turn, in which many may arrive: the queue would be full while the pipeline is not.
+        """
+        for _ in range(PIPELINE_TURNS):
+            if self.queue.batches or self.queue.waiting <= PIPELINE_BACKLOG:
+                return
+            await anyio.lowlevel.checkpoint()
 
     def _received(self, plain: bytes, *, many: bool) -> _Received[G]:
         """Return the groups in a body. May block, and run in a thread."""
@@ -253,7 +272,7 @@ class Endpoints(Generic[G]):
             groups = decode_scored(plain)
         except InvalidRecord as error:
             raise _Invalid(str(error), _sender(plain)) from None
-        received: _Received[G] = _Received([], [], hashlib.sha256(plain).digest())
+        received: _Received[G] = _Received([], [], hash(plain))
         for scored in groups:
             try:
                 payload = self.backend.of_scored(scored, self._name(scored.env_id))
@@ -283,7 +302,7 @@ class Endpoints(Generic[G]):
         """Return the name of an environment in the ids of its groups; one for all that did not register."""
         return self.queue.name(env_id) or "atropos"
 
-    def accept(self, submissions: list[Submission[G]], *, digest: bytes | None = None) -> Receipt:
+    def accept(self, submissions: list[Submission[G]], *, digest: Hashable = None) -> Receipt:
         """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for its errors."""
         receipt = self.queue.submit(self._now(), submissions, digest=digest)
         self.backend.arrived([] if receipt.duplicate else submissions)

@@ -153,6 +153,7 @@ class ShmIngest(Generic[G]):
                 if env_id in self._retained or not _entered(submission, endpoints):
                     self._retained.setdefault(env_id, deque()).append((group, submission))
                 del group, submission
+                await endpoints.let_pipeline_take()
             tasks.cancel_scope.cancel()
 
     async def _retry(self, endpoints: Endpoints[G]) -> None:
