@@ -6,57 +6,11 @@ import signal
 
 import anyio
 
-from .._schemas.errors import InvalidConfig, InvalidRecord, PenstockError, ProtocolMismatch, TokenizersDiffer
-
-__all__ = [
-    "ChannelFull",
-    "DiskFull",
-    "EngineFailed",
-    "EngineRefused",
-    "EngineTimedOut",
-    "IllegalTransition",
-    "InvalidConfig",
-    "InvalidKey",
-    "InvalidPipeline",
-    "InvalidRecord",
-    "JournalFull",
-    "JournalInUse",
-    "KeyUnavailable",
-    "LedgerImbalance",
-    "MemberAbsent",
-    "MemberNameInUse",
-    "MemberNameRequired",
-    "MissingExtra",
-    "NoDevice",
-    "NobodyListens",
-    "NotWritable",
-    "NothingTrained",
-    "OutOfFileDescriptors",
-    "OutOfSharedMemory",
-    "PeerClosed",
-    "PeerLost",
-    "PenstockError",
-    "ProtocolMismatch",
-    "RecordCorrupted",
-    "RecordTooLarge",
-    "RecordsSwallowed",
-    "ReplayBufferFull",
-    "RewardFunctionFailed",
-    "RolloutsFailed",
-    "RunInUse",
-    "RunStopped",
-    "ServerFailed",
-    "StageFailed",
-    "StaleDescriptor",
-    "StaleHandle",
-    "TokenizersDiffer",
-    "TooManyMembers",
-    "TooManySenders",
-    "WeightsDamaged",
-    "WeightsInUse",
-    "WeightsMismatch",
-    "WorkerFailed",
-]
+from .._schemas.errors import InvalidConfig as InvalidConfig
+from .._schemas.errors import InvalidRecord as InvalidRecord
+from .._schemas.errors import PenstockError as PenstockError
+from .._schemas.errors import ProtocolMismatch as ProtocolMismatch
+from .._schemas.errors import TokenizersDiffer as TokenizersDiffer
 
 
 class RecordTooLarge(PenstockError):

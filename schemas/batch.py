@@ -23,9 +23,6 @@ from .ids import GroupId, TrajectoryId
 from .layout import AxisSizes, BundleEntry, ColumnLayout, Length, Schema
 from .numbers import whole_number
 
-__all__ = ["PackedGroup", "Packer", "PaddedBatch", "TrainBatch"]
-
-
 BATCH_RULES: dict[str, ColumnRule] = {
     "cu_seqlens": ColumnRule(np.dtype(np.int64), ("F",), required=True),
 } | {name: rule for name, rule in GROUP_RULES.items() if name != "offsets"}

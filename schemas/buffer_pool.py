@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from .layout import aligned, typed
 
-__all__ = ["Buffer", "BufferPool"]
-
 SPARE_BUFFERS = 3
 """Buffers that are kept for the next batches: one is filled, one waits, one is trained on."""
 

@@ -14,8 +14,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from .errors import InvalidRecord
 
-__all__ = ["Array", "ColumnRule", "as_column", "check_axes", "contiguous", "count_between", "freeze"]
-
 Array: TypeAlias = NDArray[Any]
 
 

@@ -19,8 +19,6 @@ import yaml
 
 from .errors import InvalidConfig
 
-__all__ = ["Config", "check_finite", "check_url", "load_config", "parse_config"]
-
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of configurations: a frozen value that rejects unknown keys.

@@ -17,40 +17,6 @@ from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Accept",
-    "Close",
-    "CloseAck",
-    "Closed",
-    "Connect",
-    "CreditGrant",
-    "CreditRequest",
-    "DeviceHandle",
-    "EndOfWeights",
-    "Leaving",
-    "Message",
-    "NewVersion",
-    "Outcomes",
-    "Pause",
-    "PauseAck",
-    "Publish",
-    "Ready",
-    "Reject",
-    "Resume",
-    "SegmentOffer",
-    "SenderMessage",
-    "Subscribe",
-    "Telemetry",
-    "ViewsInUse",
-    "Weights",
-    "check_name",
-    "decode",
-    "decode_of_sender",
-    "encode",
-    "printable",
-]
-
 PROTOCOL_VERSION = 4
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""

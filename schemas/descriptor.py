@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Descriptor"]
-
 
 class Descriptor(NamedTuple):
     """The location of a published bundle: one record, or several that were sent together."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["UNREADABLE", "InvalidConfig", "InvalidRecord", "PenstockError", "ProtocolMismatch", "TokenizersDiffer"]
-
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for bytes that it cannot decode, or that do not have the requested type."""
 

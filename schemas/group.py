@@ -23,8 +23,6 @@ from .ids import MAX_REPETITION_ID, GroupId, StopReason, TrajectoryId
 from .layout import Schema
 from .noise import noise_of_sum, rounding
 
-__all__ = ["Trajectory", "TrajectoryGroup"]
-
 JsonObject: TypeAlias = dict[str, Any]
 
 PART_PREFIX = "reward_parts."

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["MAX_REPETITION_ID", "GroupId", "StopReason", "TrajectoryId"]
-
 MAX_REPETITION_ID = 65_535
 """The largest repetition id. The ledger keeps a bit for each, so that a seed or a hash would take gigabytes there."""
 

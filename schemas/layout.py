@@ -26,24 +26,6 @@ from .columns import Array, ColumnRule, check_axes, contiguous
 from .errors import UNREADABLE, InvalidRecord
 from .ids import MAX_REPETITION_ID
 
-__all__ = [
-    "ALIGNMENT",
-    "DTYPES",
-    "AxisSizes",
-    "BundleEntry",
-    "BundleHeader",
-    "ColumnLayout",
-    "Columned",
-    "Items",
-    "Layout",
-    "Length",
-    "Place",
-    "Schema",
-    "aligned",
-    "check_sequences",
-    "typed",
-]
-
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
 

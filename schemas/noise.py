@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NOISE", "noise_of_sum", "rounding"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 NOISE = 4 * float(np.finfo(np.float32).eps)

@@ -17,8 +17,6 @@ from msgspec import Struct, structs
 
 from .errors import InvalidConfig
 
-__all__ = ["finite_number", "normalize_counts", "normalize_numbers", "whole_number"]
-
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:
     """Return a count as an `int`.

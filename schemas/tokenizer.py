@@ -17,8 +17,6 @@ import msgspec
 
 from .errors import TokenizersDiffer
 
-__all__ = ["TokenizerIdentity", "check_tokenizers", "disagreements", "tokenizer_identity"]
-
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The properties that distinguish one tokenizer from another. None is unknown, and is not compared."""

@@ -23,7 +23,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from .._pipeline.accounting.ledger import EndState
+from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import SendChannel
 from .._pipeline.durability.resumption import ResumePoint

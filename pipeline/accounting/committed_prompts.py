@@ -16,8 +16,6 @@ import msgspec
 from ..._schemas import GroupId
 from .number_masks import Interval, LoneNumber, Masks, NumberMasks, merged
 
-__all__ = ["CommittedPrompts", "CommittedState"]
-
 DIGITS = "0123456789"
 
 MAX_DIGITS = 18

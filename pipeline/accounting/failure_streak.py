@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from ..errors import RolloutsFailed
 from .shared_counters import OTHER_REASONS, UNREPORTED
 
-__all__ = ["FAILURE_LIMIT", "FailureStreak", "first_reasons"]
-
 FAILURE_LIMIT = 64
 """Failed rollouts in a row, in the whole run, at which it ends: eight groups of eight in which every rollout failed."""
 

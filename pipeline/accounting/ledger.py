@@ -30,8 +30,6 @@ from .committed_prompts import CommittedPrompts
 from .repetition_sets import iter_bits, mask_in, mask_of, masks_in, set_mask
 from .shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
 
-__all__ = ["SWALLOWED", "Balance", "CheckpointListener", "EndState", "Ledger", "Origin"]
-
 Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
 """Notifies the process that sampled trajectories of their end: (group, repetitions as a bit mask, state, step)."""
 

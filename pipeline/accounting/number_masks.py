@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Interval", "LoneNumber", "NumberMasks", "merged"]
-
 BLOCK_BITS = 10
 """A block has 2 ** BLOCK_BITS numbers: enough that its dictionary entry costs little memory, and few enough that its
 bit sets are changed in less than a microsecond."""

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
 
-__all__ = ["exclude", "iter_bits", "mask_in", "mask_of", "masks_in", "set_mask", "trajectories"]
-
 MASKS_CACHED = 16
 """Columns whose masks are cached: groups of one size mostly number their repetitions alike."""
 

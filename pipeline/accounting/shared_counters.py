@@ -6,8 +6,6 @@ import mmap
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
-__all__ = ["COUNTERS_BYTES", "END_STATES", "OTHER_REASONS", "UNREPORTED", "EndState", "SharedCounters"]
-
 EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
 """The end states of a trajectory.
 

@@ -24,17 +24,6 @@ from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
 from ..util.os_errors import explaining_os_errors
 
-__all__ = [
-    "JsonlMetrics",
-    "MetricSink",
-    "Metrics",
-    "MetricsReceiver",
-    "WaitAggregator",
-    "Waited",
-    "get_logger",
-    "report_waits",
-]
-
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
 

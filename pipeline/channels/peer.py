@@ -10,8 +10,8 @@ from typing import Literal
 from ..._schemas import GroupId
 from ..._schemas.control import Connect, Reject
 from ..._schemas.descriptor import Descriptor
-from ..accounting.ledger import EndState
 from ..accounting.repetition_sets import iter_bits
+from ..accounting.shared_counters import EndState
 from .connection import PeerControl
 from .transport import PayloadReader
 

@@ -23,8 +23,6 @@ from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
 from .stage_node import StageNode, output_type, sent_along
 
-__all__ = ["problems"]
-
 log = get_logger("penstock.check")
 
 SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "waits_for", "keeps_groups")

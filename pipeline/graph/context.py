@@ -14,10 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
-from ..accounting.ledger import EndState, Ledger
+from ..accounting.ledger import Ledger
+from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import Metrics
-
-__all__ = ["Context", "FlushRequest", "Worker", "current", "drop", "entered", "outliving_the_sink"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from itertools import pairwise
 from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .stage_node import StageNode
 
-__all__ = ["drawn"]
-
 
 def drawn(nodes: Sequence[StageNode]) -> str:
     """Return the chain from top to bottom, one line for each stage and each edge."""

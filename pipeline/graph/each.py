@@ -15,8 +15,6 @@ from ..util.exception_groups import unwrap_single
 from .record_types import function_types
 from .stage_info import StageInfo
 
-__all__ = ["Each", "each"]
-
 In = TypeVar("In")
 Out = TypeVar("Out")
 

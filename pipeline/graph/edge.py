@@ -22,8 +22,6 @@ from ..channels.memory import CHECKPOINT_EVERY
 from ..channels.protocols import AsyncCloseable, AsyncReceiver
 from .statistics import EdgeStatistics
 
-__all__ = ["CountingSendChannel", "Edge", "EdgeCounter", "StoppableReceiveChannel", "trajectories_of"]
-
 T = TypeVar("T")
 
 RECORDS = (TrajectoryGroup, TrainBatch)

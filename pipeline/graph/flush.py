@@ -20,8 +20,6 @@ from .context import current
 if TYPE_CHECKING:
     from ..channels.channel import ReceiveChannel
 
-__all__ = ["FlushableInbox", "flush_cancels"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from .each import Each
 from .placement import Here, Processes, processes
 from .record_types import annotations_of
 
-__all__ = ["Kind", "ends_in_a_sink", "refuse_misplaced_stage", "refuse_unknown_placement", "written"]
-
 Kind: TypeAlias = Literal["source", "stage", "sink"]
 """The kind of a stage, by the ends that its `run` takes."""
 

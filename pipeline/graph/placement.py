@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
-__all__ = ["HERE", "Here", "Placement", "Processes", "here", "processes"]
-
 STOP_TIMEOUT_S = 3.0
 """Seconds between SIGTERM and SIGKILL of a worker: a run that is interrupted ends within five seconds."""
 

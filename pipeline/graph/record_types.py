@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from ..channels.channel import ReceiveChannel, SendChannel
 from .stage_info import info_of
 
-__all__ = ["RecordTypes", "annotations_of", "function_types", "never_fits", "record_types", "type_name"]
-
 
 class RecordTypes(NamedTuple):
     """The type that a stage receives and the type that it sends; a TypeVar that is both stands for one type."""

@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 
 from ..channels.channel import ReceiveChannel, SendChannel
 
-__all__ = ["Sink", "Source", "Stage"]
-
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 

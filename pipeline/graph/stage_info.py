@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from .stage_node import StageNode
 
-__all__ = ["DescribesItself", "HasTokenizer", "StageInfo", "info_of", "tokenizer_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInfo:

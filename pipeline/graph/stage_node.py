@@ -18,8 +18,6 @@ from .placement import Placement, Processes
 from .record_types import RecordTypes, record_types
 from .stage_info import info_of
 
-__all__ = ["StageNode", "name_of", "named", "output_type", "sent_along", "wire_type"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageNode:

@@ -9,16 +9,6 @@ import msgspec
 from ..accounting.ledger import Balance
 from ..channels.channel import ChannelStatistics
 
-__all__ = [
-    "EdgeStatistics",
-    "PipelineStatistics",
-    "Report",
-    "StageState",
-    "StageStatistics",
-    "WorkerState",
-    "WorkerStatistics",
-]
-
 StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
 """returned: by itself · cancelled: by the pipeline, or because the stage after it had ended · failed: it raised."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["first_error"]
-
 TRACEBACK = "Traceback (most recent call last):"
 
 ERROR = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|PANIC)\b|(?:\b|[a-z])(?:[Ee]rror|[Ee]xception|[Ff]atal|panicked)\b.*:")

@@ -29,8 +29,6 @@ from ..util.os_errors import explaining_os_errors
 from .log_errors import first_error
 from .subreaper_process import SubreaperProcess, describe_end, start_subreaper
 
-__all__ = ["OutsideServer", "Probe", "RunningServer", "http_ready", "tcp_ready"]
-
 log = get_logger("penstock.outside_server")
 
 PROBE_S = 5.0

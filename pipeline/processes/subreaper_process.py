@@ -13,8 +13,6 @@ from typing import IO
 
 from . import subreaper
 
-__all__ = ["SubreaperProcess", "describe_end", "start_subreaper"]
-
 
 @dataclass(frozen=True, slots=True)
 class SubreaperProcess:

@@ -49,8 +49,6 @@ from .worker_messages import (
 )
 from .worker_payload import interpreter_command, write_payload
 
-__all__ = ["Supervisor"]
-
 log = get_logger("penstock.pipeline")
 
 READ_BYTES = 64 * 1024

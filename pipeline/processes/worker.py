@@ -27,8 +27,8 @@ import anyio
 import msgspec
 
 from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
-from ..accounting.ledger import EndState, Ledger
-from ..accounting.shared_counters import SharedCounters
+from ..accounting.ledger import Ledger
+from ..accounting.shared_counters import EndState, SharedCounters
 from ..accounting.telemetry import Metrics, report_waits
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
@@ -50,8 +50,6 @@ from .worker_messages import (
     encode_event,
 )
 from .worker_payload import open_payload
-
-__all__ = ["die_with", "main", "refuse_while_importing_main"]
 
 LONGEST_TRACEBACK = 32_000
 """Characters: the events of a worker fit its pipe, so that sending one never blocks."""

@@ -28,8 +28,6 @@ from ..errors import PeerLost, ProtocolMismatch
 from ..graph.edge import EdgeCounter, trajectories_of
 from .worker_messages import WorkerReport
 
-__all__ = ["WorkerAccounting"]
-
 log = get_logger("penstock.pipeline")
 
 _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode

@@ -11,25 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
-from ..accounting.ledger import EndState
+from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker
-
-__all__ = [
-    "RECORDS",
-    "Connected",
-    "Ending",
-    "Failed",
-    "Finished",
-    "Serving",
-    "Starting",
-    "WorkerChannels",
-    "WorkerConfig",
-    "WorkerEvent",
-    "WorkerReport",
-    "decode_events",
-    "encode_event",
-]
 
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
     record.schema.kind: record for record in (TrajectoryGroup, TrainBatch)

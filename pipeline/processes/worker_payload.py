@@ -16,8 +16,6 @@ from typing import Any
 
 from ..channels.shared_memory import scratch
 
-__all__ = ["interpreter_command", "open_payload", "write_payload"]
-
 
 def write_payload(value: object) -> int:
     """Return the descriptor of a new payload. Blocks."""

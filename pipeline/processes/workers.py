@@ -29,8 +29,6 @@ from .supervisor import Supervisor
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerChannels
 
-__all__ = ["Workers"]
-
 WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
 """Seconds that a worker may be unresponsive on its output channel before it is killed. The other ends wait without
 bound: a worker waits for its parent while that exists, and its feed waits for the worker, which may be loading a

@@ -35,8 +35,6 @@ from .run import Run
 from .stop_message import stop_message
 from .stop_signals import STOP_TIMEOUT_S, StopRequest, print_line, stop_request
 
-__all__ = ["Flow", "Pipeline", "source"]
-
 log = get_logger("penstock.pipeline")
 
 Out_co = TypeVar("Out_co", covariant=True)

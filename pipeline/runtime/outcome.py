@@ -10,8 +10,6 @@ from ..accounting.ledger import SWALLOWED
 from ..errors import NothingTrained, RecordsSwallowed
 from ..graph.statistics import Report
 
-__all__ = ["END_OF_STREAM", "check_outcome"]
-
 END_OF_STREAM = "end of stream"
 """`Report.stop_reason` of a run whose stages all returned by themselves, with empty channels between them."""
 

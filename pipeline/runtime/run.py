@@ -34,8 +34,6 @@ from ..processes.workers import Workers
 from ..util.exception_groups import single_exception, unwrap_single
 from .outcome import END_OF_STREAM
 
-__all__ = ["Run"]
-
 log = get_logger("penstock.pipeline")
 
 

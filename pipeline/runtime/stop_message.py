@@ -6,8 +6,6 @@ from pathlib import Path
 
 from ..graph.statistics import Report
 
-__all__ = ["stop_message"]
-
 
 def stop_message(report: Report, folder: str | Path | None) -> str:
     """Return the lines to print about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""

@@ -27,8 +27,6 @@ import anyio
 from ..errors import RunStopped
 from ..util.exception_groups import all_of
 
-__all__ = ["STOP_TIMEOUT_S", "StopRequest", "print_line", "stop_request"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 STOP_TIMEOUT_S = 30.0

@@ -20,8 +20,6 @@ from ..channels.channel import ReceiveChannel, SendChannel
 from ..errors import ChannelFull, PeerClosed, PeerLost, RecordTooLarge
 from .drive import group
 
-__all__ = ["CHANNEL_RULES", "Ends", "MakeChannel", "check_channel"]
-
 T = TypeVar("T")
 
 RULE_TIMEOUT_S = 20.0

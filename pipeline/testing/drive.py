@@ -25,18 +25,6 @@ from ..channels.memory import MemoryReceiver, memory_channel
 from ..graph.context import Context, Worker, entered
 from ..graph.stage import Sink, Source, Stage
 
-__all__ = [
-    "Driven",
-    "VirtualClock",
-    "batch",
-    "drive",
-    "drive_sink",
-    "drive_source",
-    "entered",
-    "group",
-    "trajectory",
-]
-
 In = TypeVar("In")
 Out = TypeVar("Out")
 R = TypeVar("R")

@@ -21,8 +21,6 @@ from .weight_specs import Tensor, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaDriver", "DeviceMemory", "driver"]
-
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 

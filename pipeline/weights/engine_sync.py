@@ -14,8 +14,6 @@ import anyio
 from ..accounting.telemetry import get_logger
 from .shielded import shielded
 
-__all__ = ["Published", "Syncable", "synced"]
-
 log = get_logger("penstock.weights")
 
 SLEEP_TIMEOUT_S = 60.0

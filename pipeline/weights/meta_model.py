@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MetaMaterializer"]
-
 _CHANGES = {"training"}
 """Attributes that change after construction."""
 

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-__all__ = ["shielded"]
-
 
 async def shielded(
     work: Callable[[], Awaitable[None]],

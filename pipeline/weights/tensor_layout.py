@@ -19,8 +19,6 @@ import msgspec
 from ..._schemas.errors import UNREADABLE
 from .weight_specs import DTYPES, Part, TableSpec, TensorManifest, TensorSpec
 
-__all__ = ["LENGTH", "TensorEntry", "TensorLayout", "header_bytes", "parse_header"]
-
 LENGTH = struct.Struct("<Q")
 """The first bytes of a safetensors file: the length of the JSON header behind them."""
 

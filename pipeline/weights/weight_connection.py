@@ -17,8 +17,6 @@ from ..channels.control_connection import ControlConnection, connect_control
 from ..channels.socket_directory import socket_directory, sweep
 from ..errors import NobodyListens
 
-__all__ = ["connect_publisher", "directory_of", "listening_socket"]
-
 SCHEME = "weights://"
 CONTROL_SOCKET = "control"
 

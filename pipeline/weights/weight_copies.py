@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .weight_views import MappedModel
 
-__all__ = ["CopiedModel", "PrivateCopy", "attached"]
-
 CHUNK_BYTES = 4 * 2**20
 """Bytes that are copied between two checks for an overwrite."""
 

@@ -21,8 +21,6 @@ from .weight_specs import Part, Tensor, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "TensorBuffer", "VersionMemory", "bytes_of", "fill"]
-
 
 class HostMemory:
     """Memory of the host that this process has mapped or allocated; every view keeps it."""

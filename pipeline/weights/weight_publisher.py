@@ -52,8 +52,6 @@ from .write_plan import WritePlan
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["WeightPublisher"]
-
 log = get_logger("penstock.weights")
 
 DESCRIPTORS = 8

@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "DTYPES",
-    "FusedTensor",
-    "Part",
-    "TableSpec",
-    "Tensor",
-    "TensorManifest",
-    "TensorSpec",
-    "cast_specs",
-    "check_weights",
-    "differing",
-    "fit",
-    "fitted",
-    "manifest_of",
-    "packed",
-    "specs_of",
-]
-
 Tensor: TypeAlias = "Array | torch.Tensor"
 """Weights are numpy arrays or torch tensors, on any device."""
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
     from .weight_views import MappedModel
 
-__all__ = ["WeightSubscriber"]
-
 DESCRIPTORS = 6
 """File descriptors that subscribing takes: the socket, the segment, and temporary ones."""
 

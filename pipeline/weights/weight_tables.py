@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from .weight_memory import bytes_of
 from .weight_specs import TableSpec
 
-__all__ = ["published_tables", "table_differences", "tables_of"]
-
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the name of every table of `model`, its module, and its name there; a shared one under all its names."""

@@ -19,8 +19,6 @@ from .weight_memory import TensorBuffer
 from .weight_specs import FusedTensor, TensorManifest, differing, fit, specs_of
 from .weight_tables import table_differences
 
-__all__ = ["MappedModel"]
-
 
 class _Slot(NamedTuple):
     """A parameter or buffer of a module, by name."""

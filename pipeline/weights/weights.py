@@ -27,8 +27,6 @@ from .weight_memory import HostMemory, TensorBuffer, VersionMemory
 from .weight_specs import Tensor
 from .write_plan import WritePlan
 
-__all__ = ["NO_VERSION", "Publication", "WeightReader", "WeightWriter"]
-
 NO_VERSION = -1
 """The version of weights that were never published."""
 

@@ -8,8 +8,6 @@ from types import MappingProxyType
 from .tensor_layout import TensorLayout
 from .weight_specs import FusedTensor, Tensor, TensorManifest, TensorSpec, cast_specs, fitted, packed, specs_of
 
-__all__ = ["WritePlan"]
-
 
 class WritePlan:
     """The tensors that are given at every publication, and the position of each in the published layout."""

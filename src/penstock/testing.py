@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._pipeline.graph.context import entered
 from ._pipeline.testing.conformance import CHANNEL_RULES, Ends, MakeChannel, check_channel
 from ._pipeline.testing.drive import (
     Driven,
@@ -10,7 +11,6 @@ from ._pipeline.testing.drive import (
     drive,
     drive_sink,
     drive_source,
-    entered,
     group,
     trajectory,
 )
