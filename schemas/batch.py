@@ -6,7 +6,6 @@ own memory, so that the slot a group came from is free again as soon as `add` re
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from .buffer_pool import Buffer, BufferPool
 from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
-from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup, decode_headers
+from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
-from .layout import AxisSizes, BundleEntry, ColumnLayout, Length, Schema
+from .layout import AxisSizes, ColumnLayout, Length, Schema
 from .numbers import whole_number
 
 BATCH_RULES: dict[str, ColumnRule] = {
@@ -42,20 +41,6 @@ class PackedGroup(NamedTuple):
     def id(self) -> GroupId:
         """Return the prompt that the sequences answer."""
         return GroupId(self.env, self.instance_id)
-
-    @classmethod
-    def decode(cls, parts: Sequence[BundleEntry]) -> list[PackedGroup]:
-        """Return the packed groups of the headers of groups.
-
-        Raises:
-            InvalidRecord: one is no header.
-        """
-        return [
-            cls(env, instance_id, sequences, meta)
-            for (env, instance_id, meta), (_, sequences, _) in zip(
-                decode_headers([header for _, _, header in parts]), parts, strict=True
-            )
-        ]
 
 
 class PaddedBatch(NamedTuple):
@@ -369,45 +354,18 @@ class Packer:
         """Return whether `group` has room in the batch that is being filled."""
         return self._tokens + len(group.tokens) <= self.max_tokens
 
-    def room(self, form: ColumnLayout, candidates: int, ends: Sequence[int], first: int = 0) -> int:
-        """Return how many groups of this form have room, from number `first` on; group i ends at token `ends[i + 1]`.
-
-        There is no room for groups whose columns are not those of the groups before them.
-        """
-        if self._block is not None and not self._plan.suits(form, candidates):
-            return 0
-        return bisect_right(ends, ends[first] + self.max_tokens - self._tokens, first) - 1 - first
-
     def add(self, group: TrajectoryGroup) -> None:
         """Copy `group` in.
 
         Raises:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
-        form, lengths, contiguous = GROUP_SCHEMA.laid_out(group)
-        ends = (0, lengths.tokens)
-        if not self.room(form, lengths.candidates, ends):
+        form, lengths, columns = GROUP_SCHEMA.laid_out(group)
+        if not self.fits(group) or (self._block is not None and not self._plan.suits(form, lengths.candidates)):
             raise self._refusal(group, form, lengths)
-        packed = PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta)
-        self.copy(form, lengths.candidates, contiguous, [packed], ends)
-
-    def copy(
-        self,
-        form: ColumnLayout,
-        candidates: int,
-        columns: Iterable[Any],
-        groups: list[PackedGroup],
-        ends: Sequence[int],
-    ) -> None:
-        """Copy `groups`, for which there is `room`, out of buffers in which they lie one after the other.
-
-        Group i lies at the tokens from `ends[i]` to before `ends[i + 1]`, less `ends[0]`.
-        """
-        views = (self._block or self._open(form, candidates)).typed
+        views = (self._block or self._open(form, lengths.candidates)).typed
         first = self._tokens
-        shift = first - ends[0]
-        last = shift + ends[-1]
-        self._starts += [shift + end for end in ends[:-1]]
+        last = first + lengths.tokens
         for target, chunks, column in zip(self._plan.targets, self._chunks, columns, strict=True):
             # There are three cases:
             #
@@ -425,8 +383,9 @@ class Packer:
                     views[index][place] = column
                 except ValueError:
                     views[index][place] = column.copy()
-        self._groups += groups
-        self._by_token += [form.versions_by_token] * len(groups)
+        self._groups.append(PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta))
+        self._starts.append(first)
+        self._by_token.append(form.versions_by_token)
         self._tokens = last
 
     def pack(self) -> TrainBatch:

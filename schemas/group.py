@@ -429,25 +429,6 @@ _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
 
 
-_ARRAY = b"\xdd"
-"""The first byte of an array in msgpack, before the number of its items in 4 bytes."""
-
-
-def decode_headers(headers: Sequence[bytes]) -> list[tuple[str, str, JsonObject]]:
-    """Return environment, instance and metadata of several groups, decoded at once.
-
-    Raises:
-        InvalidRecord: one is no header.
-    """
-    try:
-        return _decode_headers(b"".join([_ARRAY, len(headers).to_bytes(4), *headers]))
-    except UNREADABLE as error:
-        raise InvalidRecord(f"header: expected (env, instance_id, meta), got {error}") from None
-
-
-_decode_headers = msgspec.msgpack.Decoder(list[tuple[str, str, JsonObject]]).decode
-
-
 def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
     """Return one array of values that were given flat or as one row a sequence."""
     if isinstance(values, np.ndarray):

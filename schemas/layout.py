@@ -225,12 +225,8 @@ class ColumnLayout:
         """Return the bytes that aligning the columns takes at most."""
         return (ALIGNMENT - 1) * len(self.names)
 
-    def between(self, columns: Sequence[memoryview], first: Items, last: Items) -> list[memoryview]:
-        """Return the parts of `columns` of some records of a bundle: from `first` to before `last` on each axis."""
-        return [column[first[axes] : last[axes]] for column, axes in zip(columns, self.axes, strict=True)]
-
     def within(self, places: Iterable[Place], first: Items, last: Items) -> tuple[Place, ...]:
-        """Return the places of the parts that `between` returns, of columns at `places`."""
+        """Return the places of some records of a bundle at `places`: from `first` to before `last` on each axis."""
         return tuple(
             [
                 (index, begin + first[axes], begin + last[axes])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from typing import TypeAlias
-
 import anyio
 import anyio.lowlevel
 
-from penstock import TrainBatch, TrajectoryGroup
-from penstock.channels import RemoteReceiver, connect, serve
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
 from penstock.records import Packer
 
 from ..records import Checker, batch_tokens
@@ -18,14 +14,9 @@ from .harness import DEADLINE_S, Case, Control, Latencies, Meter, Outcome, group
 
 __all__ = ["penstock", "penstock_tcp", "produce"]
 
-Inbox: TypeAlias = RemoteReceiver[TrajectoryGroup]
-
-Progress: TypeAlias = tuple[TrainBatch | None, int]
-"""A batch if one is full, and the groups received so far."""
-
 
 def penstock(case: Case) -> Outcome:
-    """Send groups through `serve("shm://")`, packed by penstock's own `Packer`."""
+    """Send groups through `serve("shm://")`, received and packed one by one, as a `Batcher` does."""
     return anyio.run(_consume, case, "shm://")
 
 
@@ -38,41 +29,25 @@ async def _consume(case: Case, url: str) -> Outcome:
     packer = Packer(batch_tokens(case.group, case.tokens))
     checker = Checker(producers=case.producers, group=case.group, tokens=case.tokens)
     control, latencies = Control(case.producers), Latencies()
-    meter = Meter(case, checker, control, latencies)
-    consume = _one_by_one if case.interval_s else _packed
+    meter, received = Meter(case, checker, control, latencies), 0
     with anyio.fail_after(case.seconds + DEADLINE_S):
         async with serve(url, TrajectoryGroup, senders=case.producers) as inbox:
             with producing(produce, [(inbox.url, case, number, control) for number in range(case.producers)]):
-                async for batch, received in consume(inbox, packer, control, latencies):
-                    if batch is not None:
-                        checker.check(batch)
+                async for group in inbox:
+                    if case.interval_s:
+                        latencies.note(group.meta)
+                    packer.add(group)
+                    del group  # copied: its slots must not wait for the next one
+                    received += 1
+                    if case.interval_s:
+                        control.take(received)
+                    if packer.tokens + case.group * case.tokens > packer.max_tokens:
+                        checker.check(packer.pack())
                     meter.look(received)
+    if packer.groups:
+        checker.check(packer.pack())
     checker.finish(control.sent)
     return meter.outcome()
-
-
-async def _packed(inbox: Inbox, packer: Packer, _control: Control, _latencies: Latencies) -> AsyncIterator[Progress]:
-    """Yield batch after batch, at full speed."""
-    received = 0
-    with suppress(anyio.EndOfStream):
-        while True:
-            batch = await inbox.receive_packed(packer)
-            received += len(batch.groups)
-            yield batch, received
-
-
-async def _one_by_one(inbox: Inbox, packer: Packer, control: Control, latencies: Latencies) -> AsyncIterator[Progress]:
-    """Receive group after group, and record the latency of each."""
-    received = 0
-    async for group in inbox:
-        latencies.note(group.meta)
-        batch = None if packer.fits(group) else packer.pack()
-        packer.add(group)
-        del group  # copied: its slots must not wait for the next one
-        received += 1
-        control.take(received)
-        yield batch, received
-    yield packer.pack(), received
 
 
 def produce(url: str, case: Case, producer: int, control: Control) -> None:

@@ -17,7 +17,7 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ..._schemas import InvalidRecord, Packer, ProtocolMismatch, TokenizerIdentity, TrainBatch
+from ..._schemas import InvalidRecord, ProtocolMismatch, TokenizerIdentity
 from ..._schemas.control import (
     PROTOCOL_VERSION,
     Accept,
@@ -535,24 +535,16 @@ class RemoteReceiver(AsyncReceiver[R]):
         try:
             record: R = self._assemble(*peer.reader.fetch(bundle, self._index, peer.release))
         except (StaleDescriptor, InvalidRecord) as error:
-            self._drop(peer, bundle, error)
+            self._advance(peer, bundle, bundle[0].records - self._index)
+            self.disconnect_for_error(peer, error)
             return None
-        self._count(peer, bundle, 1)
-        return record if self._listener is None else self._listener.received(peer, record)
-
-    def _count(self, peer: Peer, bundle: Bundle, records: int) -> None:
-        """Count records of `peer` that were taken, and return its credit where enough has accumulated."""
-        self._received += records
-        self._advance(peer, bundle, records)
+        self._received += 1
+        self._advance(peer, bundle, 1)
         if peer.releases:
             peer.collect_releases()
             if peer.credit_due:
                 self._credit_returner.return_credit(peer)
-
-    def _drop(self, peer: Peer, bundle: Bundle, error: Exception) -> None:
-        """Drop the rest of a bundle, which cannot be read."""
-        self._advance(peer, bundle, bundle[0].records - self._index)
-        self.disconnect_for_error(peer, error)
+        return record if self._listener is None else self._listener.received(peer, record)
 
     def _advance(self, peer: Peer, bundle: Bundle, records: int) -> None:
         """Advance past some records of the first bundle."""
@@ -571,54 +563,6 @@ class RemoteReceiver(AsyncReceiver[R]):
         while (record := self._receive()) is None:
             await self._wait()
         return record
-
-    async def receive_packed(self, packer: Packer) -> TrainBatch:
-        """Copy groups straight from where they lie into `packer` until it has no room for the next one, and pack them.
-
-        No view of a group is made, so this is the fastest way from a channel into a batch. A batch also ends where the
-        next group has other columns, and at the end of the stream. What was copied before a wait that is cancelled
-        stays in `packer`.
-
-        Raises:
-            TypeError: this channel does not carry groups, or belongs to a pipeline, which has to see every record.
-            InvalidRecord: the next group has no room in an empty batch; `receive` still returns it.
-            anyio.EndOfStream: all senders have closed, and all that they sent was received.
-            PeerLost: a sender died; what it had sent was received before.
-        """
-        if self.schema.kind != "group" or self._listener is not None:
-            whose = " of a pipeline" if self._listener is not None else ""
-            raise TypeError(f"expected a channel of groups of its own, got one of kind {self.schema.kind}{whose}")
-        try:
-            while True:
-                if (found := self._next()) is None:
-                    await self._wait()
-                elif self._pack_from(*found, packer):
-                    return packer.pack()
-                else:
-                    self._until_checkpoint -= 1
-                    if self._until_checkpoint <= 0:
-                        await self._checkpoint()
-        except anyio.EndOfStream:
-            if not packer.groups:
-                raise
-            return packer.pack()
-
-    def _pack_from(self, peer: Peer, bundle: Bundle, packer: Packer) -> bool:
-        """Copy the next groups of a bundle into `packer`, as many as fit; return whether it was full before."""
-        try:
-            taken = peer.reader.pack(bundle, self._index, packer)
-        except (StaleDescriptor, InvalidRecord) as error:
-            self._drop(peer, bundle, error)
-            return False
-        if taken:
-            peer.release(bundle[0], taken)
-            self._count(peer, bundle, taken)
-        elif not packer.groups:
-            raise InvalidRecord(
-                f"expected a group of at most {packer.max_tokens} tokens, as many as a batch holds, got one that "
-                f"takes {bundle[0].nbytes} bytes: make batches larger or groups smaller"
-            )
-        return not taken
 
     async def _wait(self) -> None:
         with self._clock.waiting("record"):

@@ -19,7 +19,7 @@ import anyio.to_thread
 import zmq
 from anyio.abc import SocketListener
 
-from ..._schemas import Array, InvalidRecord, PackedGroup, Packer, ProtocolMismatch, TokenizerIdentity
+from ..._schemas import Array, InvalidRecord, ProtocolMismatch, TokenizerIdentity
 from ..._schemas.control import Publish, SegmentOffer, encode
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import (
@@ -209,7 +209,7 @@ class SlotWriter:
 class _Reading:
     """A bundle that is being read, with its contents, which conform to the schema and to each other."""
 
-    __slots__ = ("candidates", "columns", "descriptor", "form", "groups", "layout", "parts", "rows", "tokens")
+    __slots__ = ("candidates", "descriptor", "form", "layout", "parts", "rows", "tokens")
 
     def __init__(
         self, descriptor: Descriptor, form: ColumnLayout, candidates: int, parts: Sequence[BundleEntry]
@@ -223,10 +223,6 @@ class _Reading:
         self.rows = list(accumulate([sequences for _, sequences, _ in parts], initial=0))
         """Sequences before each record, and of all."""
         self.layout = form.layout(AxisSizes(self.tokens[-1], self.rows[-1], candidates, len(parts)))
-        self.columns: list[memoryview] = []
-        """Of all records."""
-        self.groups: list[PackedGroup] = []
-        """The names and sizes of the groups, where they go into a batch."""
 
     def items(self, index: int) -> Items:
         """Return the entries on each axis before record `index`."""
@@ -253,26 +249,6 @@ class SlotReader:
         lease = self._segment.lease(descriptor, released)
         return open_bundle.parts[index].header, form.view(places, lease, open_bundle.candidates)
 
-    def pack(self, bundle: Bundle, index: int, packer: Packer) -> int:
-        """Copy groups from their span into `packer`; see `PayloadReader.pack`."""
-        open_bundle = self._read(bundle[0])
-        form, columns = open_bundle.form, open_bundle.columns
-        count = packer.room(form, open_bundle.candidates, open_bundle.tokens, index)
-        if count:
-            last = index + count
-            if not open_bundle.groups:
-                open_bundle.groups = PackedGroup.decode(open_bundle.parts)
-            if count < len(open_bundle.parts):
-                columns = form.between(columns, open_bundle.items(index), open_bundle.items(last))
-            packer.copy(
-                form,
-                open_bundle.candidates,
-                columns,
-                open_bundle.groups[index:last],
-                open_bundle.tokens[index : last + 1],
-            )
-        return count
-
     def _read(self, descriptor: Descriptor) -> _Reading:
         """Return the bundle of `descriptor`; read once, however many of its records are taken."""
         open_bundle = self._open
@@ -288,8 +264,7 @@ class SlotReader:
         expected = open_bundle.layout.nbytes + aligned(len(encoded))
         if expected != descriptor.nbytes or len(open_bundle.parts) != descriptor.records:
             raise InvalidRecord(f"expected {len(open_bundle.parts)} records in {expected} bytes, got {descriptor}")
-        open_bundle.columns = self._segment.columns(descriptor, open_bundle.layout.places)
-        form.check_numbers(open_bundle.columns, open_bundle.parts)
+        form.check_numbers(self._segment.columns(descriptor, open_bundle.layout.places), open_bundle.parts)
         return open_bundle
 
     def recover(self, sequence: int) -> list[Bundle]:

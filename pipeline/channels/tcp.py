@@ -16,7 +16,7 @@ import anyio.to_thread
 import numpy as np
 import zmq
 
-from ..._schemas import Array, InvalidRecord, PackedGroup, Packer, TokenizerIdentity
+from ..._schemas import Array, InvalidRecord, TokenizerIdentity
 from ..._schemas.control import Publish, Ready, encode
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
@@ -117,26 +117,6 @@ class FrameReader:
 
     def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
         """Return arrays over the frames; credit returns at once, the memory is the receiver's own."""
-        contents, form, buffers = self._read(bundle)
-        columns = form.frames(contents.lengths(), buffers)
-        form.check_numbers(list(columns.values()), contents.parts)
-        released(bundle[0], 1)
-        return contents.parts[index].header, columns
-
-    def pack(self, bundle: Bundle, index: int, packer: Packer) -> int:
-        """Copy a group from its frames into `packer`; see `PayloadReader.pack`."""
-        contents, form, buffers = self._read(bundle)
-        part = contents.parts[index]
-        ends = (0, part.tokens)
-        flat = [column.reshape(-1) for column in form.frames(contents.lengths(), buffers).values()]
-        form.check_numbers(flat, contents.parts)
-        if not packer.room(form, contents.candidates, ends):
-            return 0
-        [group] = PackedGroup.decode([part])
-        packer.copy(form, contents.candidates, flat, [group], ends)
-        return 1
-
-    def _read(self, bundle: Bundle) -> tuple[BundleHeader, ColumnLayout, list[memoryview]]:
         descriptor, frames = bundle
         if not frames or descriptor.records != 1:
             raise StaleDescriptor(f"expected {descriptor} to be one record and come with its columns, got none")
@@ -145,7 +125,11 @@ class FrameReader:
         contents = BundleHeader.decode(checked(encoded, buffers) if self._checksum else encoded)
         if len(contents.parts) != 1:
             raise InvalidRecord(f"expected one record a message, got {len(contents.parts)}")
-        return contents, self._schema.received(contents), buffers
+        form = self._schema.received(contents)
+        columns = form.frames(contents.lengths(), buffers)
+        form.check_numbers(list(columns.values()), contents.parts)
+        released(descriptor, 1)
+        return contents.parts[index].header, columns
 
     def recover(self, sequence: int) -> list[Bundle]:
         """Return nothing: what had not left the process is lost with it."""

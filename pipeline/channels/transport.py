@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
-from ..._schemas import Array, Packer
+from ..._schemas import Array
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import AxisSizes, Columned, ColumnLayout, Schema
 from .zmq_context import zmq_context
@@ -143,17 +143,6 @@ class PayloadReader(Protocol):
         Raises:
             StaleDescriptor: the descriptor does not fit the memory that it names.
             InvalidRecord: the memory holds no record.
-        """
-        ...
-
-    def pack(self, bundle: Bundle, index: int, packer: Packer) -> int:
-        """Copy the groups of a bundle from `index` on straight into `packer`; return how many it had room for.
-
-        It has room for none whose columns are not those of the groups before them.
-
-        Raises:
-            StaleDescriptor: the descriptor does not fit the memory that it names.
-            InvalidRecord: the memory holds no groups.
         """
         ...
 

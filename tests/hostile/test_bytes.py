@@ -16,7 +16,6 @@ from penstock._schemas import control
 from penstock._schemas.descriptor import Descriptor
 from penstock._schemas.layout import BundleHeader, encode_contents
 from penstock.errors import InvalidRecord, ProtocolMismatch, StaleDescriptor
-from penstock.records import Packer
 from penstock.testing import batch, group
 
 SLOTS, SLOT_BYTES = 64, 1024
@@ -79,13 +78,11 @@ def _read(published: Published, descriptor: Descriptor) -> None:
     """All that a receiver may do with a descriptor; what it gives is a record, to the last byte."""
     for index in range(max(0, min(descriptor.records, 3))):
         with suppress(InvalidRecord, StaleDescriptor):
-            _use_group(TrajectoryGroup.assemble(*published.groups.fetch((descriptor, ()), index, _ignore)))
+            record = TrajectoryGroup.assemble(*published.groups.fetch((descriptor, ()), index, _ignore))
+            _use_group(record)
+            _use_batch(TrainBatch.pack([record]))
         with suppress(InvalidRecord, StaleDescriptor):
             _use_batch(TrainBatch.assemble(*published.batches.fetch((descriptor, ()), index, _ignore)))
-    packer = Packer(10_000)
-    with suppress(InvalidRecord, StaleDescriptor):
-        if published.groups.pack((descriptor, ()), 0, packer):
-            _use_batch(packer.pack())
 
 
 def _ignore(descriptor: Descriptor, records: int) -> None:
@@ -176,11 +173,11 @@ def test_offsets_that_lead_astray_are_refused_where_they_come_in(published: Publ
     places = published.groups._read(published.bundle).layout.places
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES + places[0][1] * 8
     for position, said in ((0, 1), (1, 2**40), (2, 3), (1, -1), (5, 10_000)):
-        with _changed(published, offsets_at + 8 * position, said.to_bytes(8, "little", signed=True)):
-            with pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"):
-                published.groups.fetch((published.bundle, ()), position // 3, _ignore)
-            with pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"):
-                published.groups.pack((published.bundle, ()), 0, Packer(10_000))
+        with (
+            _changed(published, offsets_at + 8 * position, said.to_bytes(8, "little", signed=True)),
+            pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"),
+        ):
+            published.groups.fetch((published.bundle, ()), position // 3, _ignore)
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 6, 2**31, 2**62, 2**63 - 1])
@@ -207,11 +204,12 @@ def test_contents_that_fill_another_span_than_theirs_are_refused(published: Publ
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES
     last_offset_at = offsets_at + 8 * true.parts[0].sequences
 
-    with _said(published, said), _changed(published, last_offset_at, longer.to_bytes(8, "little")):
-        with pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"):
-            published.groups.fetch((published.bundle, ()), 0, _ignore)
-        with pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"):
-            published.groups.pack((published.bundle, ()), 0, Packer(10_000))
+    with (
+        _said(published, said),
+        _changed(published, last_offset_at, longer.to_bytes(8, "little")),
+        pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"),
+    ):
+        published.groups.fetch((published.bundle, ()), 0, _ignore)
 
 
 @pytest.mark.parametrize("records", [1, 2, 4])

@@ -13,7 +13,6 @@ from penstock._pipeline.channels.checksum import with_checksum
 from penstock._pipeline.channels.shm import SlotWriter
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import RecordCorrupted
-from penstock.records import Packer
 from penstock.testing import group
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
@@ -37,9 +36,8 @@ async def test_records_with_checksums_come_out_as_they_went_in(url: str) -> None
     assert got == [(record.header(), record.tokens.tobytes()) for record in sent]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
 @pytest.mark.parametrize("where", [0, 1, 64, 200, -70, -1])
-async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(where: int, *, packed: bool) -> None:
+async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(where: int) -> None:
     async with (
         serve("shm://", TrajectoryGroup, checksum=True, name="the trainer") as inbox,
         connect(inbox.url, TrajectoryGroup, name="the sampler") as outbox,
@@ -57,13 +55,12 @@ async def test_a_byte_that_flips_in_a_segment_is_an_error_that_names_both_sides(
         outbox._connection.flush()
 
         with pytest.raises(RecordCorrupted, match=r"the sampler .* to the trainer that were changed .* checksum"):
-            await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+            await inbox.receive()
         assert inbox.statistics().received == 0
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
 async def test_a_frame_that_is_changed_on_its_way_is_an_error_that_names_both_sides(
-    monkeypatch: pytest.MonkeyPatch, *, packed: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def changed(contents: bytes, columns: list[Any]) -> bytes:
         right = with_checksum(contents, columns)
@@ -77,4 +74,4 @@ async def test_a_frame_that_is_changed_on_its_way_is_an_error_that_names_both_si
         await outbox.send(group())
 
         with pytest.raises(RecordCorrupted, match=r"the sampler .* to the trainer that were changed .* checksum"):
-            await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+            await inbox.receive()

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tests import wire
 from tests.failsafe import FAILSAFE_S
 
-from penstock import TrajectoryGroup
+from penstock import TrainBatch, TrajectoryGroup
 from penstock._pipeline.channels.tcp import FrameReader
 from penstock._schemas.descriptor import Descriptor
 from penstock._schemas.group import GROUP_SCHEMA
 from penstock._schemas.layout import BundleEntry, BundleHeader, encode_contents
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
-from penstock.records import Packer
 from penstock.testing import group
 
 OPTIONAL: dict[str, Any] = {
@@ -52,11 +51,8 @@ def read(frames: list[bytes], records: int = 1) -> None:
         seen = TrajectoryGroup.assemble(*FrameReader(GROUP_SCHEMA).fetch(bundle, 0, lambda *_: None))
         assert int(seen.lengths().sum()) == len(seen.tokens) == len(seen.loss_mask)
         assert len(seen.owned().completion_lengths()) == len(seen) == len(seen.rewards)
-    packer = Packer(10_000)
-    with suppress(InvalidRecord, StaleDescriptor):
-        if FrameReader(GROUP_SCHEMA).pack(bundle, 0, packer):
-            packed = packer.pack()
-            assert len(packed.ids) == len(packed) == len(packed.rewards)
+        packed = TrainBatch.pack([seen])
+        assert len(packed.ids) == len(packed) == len(packed.rewards)
 
 
 @given(st.data())
@@ -119,14 +115,13 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
-async def test_a_sender_of_forged_frames_is_disconnected_and_the_others_go_on(forged: str, packed: bool) -> None:  # noqa: FBT001 (a parameter)
+async def test_a_sender_of_forged_frames_is_disconnected_and_the_others_go_on(forged: str) -> None:
     frames, reason = FORGED[forged]
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         async with connect(inbox.url, TrajectoryGroup, name="the forger") as outbox:
             send_frames(outbox, (1, 1, 1, 0, 0, 4096), frames)
             with pytest.raises(PeerLost, match=rf"the forger .* was disconnected: .*{reason}"):
-                await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+                await inbox.receive()
         async with connect(inbox.url, TrajectoryGroup) as outbox:
             await outbox.send(record("after"))
             assert (await inbox.receive()).instance_id == "after"
@@ -139,15 +134,14 @@ def send_frames(outbox: object, descriptor: tuple[int, int, int, int, int, int],
     outbox._connection._socket.send_multipart([wire.encode(wire.publish(descriptor)), *frames])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["received", "packed"])
-async def test_a_sender_that_promises_two_records_in_one_message_is_disconnected(packed: bool) -> None:  # noqa: FBT001 (a parameter)
+async def test_a_sender_that_promises_two_records_in_one_message_is_disconnected() -> None:
     async with (
         serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox,
         connect(inbox.url, TrajectoryGroup, name="the forger") as outbox,
     ):
         send_frames(outbox, (2, 2, 1, 0, 0, 4096), frames_of(record()))
         with pytest.raises(PeerLost, match=r"the forger .* was disconnected: .* to be one record"):
-            await (inbox.receive_packed(Packer(100)) if packed else inbox.receive())
+            await inbox.receive()
 
 
 async def test_a_sender_that_sends_one_record_more_than_its_credit_is_disconnected() -> None:

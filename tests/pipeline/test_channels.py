@@ -2,6 +2,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 import zmq.utils.garbage
 from tests.failsafe import FAILSAFE_S
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup
+from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
 from penstock.channels import ChannelKey, RemoteReceiver, RemoteSender, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
@@ -341,3 +342,27 @@ async def test_records_that_are_sent_in_one_tick_share_a_span_while_they_are_ali
 
         assert [parcel[0].records for _, parcel in inbox._arrivals if isinstance(parcel, tuple)] == [4, 1, 2, 1]
         assert [len((await inbox.receive()).reward_parts) for _ in range(8)] == [0] * 5 + [1] * 2 + [0]
+
+
+@pytest.mark.parametrize("transport", REMOTE)
+async def test_groups_that_are_received_make_the_same_batches_as_those_that_were_sent(transport: str) -> None:
+    plain = group(completion_lengths=[2, 3])
+    few, more = np.zeros((len(plain.tokens), 2), np.float32), np.zeros((len(plain.tokens), 3), np.float32)
+    batches = [
+        [group(completion_lengths=[n % 5, 3], instance_id=str(n), meta={"n": n}) for n in range(16)],
+        [plain.with_rewards(plain.rewards, parts={"score": plain.rewards})] * 2,
+        [msgspec.structs.replace(plain, teacher_ids=few.astype(np.int32), teacher_logprobs=few)],
+        [msgspec.structs.replace(plain, teacher_ids=more.astype(np.int32), teacher_logprobs=more)],
+    ]
+
+    async with REMOTE[transport](capacity=64) as ends, ends.join() as outbox:
+        for record in chain(*batches):
+            outbox.send_nowait(record)
+        got = [TrainBatch.pack([await ends.inbox.receive() for _ in sent]) for sent in batches]
+
+    for batch, sent in zip(got, map(TrainBatch.pack, batches), strict=True):
+        assert batch.groups == sent.groups
+        assert (batch.loss_tokens, batch.loss_sequences) == (sent.loss_tokens, sent.loss_sequences)
+        assert {n: (c.dtype, c.tolist()) for n, c in batch.columns().items()} == {
+            n: (c.dtype, c.tolist()) for n, c in sent.columns().items()
+        }

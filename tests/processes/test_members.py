@@ -31,7 +31,6 @@ from penstock.errors import (
     StageFailed,
     TooManyMembers,
 )
-from penstock.records import Packer
 from penstock.testing import group
 from penstock.training import write_checkpoint
 
@@ -94,10 +93,6 @@ async def iterate(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
         pass
 
 
-async def receive_packed(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
-    await inbox.receive_packed(Packer(100))
-
-
 @pytest.mark.parametrize("url", KINDS)
 async def test_one_member_that_is_killed_again_and_again_uses_up_no_other(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=2) as inbox:
@@ -124,7 +119,7 @@ async def test_a_member_that_is_restarted_at_once_is_not_taken_for_a_second_one(
 
 
 @pytest.mark.parametrize("url", KINDS)
-@pytest.mark.parametrize("how", [receive, iterate, receive_packed])
+@pytest.mark.parametrize("how", [receive, iterate])
 async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
     url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
 ) -> None:
@@ -324,7 +319,7 @@ async def test_a_run_of_which_a_member_never_comes_fails_and_says_who_came_and_h
 
 
 @pytest.mark.parametrize("url", KINDS)
-@pytest.mark.parametrize("how", [receive, iterate, receive_packed])
+@pytest.mark.parametrize("how", [receive, iterate])
 async def test_members_that_never_come_fail_the_stream(
     url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
 ) -> None:

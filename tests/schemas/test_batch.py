@@ -161,6 +161,25 @@ def test_versions_a_sequence_and_versions_a_token_are_joined_by_token() -> None:
     assert mixed.policy_versions[:3].tolist() == rich((1,)).policy_versions.tolist() * 3
 
 
+@pytest.mark.parametrize("by_token", [[], [1], [0, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_versions_by_token_and_by_sequence_are_packed_together(by_token: list[int]) -> None:
+    groups = [group(completion_lengths=[2, n + 1], instance_id=str(n), policy_version=n) for n in range(8)]
+    for n in by_token:
+        versions = np.arange(len(groups[n].tokens), dtype=np.int64)
+        groups[n] = msgspec.structs.replace(groups[n], policy_versions=versions)
+
+    packed = TrainBatch.pack(groups)
+
+    expected = [
+        version
+        for n, record in enumerate(groups)
+        for version in (
+            record.policy_versions.tolist() if n in by_token else [n] * (len(record.tokens) if by_token else 2)
+        )
+    ]
+    assert packed.policy_versions.tolist() == expected
+
+
 def test_the_oldest_version_of_each_sequence_counts() -> None:
     by_token = group(completion_lengths=[1, 2], policy_versions=[5, 4, 6, 7, 7, 3, 9])
 
