@@ -18,8 +18,8 @@ from typing import NoReturn, TypeVar
 import anyio
 import anyio.to_thread
 
-from .._pipeline.accounting.ledger import Ledger
-from .._pipeline.accounting.repetition_sets import exclude, mask_of, set_mask
+from .._pipeline.accounting.repetition_sets import exclude
+from .._pipeline.accounting.retention import Retention
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import receive_chunks, send_all
@@ -79,51 +79,28 @@ class Journal:
             opened = open_journal(Path(self.folder), capacity_bytes=self.capacity_bytes, fsync=self.fsync)
             files = await enter_in_thread(stack, opened)
             writing = _Writing(files, context)  # meanwhile the trainer has restored the ledger
-            stack.enter_context(context.ledger.on_checkpoint(writing.retention.forget))
+            stack.enter_context(context.ledger.on_checkpoint(writing.on_checkpoint))
             await writing.replay(outbox)
             async for records in receive_chunks(inbox):
                 await writing.write(records)
                 await send_all(outbox, records)
 
 
-class _Retention:
-    """The trajectories for which each file is kept. Decides; does no I/O."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._waiting: dict[LogFile, dict[GroupId, int]] = {}
-        """Repetitions of each group that are not known to have ended, as a bit mask."""
-
-    def add(self, file: LogFile, records: Sequence[TrajectoryGroup]) -> None:
-        """Record that `file` contains `records`."""
-        waiting = self._waiting.setdefault(file, {})
-        for record in records:
-            waiting[record.id] = waiting.get(record.id, 0) | mask_of(record.repetition_ids.tolist())
-
-    def forget(self, committed: Mapping[GroupId, int]) -> None:
-        """Remove trajectories that a checkpoint contains (`committed`), and those that were dropped."""
-        for waiting in self._waiting.values():
-            for group, mask in list(waiting.items()):  # later commits stay: a resumed run would train them again
-                set_mask(waiting, group, mask & ~committed.get(group, 0) & self._ledger.known(group))
-
-    def take_done(self) -> list[LogFile]:
-        """Remove and return the files without any needed trajectory; the caller deletes them."""
-        done = [file for file, waiting in self._waiting.items() if not waiting]
-        for file in done:
-            del self._waiting[file]
-        return done
-
-
 class _Writing:
     """A journal while a run uses it."""
 
     def __init__(self, files: JournalFiles, context: Context) -> None:
-        self.retention = _Retention(context.ledger)
+        self._retention = Retention[LogFile]()
+        """The files that are needed."""
         self._files = files
         self._context = context
         self._trained = context.ledger.committed
         """Trajectories in the checkpoint with which this run began."""
         self._thread = anyio.CapacityLimiter(1)
+
+    def on_checkpoint(self, committed: Mapping[GroupId, int]) -> None:
+        """Note the trajectories that a checkpoint contains."""
+        self._retention.save_checkpoint(committed, self._context.ledger)
 
     # -- records of earlier runs ---------------------------------------------------------------------------------------
 
@@ -135,7 +112,7 @@ class _Writing:
             self._report_damage(file, contents)
             kept = _present(exclude(record, self._trained.get(record.id, 0)) for record in contents.records)
             del contents
-            self.retention.add(file, kept)
+            self._keep(file, kept)
             fresh = self._admit(kept)
             del kept
             replayed += sum(map(len, fresh))
@@ -170,11 +147,16 @@ class _Writing:
         """Write `records`, after deleting files of which every trajectory has ended."""
         await self._delete()
         file = await self._in_thread(partial(self._files.append, records))
-        self.retention.add(file, records)
+        self._keep(file, records)
         self._context.metrics.gauge("journal/bytes", self._files.nbytes)
 
+    def _keep(self, file: LogFile, records: Sequence[TrajectoryGroup]) -> None:
+        for record in records:
+            self._retention.keep_record(file, record)
+
     async def _delete(self) -> None:
-        if done := self.retention.take_done():
+        """Delete the files of which every trajectory has ended."""
+        if done := [file for file in self._files.volumes if file not in self._retention]:
             await self._in_thread(partial(self._files.delete, done))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

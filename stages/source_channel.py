@@ -17,7 +17,8 @@ import anyio
 import anyio.to_thread
 
 from .._pipeline.accounting.ledger import Ledger
-from .._pipeline.accounting.repetition_sets import mask_of, set_mask
+from .._pipeline.accounting.repetition_sets import mask_in
+from .._pipeline.accounting.retention import Retention
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, SendChannel
 from .._pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -166,8 +167,8 @@ class _Unsaved:
         self._ledger = ledger
         self._saved: Mapping[GroupId, int] = ledger.committed
         """Trajectories in the newest checkpoint."""
-        self._kept: dict[Peer, dict[GroupId, int]] = {}
-        """Repetitions of each group, as a bit mask, by the sender that keeps them."""
+        self._kept = Retention[Peer]()
+        """The senders that keep records."""
         self._changed = Waiters()
         self._awaiting_saved: set[Peer] = set()
         """Connected members that disconnect once notified that all is saved."""
@@ -184,11 +185,11 @@ class _Unsaved:
     @property
     def empty(self) -> bool:
         """Return whether no sender keeps any record."""
-        return not any(self._kept.values())
+        return not self._kept
 
     def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
         """Note that the sender keeps `record`, which the ledger admits next, or has already; see `PeerListener`."""
-        mask = mask_of(record.repetition_ids.tolist())
+        mask = mask_in(record.repetition_ids)
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
         self.on_received()
@@ -196,20 +197,14 @@ class _Unsaved:
             if mask & ~self._ledger.known(record.id):
                 self._awaiting_next.add(peer)
             mask &= self._ledger.known(record.id)
-        kept = self._kept.setdefault(peer, {})
-        set_mask(kept, record.id, kept.get(record.id, 0) | mask & ~saved)
+        self._kept.keep(peer, record.id, mask & ~saved)
         return record
 
     def saved(self, committed: Mapping[GroupId, int]) -> None:
         """Notify senders of records that a checkpoint contains (`committed`), and of those that were dropped."""
         self._saved = committed
-        for peer, kept in self._kept.items():
-            for group, mask in list(kept.items()):
-                left = mask & ~committed.get(group, 0) & self._ledger.known(group)
-                if done := mask & ~left:
-                    peer.ended(group, done, "saved", self._ledger.step)
-                set_mask(kept, group, left)
-        self._kept = {peer: kept for peer, kept in self._kept.items() if kept or peer.open}
+        for peer, group, mask in self._kept.save_checkpoint(committed, self._ledger):
+            peer.ended(group, mask, "saved", self._ledger.step)
         self._changed.wake_all()
 
     async def none(self) -> None:
@@ -233,7 +228,7 @@ class _Unsaved:
     def lost(self, peer: Peer, error: PeerLost) -> None:
         """Forget the records of a lost sender, which it replays when it reconnects; see `PeerListener`."""
         log.warning("sender_lost", reason=str(error))
-        self._kept.pop(peer, None)
+        self._kept.discard(peer)
         if self.ended:  # it had reconnected to learn which records are saved
             self._absent.add(peer.member)
         self.on_disconnect()
@@ -252,8 +247,6 @@ class _Unsaved:
             self._absent.add(peer.member)
         self._awaiting_saved.discard(peer)
         self._awaiting_next.discard(peer)
-        if not self._kept.get(peer):
-            self._kept.pop(peer, None)  # dropping the peer unmaps its segment
         self._changed.wake_all()
 
 

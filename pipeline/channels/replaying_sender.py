@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from ..._schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
 from ..._schemas.numbers import finite_number, whole_number
-from ..accounting.repetition_sets import mask_of
+from ..accounting.retention import Retention
 from ..accounting.telemetry import get_logger
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, ReplayBufferFull, TooManySenders
 from ..util.exception_groups import unwrap_single
@@ -56,8 +56,6 @@ class _Retained:
     """A record that is kept until it is saved."""
 
     record: TrajectoryGroup
-    unsaved: int
-    """Its repetitions that are not saved, as a bit mask."""
     offered: bool = False
     """Whether it was sent at least once."""
 
@@ -69,9 +67,8 @@ class ReplayingSender:
         self._capacity = whole_number("capacity", capacity)
         self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         self._reconnect_timeout_s = finite_number("reconnect_timeout_s", reconnect_timeout_s, zero=True)
-        self._unsaved: dict[_Retained, None] = {}
+        self._unsaved = Retention[_Retained]()
         """In the order in which they were sent."""
-        self._by_group: dict[GroupId, list[_Retained]] = {}
         self._nbytes = 0
         self._connection: RemoteSender[TrajectoryGroup] | None = None
         """The connection, while there is one and all kept records have been sent on it."""
@@ -117,21 +114,15 @@ class ReplayingSender:
                 f"got another one of {record.nbytes} bytes on top of {len(self._unsaved)} and {self._nbytes}: let "
                 f"SinkTrainer write checkpoints more often (checkpoint_every), or raise capacity and capacity_bytes"
             )
-        retained = _Retained(record, mask_of(record.repetition_ids.tolist()))
-        self._unsaved[retained] = None
-        self._by_group.setdefault(record.id, []).append(retained)
+        retained = _Retained(record)
+        self._unsaved.keep_record(retained, record)
         self._nbytes += record.nbytes
         return retained
 
     def _forget(self, retained: _Retained) -> None:
-        if retained not in self._unsaved:  # saved meanwhile, with another record of the group
-            return
-        del self._unsaved[retained]
-        alike = self._by_group[retained.record.id]
-        alike.remove(retained)
-        if not alike:
-            del self._by_group[retained.record.id]
-        self._nbytes -= retained.record.nbytes
+        if retained in self._unsaved:  # else it was saved meanwhile, with another record of the group
+            self._unsaved.discard(retained)
+            self._nbytes -= retained.record.nbytes
 
     async def _connected(self) -> RemoteSender[TrajectoryGroup]:
         with self._clock.waiting("receiver"):
@@ -156,10 +147,9 @@ class ReplayingSender:
         """Forget the records whose trajectories the receiver reports as saved."""
         del step
         if state == "saved":
-            for retained in list(self._by_group.get(group, ())):
-                retained.unsaved &= ~mask
-                if not retained.unsaved:
-                    self._forget(retained)
+            for retained, _ in self._unsaved.save(group, mask):
+                if retained not in self._unsaved:
+                    self._nbytes -= retained.record.nbytes
             self._changed.wake_all()
 
     async def finish(self) -> None:
