@@ -123,7 +123,7 @@ class _Writing:
         self._context.metrics.total("journal/replayed", replayed)
 
     def _admit(self, records: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Admit to the ledger, and return, the part of `records` that no source has offered in this run."""
+        """Admit to the ledger, and return, the part of `records` that no source has sent in this run."""
         admitted = []
         for record in records:
             fresh = exclude(record, self._context.ledger.known(record.id))
@@ -135,8 +135,8 @@ class _Writing:
     def _report_damage(self, file: LogFile, contents: LogContents) -> None:
         """Log and count bytes that could not be read; their trajectories are unknown."""
         if contents.torn is not None:
-            cut = contents.torn.last - contents.torn.first
-            log.warning("journal_tail_cut", path=str(file.path), at=contents.torn.first, bytes=cut)
+            truncated = contents.torn.last - contents.torn.first
+            log.warning("journal_tail_truncated", path=str(file.path), at=contents.torn.first, bytes=truncated)
         for first, last in contents.damage:
             log.error("journal_damaged", path=str(file.path), at=first, bytes=last - first)
         self._context.metrics.total("journal/damaged_bytes", sum(last - first for first, last in contents.damage))

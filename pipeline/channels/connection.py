@@ -6,7 +6,6 @@ Over shm it is a Unix socket of its own (`control_connection`), over tcp the one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from ..._schemas.control import Message
@@ -40,15 +39,15 @@ class Conversation(Protocol):
 class SenderControl(Protocol):
     """Detects, for a sender, that its receiver has closed, died or become unresponsive."""
 
-    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
-        """Wait until nothing can be sent any more, and return the reason; `receiver` names the other end.
+    async def next_event(self, receiver: str) -> Message | PeerLost:
+        """Return the next message that arrives beside the ZeroMQ socket; at the end, why nothing can be sent any more.
 
-        Messages that arrive beside the ZeroMQ socket are passed to `handle`, up to the end of the stream.
+        `receiver` names the other end.
         """
         ...
 
     def disconnected(self) -> None:
-        """Note that ZeroMQ has no connection any more; from now on `lost` returns soon."""
+        """Note that ZeroMQ has no connection any more; from now on `next_event` returns the end soon."""
         ...
 
     async def aclose(self) -> None:

@@ -98,19 +98,16 @@ class SenderConnection:
         self._fd = int(socket.getsockopt(zmq.FD))
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
-        self._watch = self._loop.create_task(self._until_lost(), name="penstock sender watch")
+        self._watch = self._loop.create_task(self._watch_control(), name="penstock sender watch")
         self.send(Publish(()))  # empty: it shows the receiver that this connection works
 
-    async def _until_lost(self) -> None:
-        """Wait until the receiver has closed, died or become unresponsive, and fail then."""
-        failure = await self._control.lost(self.accepted.name, self._on_control_message)
+    async def _watch_control(self) -> None:
+        """Handle messages beside the ZeroMQ socket, until the receiver has closed, died or become unresponsive."""
+        while not isinstance(event := await self._control.next_event(self.accepted.name), PeerLost):
+            self.drain()  # what arrived on the socket was sent before
+            self._handle(event)
         self.drain()  # a message may hold the reason
-        self._fail(failure)
-
-    def _on_control_message(self, message: Message) -> None:
-        """Handle a message that arrived beside the ZeroMQ socket, after all that have arrived on it."""
-        self.drain()
-        self._handle(message)
+        self._fail(event)
 
     def _fail(self, failure: PeerClosed | PeerLost | InvalidRecord) -> None:
         if self.failure is None:
@@ -349,10 +346,10 @@ class RemoteSender(AsyncCloseable, Generic[R]):
             await connection.waiting.wait(first=first)
             first = True
 
-    def tell(self, observed: bytes) -> None:
-        """Send what this process has observed, encoded; it arrives after all that was sent before."""
+    def send_telemetry(self, payload: bytes) -> None:
+        """Send encoded telemetry of this process; it arrives after all that was sent before."""
         if not self._closed:
-            self._connection.send(Telemetry(observed))
+            self._connection.send(Telemetry(payload))
 
     def on_ended(self, listener: Origin) -> None:
         """Have `listener` called with the outcomes of trajectories that were sent here."""
@@ -367,11 +364,11 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """
         return self._connection.failure
 
-    async def gone(self) -> None:
+    async def wait_failed(self) -> None:
         """Wait until the receiver closed the channel, or died: `failure` is the reason."""
         await self._connection.failed.wait()
 
-    async def disconnected(self) -> None:
+    async def wait_disconnected(self) -> None:
         """Wait until the connection has ended, and all messages of the receiver were handled."""
         await self._connection.disconnected.wait()
 
@@ -379,7 +376,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """Notify the receiver that nothing more comes from this end and its clones, and go on handling its messages."""
         self._connection.send_close(how)
 
-    async def close_acknowledged(self) -> bool:
+    async def wait_close_acknowledged(self) -> bool:
         """Wait until the receiver has acknowledged `send_close`, or disconnected; return whether it acknowledged."""
         return await self._connection.wait_close_acknowledged()
 

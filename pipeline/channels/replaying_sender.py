@@ -56,7 +56,7 @@ class _Retained:
     """A record that is kept until it is saved."""
 
     record: TrajectoryGroup
-    offered: bool = False
+    sent: bool = False
     """Whether it was sent at least once."""
 
 
@@ -101,7 +101,7 @@ class ReplayingSender:
         """
         retained = self._retain(record)
         try:
-            while not await self._offer(retained, await self._connected()):
+            while not await self._send_on(await self._connected(), retained):
                 pass
         except BaseException:
             self._forget(retained)
@@ -132,7 +132,7 @@ class ReplayingSender:
                 await self._changed.wait()
         return self._connection
 
-    async def _offer(self, retained: _Retained, connection: RemoteSender[TrajectoryGroup]) -> bool:
+    async def _send_on(self, connection: RemoteSender[TrajectoryGroup], retained: _Retained) -> bool:
         """Send `retained` on `connection`; return False where the connection ended before it was sent."""
         try:
             await connection.send(retained.record)
@@ -140,7 +140,7 @@ class ReplayingSender:
             while self._connection is connection:
                 await self._changed.wait()
             return False
-        retained.offered = True
+        retained.sent = True
         return True
 
     def _handle(self, group: GroupId, mask: int, state: str, step: int) -> None:
@@ -178,7 +178,7 @@ class ReplayingSender:
         """Send Close; return whether it was acknowledged, when all is saved or the connection has ended."""
         connection.send_close()
         with self._clock.waiting("checkpoint" if self._unsaved else "receiver"):
-            acknowledged = await connection.close_acknowledged()
+            acknowledged = await connection.wait_close_acknowledged()
             while self._connection is connection and (self._unsaved or not acknowledged):
                 await self._changed.wait()
         return acknowledged
@@ -213,7 +213,7 @@ class ReplayingSender:
                     finally:
                         if self._finished:
                             connection.send_close("done")
-                    log.warning("receiver_gone", reason=str(connection.failure), unsaved=len(self._unsaved))
+                    log.warning("receiver_disconnected", reason=str(connection.failure), unsaved=len(self._unsaved))
                 retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
             except _UNAVAILABLE as error:
                 if anyio.current_time() >= deadline:
@@ -225,16 +225,16 @@ class ReplayingSender:
 
     async def _use(self, connection: RemoteSender[TrajectoryGroup]) -> None:
         """Send again what was sent before, let `send` send the rest, and return when the connection has ended."""
-        for retained in [retained for retained in self._unsaved if retained.offered]:
-            if retained in self._unsaved and not await self._offer(retained, connection):
+        for retained in [retained for retained in self._unsaved if retained.sent]:
+            if retained in self._unsaved and not await self._send_on(connection, retained):
                 return
         self._counted = connection.counts_members
         self._connection = connection
         self._changed.wake_all()
         try:
-            await connection.gone()
+            await connection.wait_failed()
             with anyio.move_on_after(LAST_MESSAGES_S):
-                await connection.disconnected()
+                await connection.wait_disconnected()
         finally:
             self._connection = None
             self._changed.wake_all()

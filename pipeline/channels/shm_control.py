@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import math
 from contextlib import suppress
 
 import anyio
@@ -22,33 +23,23 @@ class ShmControl:
     def __init__(self, connection: ControlConnection, heartbeat_timeout_s: float | None) -> None:
         self._connection = connection
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._disconnected = anyio.Event()
+        self._deadline = math.inf
+        """When the receiver is unresponsive, unless this connection has ended before."""
+        self._scope = anyio.CancelScope()
+        """Ends the wait for the next message at the deadline."""
 
-    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
-        """See `SenderControl.lost`. Where ZeroMQ closed its connection and this one stays open, it was unresponsive."""
-        lost: list[PeerLost] = []
-        async with anyio.create_task_group() as tasks:
-
-            async def receive() -> None:
-                await self._receive_all(handle)
-                lost.append(PeerLost(f"{receiver}, the receiver, died: its connection is closed"))
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(receive)
-            await self._disconnected.wait()
-            await anyio.sleep(GRACE_S)
-            lost.append(PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}"))
-            tasks.cancel_scope.cancel()
-        return lost[0]
-
-    async def _receive_all(self, handle: Callable[[Message], None]) -> None:
-        with suppress(anyio.EndOfStream, ProtocolMismatch):
-            while True:
-                handle(await self._connection.receive())
+    async def next_event(self, receiver: str) -> Message | PeerLost:
+        """See `SenderControl.next_event`. Where only ZeroMQ closed its connection, the receiver is unresponsive."""
+        with anyio.CancelScope(deadline=self._deadline) as self._scope, suppress(anyio.EndOfStream, ProtocolMismatch):
+            return await self._connection.receive()
+        if self._scope.cancelled_caught:
+            return PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
+        return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
 
     def disconnected(self) -> None:
         """See `SenderControl.disconnected`."""
-        self._disconnected.set()
+        self._deadline = min(self._deadline, asyncio.get_running_loop().time() + GRACE_S)
+        self._scope.deadline = self._deadline
 
     async def aclose(self) -> None:
         """See `SenderControl.aclose`."""

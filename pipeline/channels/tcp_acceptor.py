@@ -79,7 +79,7 @@ class _Connection:
         self._acceptor.send(self.identity, message)
 
     def shutdown_read(self) -> None:
-        self._acceptor.cut_soon(self)
+        self._acceptor.shutdown_soon(self)
 
 
 class TcpAcceptor:
@@ -193,7 +193,7 @@ class TcpAcceptor:
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         self._rejections.record(reason)
-        self._cut(connection)
+        self._shutdown(connection)
 
     # -- handshakes --------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class TcpAcceptor:
     def _reject(self, connection: _Connection, identity: bytes, rejection: Reject, subject: str) -> None:
         self._rejections.record(f"{subject}{rejection.reason}")
         self.send(identity, rejection)
-        self.cut_soon(connection)
+        self.shutdown_soon(connection)
 
     def admitted(self) -> None:
         """Do nothing: an admitted sender has its connection; see `Acceptor.admitted`."""
@@ -282,7 +282,7 @@ class TcpAcceptor:
         return tcp.bytes_received - connection.received > self._most_unread
 
     def _unresponsive(self, connection: _Connection, tcp: TcpConnection) -> bool:
-        """Return whether nothing arrived for too long, twice in a row: this process may be the one that stood still."""
+        """Return whether nothing arrived for too long, twice in a row: this process may be the one that was stopped."""
         idle = self._heartbeat_timeout_s is not None and tcp.idle_s >= self._heartbeat_timeout_s
         connection.idle_checks = connection.idle_checks + 1 if idle else 0
         return connection.idle_checks > 1
@@ -292,25 +292,25 @@ class TcpAcceptor:
         rejection = self._registry.on_disconnect(peer)
         if rejection is not None:
             self.send(peer.identity, rejection)
-        self.cut_soon(connection)
+        self.shutdown_soon(connection)
 
     # -- the end of connections --------------------------------------------------------------------------------------
 
-    def cut_soon(self, connection: _Connection) -> None:
+    def shutdown_soon(self, connection: _Connection) -> None:
         """Close a connection, when the messages sent to it have had the time to leave."""
         connection.closing = True
-        self._call_later(GRACE_S, lambda: self._cut(connection))
+        self._call_later(GRACE_S, lambda: self._shutdown(connection))
 
-    def _cut(self, connection: _Connection) -> None:
+    def _shutdown(self, connection: _Connection) -> None:
         connection.closing = True
         if self._connections.get(connection.fd) is not connection:
             return
         if connection.tcp is not None:
-            connection.tcp.cut()
+            connection.tcp.shutdown()
             return
         with suppress(OSError), TcpConnection(connection.fd) as tcp:
             if tcp.local_port == self._port and tcp.host == connection.host:
-                tcp.cut()
+                tcp.shutdown()
 
     async def aclose(self) -> None:
         """See `Acceptor.aclose`."""

@@ -85,7 +85,7 @@ class TcpConnection:
     def _info(self) -> tuple[int, ...]:
         return _INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
 
-    def cut(self) -> None:
+    def shutdown(self) -> None:
         """End it, for ZeroMQ too."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

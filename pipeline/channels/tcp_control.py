@@ -6,7 +6,6 @@ Connects in steps, so that each way in which a connection may fail has its own r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -71,12 +70,14 @@ class TcpControl:
                 raise anyio.EndOfStream
             await anyio.wait_readable(int(self.socket.getsockopt(zmq.FD)))
 
-    async def lost(self, receiver: str, handle: Callable[[Message], None]) -> PeerLost:
-        """See `SenderControl.lost`. The connection is closed at once: a closing receiver waits for that."""
-        del handle  # all messages arrive on the ZeroMQ socket
+    async def next_event(self, receiver: str) -> PeerLost:
+        """See `SenderControl.next_event`: all messages arrive on the ZeroMQ socket, so the end is the only event.
+
+        The connection is closed at once: a closing receiver waits for that.
+        """
         try:
             lost = await self._until_ended(receiver)
-            self._connection.cut()
+            self._connection.shutdown()
             return lost
         finally:
             self._connection.close()
@@ -84,7 +85,7 @@ class TcpControl:
     async def _until_ended(self, receiver: str) -> PeerLost:
         """Wait until the connection has ended, or two checks in a row found it idle for too long.
 
-        One check does not suffice: this process may be the one that stood still.
+        One check does not suffice: this process may be the one that was stopped.
         """
         idle_checks = 0
         check_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT

@@ -35,7 +35,7 @@ VERSION = 1
 
 NAME = re.compile(r"(\d{8})\.volume-(\d+)")
 
-OFFERED_AGAIN = "or lower capacity_bytes and checkpoint_every; records written before will be offered again"
+REMEDY = "or lower capacity_bytes and checkpoint_every; records that were written before will be replayed"
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class LogContents(NamedTuple):
     damage: list[CorruptRange]
     """Ranges between the records that cannot be read."""
     torn: CorruptRange | None
-    """An incomplete entry at the end of the newest volume, whose writer died; it has been cut off."""
+    """An incomplete entry at the end of the newest volume, whose writer died; it was truncated."""
 
 
 class JournalFiles:
@@ -181,7 +181,7 @@ def _lock(lock: int, folder: Path) -> None:
 
 
 def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
-    return explaining_os_errors(what, folder, disk_full=JournalFull, or_else=OFFERED_AGAIN)
+    return explaining_os_errors(what, folder, disk_full=JournalFull, or_else=REMEDY)
 
 
 def _volumes(folder: Path) -> list[LogFile]:

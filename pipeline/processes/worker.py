@@ -284,4 +284,4 @@ class _ReportSender:
         observations = metrics.take() if metrics else None
         if observations is not None or endings or reasons != self._reasons:
             self._reasons = reasons
-            self._sender.tell(msgspec.msgpack.encode(WorkerReport(observations, endings, reasons)))
+            self._sender.send_telemetry(msgspec.msgpack.encode(WorkerReport(observations, endings, reasons)))

@@ -329,6 +329,6 @@ async def test_a_disconnected_sender_can_send_nothing_more() -> None:
                 await inbox.receive()
             line: Any = outbox
             with anyio.fail_after(FAILSAFE_S):
-                await line.disconnected()
+                await line.wait_disconnected()
             assert isinstance(outbox.failure, PeerClosed)
         await still_works(inbox)

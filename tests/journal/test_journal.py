@@ -342,8 +342,8 @@ async def test_damage_is_told_and_every_whole_record_offered(tmp_path: Path) -> 
         "at": ENTRY_BYTES,
         "bytes": ENTRY_BYTES,
     }
-    assert by_event["journal_tail_cut"]["log_level"] == "warning"
-    assert by_event["journal_tail_cut"]["bytes"] == ENTRY_BYTES - 1
+    assert by_event["journal_tail_truncated"]["log_level"] == "warning"
+    assert by_event["journal_tail_truncated"]["bytes"] == ENTRY_BYTES - 1
 
 
 async def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Line:
         await self.may_take.wait()
         self.taken.append(offered)
 
-    async def gone(self) -> None:
+    async def wait_failed(self) -> None:
         await anyio.sleep_forever()
 
 

@@ -297,7 +297,7 @@ class ShmSender:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._cancel_at_close, tasks.cancel_scope)
-                await sender.gone()
+                await sender.wait_failed()
                 tasks.cancel_scope.cancel()
         finally:
             self._sender = None
