@@ -14,7 +14,7 @@ MODULES = {
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor"],
     "HANDSHAKE_S": ["_pipeline.channels.shm_acceptor", "_pipeline.channels.tcp_acceptor"],
-    "LARGEST_MESSAGE": ["_pipeline.channels.tcp"],
+    "LARGEST_MESSAGE": ["_pipeline.channels.tcp", "_pipeline.channels.tcp_acceptor"],
     "MOST_NEWCOMERS": ["_pipeline.channels.tcp_acceptor"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],

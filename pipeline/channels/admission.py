@@ -5,21 +5,16 @@ All transports share these decisions. Rejections are logged at a bounded rate, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Generic, TypeVar
+from collections.abc import Collection
 
 from ..._schemas import TokenizerIdentity
 from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
 from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
-from .connection import PeerControl
-from .transport import PayloadReader
 
 __all__ = ["Admission", "RejectionCounter"]
 
 log = get_logger("penstock.channel")
-
-G = TypeVar("G")
 
 
 class RejectionCounter:
@@ -39,18 +34,15 @@ class RejectionCounter:
             log.warning("peer_rejected", url=self._url, reason=printed, rejected=self.count)
 
 
-class Admission(Generic[G]):
+class Admission:
     """The decision which senders may join, and their number.
 
-    A connection counts as a sender from `grant` on, when it has proved that it may be one. Until then it takes no
-    place, however many there are.
+    A connection counts as a sender as soon as it is granted a place. Until then it takes none, however many there are.
     """
 
     def __init__(
         self,
         peers: Collection[bytes],
-        admit: Callable[[Connect, PeerControl, PayloadReader], G],
-        check: Callable[[Connect], None],
         *,
         transport: str,
         kind: str,
@@ -65,9 +57,6 @@ class Admission(Generic[G]):
         """Senders that may be connected at a time."""
         self._peers = peers
         """The identities of the connected senders."""
-        self.check = check
-        """Raises where a sender may not join; called before a place is granted, and before the sender joins."""
-        self._admit = admit
         self._transport = transport
         self._kind = kind
         self._tokenizer = tokenizer
@@ -91,13 +80,3 @@ class Admission(Generic[G]):
         known = [(name, tokenizer) for name, tokenizer in parts if tokenizer is not None]
         differing = "".join(disagreements(known))
         return Reject("TokenizersDiffer", differing) if differing else None
-
-    def admit(self, request: Connect, control: PeerControl, reader: PayloadReader) -> G:
-        """Admit a sender that was granted a place.
-
-        Raises:
-            PenstockError: what `check` raises, if another sender took its name meanwhile.
-        """
-        self.check(request)
-        self.joined += 1
-        return self._admit(request, control, reader)

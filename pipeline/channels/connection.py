@@ -10,16 +10,15 @@ from typing import Protocol
 
 from ..._schemas.control import Message
 from ..errors import PeerLost
-from .transport import Frames
 
-__all__ = ["Acceptor", "Conversation", "PeerControl", "SenderControl"]
+__all__ = ["Conversation", "PeerControl", "SenderControl"]
 
 
 class Conversation(Protocol):
     """The sender's side of a handshake."""
 
-    async def send(self, message: Message, fd: int | None = None) -> None:
-        """Send `message`, and `fd` with it where the transport can.
+    async def send(self, message: Message) -> None:
+        """Send `message`.
 
         Raises:
             anyio.BrokenResourceError: the connection has ended.
@@ -68,20 +67,4 @@ class PeerControl(Protocol):
 
     def shutdown_read(self) -> None:
         """End the connection from this side, when what was sent before has left."""
-        ...
-
-
-class Acceptor(Protocol):
-    """Accepts senders for a receiver, and detects when one has closed, died or become unresponsive."""
-
-    def handle_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Handle a message of a ZeroMQ connection that belongs to no admitted sender."""
-        ...
-
-    def admitted(self) -> None:
-        """Note that a sender was admitted."""
-        ...
-
-    async def aclose(self) -> None:
-        """Accept no more senders, and close the ZeroMQ socket when what was sent has left."""
         ...

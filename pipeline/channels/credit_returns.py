@@ -25,7 +25,7 @@ ten microseconds."""
 class CreditReturner:
     """Decides when to return credit and outcomes to senders; runs in the event loop in which it was made."""
 
-    def __init__(self, send: Callable[[Peer, Message], None]) -> None:
+    def __init__(self, send: Callable[[bytes, Message], None]) -> None:
         self._send = send
         self._pending: dict[bytes, Peer] = {}
         """Senders for which credit or outcomes may be due."""
@@ -82,10 +82,10 @@ class CreditReturner:
         """Send `peer` all its unreturned credit and its outcomes, now."""
         self._pending.pop(peer.identity, None)
         if unreturned_credit := peer.take_credit():
-            self._send(peer, CreditGrant(unreturned_credit))
+            self._send(peer.identity, CreditGrant(unreturned_credit))
         if peer.endings:
             endings, peer.endings = peer.endings, []
-            self._send(peer, Outcomes(tuple(endings)))
+            self._send(peer.identity, Outcomes(tuple(endings)))
 
     def close(self) -> None:
         """Send nothing any more."""

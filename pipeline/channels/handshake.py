@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 
 import anyio
 
 from ..._schemas import ProtocolMismatch, TokenizerIdentity
-from ..._schemas.control import PROTOCOL_VERSION, Accept, Connect, Message, Ready, Reject, SegmentOffer, printable
+from ..._schemas.control import PROTOCOL_VERSION, Accept, Connect, Message, Ready, Reject, printable
 from ..errors import (
     MemberNameInUse,
     MemberNameRequired,
@@ -25,7 +25,7 @@ from ..errors import (
 )
 from .connection import Conversation
 
-__all__ = ["connect_message", "handshake_timeout", "offer_segment", "request_session"]
+__all__ = ["complete_handshake", "connect_message", "handshake_timeout", "request_session"]
 
 REJECTIONS: dict[str, type[PenstockError]] = {
     error.__name__: error
@@ -78,29 +78,29 @@ async def request_session(connection: Conversation, request: Connect) -> Accept:
         MemberNameRequired, MemberNameInUse, TooManyMembers: it counts senders by name, and not this one.
         PeerClosed: it rejected for another reason, or disconnected.
     """
-    answer = await _answer(connection, request)
+    answer = await _answer(connection, connection.send(request))
     if not isinstance(answer, Accept) or answer.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"expected an Accept of protocol version {PROTOCOL_VERSION}, got {answer}")
     return answer
 
 
-async def offer_segment(connection: Conversation, offer: SegmentOffer | Ready, fd: int | None = None) -> None:
-    """Answer an `Accept` with the segment `offer` and its `fd`, or with `Ready` over tcp; wait for the answer.
+async def complete_handshake(connection: Conversation, sending: Awaitable[None]) -> None:
+    """Answer an `Accept` by `sending` a segment, or Ready over tcp, and wait until this sender is admitted.
 
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.
         OutOfFileDescriptors: the receiver has none left for it.
         PeerClosed: it rejected for another reason, or disconnected.
     """
-    answer = await _answer(connection, offer, fd)
+    answer = await _answer(connection, sending)
     if not isinstance(answer, Ready):
         raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
 
 
-async def _answer(connection: Conversation, message: Message, fd: int | None = None) -> Message:
-    """Return the answer to `message`. A receiver that rejects may answer and disconnect before it reads the message."""
+async def _answer(connection: Conversation, sending: Awaitable[None]) -> Message:
+    """Return the answer to a message. A receiver that rejects may answer and disconnect before it reads the message."""
     with suppress(anyio.BrokenResourceError):
-        await connection.send(message, fd)
+        await sending
     try:
         answer = await connection.receive()
     except anyio.EndOfStream:

@@ -8,19 +8,13 @@ peers.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import zmq
-
-from .socket_monitor import SocketMonitor
 
 __all__ = [
     "CHECKS_PER_TIMEOUT",
     "DEFAULT_HEARTBEAT_TIMEOUT_S",
     "GRACE_S",
     "UNRESPONSIVE",
-    "DisconnectMonitor",
     "enable_heartbeats",
     "send_heartbeats",
 ]
@@ -63,36 +57,3 @@ def send_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None
     if heartbeat_timeout_s is not None:
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * heartbeat_timeout_s / 3)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
-
-
-class DisconnectMonitor:
-    """Calls `check` shortly after a connection of a socket has ended, and when that of a new peer must exist."""
-
-    def __init__(self, socket: zmq.Socket[bytes], heartbeat_timeout_s: float, check: Callable[[], None]) -> None:
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._check = check
-        self._loop = asyncio.get_running_loop()
-        self._timers: set[asyncio.TimerHandle] = set()
-        self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, self._on_event)
-
-    def expect_connection(self) -> None:
-        """Check again when a peer that was admitted must have connected."""
-        self._call_later(self._heartbeat_timeout_s)
-
-    def _on_event(self, _event: int, _value: int) -> None:
-        self._call_later(GRACE_S)
-
-    def _call_later(self, delay_s: float) -> None:
-        def run() -> None:
-            self._timers.discard(timer)
-            self._check()
-
-        timer = self._loop.call_later(delay_s, run)
-        self._timers.add(timer)
-
-    def close(self) -> None:
-        """Stop, and cancel the pending checks."""
-        self._monitor.close()
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()

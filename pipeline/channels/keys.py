@@ -108,8 +108,6 @@ class ChannelKey:
             socket.setsockopt(zmq.CURVE_SERVERKEY, receiver.public)
 
     def _pair(self, role: Role) -> CurvePair:
-        secret = zmq.utils.z85.encode(self._derived(b"curve " + role.encode()))
+        derived = hmac.digest(self._secret, b"curve " + role.encode(), hashlib.sha256)
+        secret = zmq.utils.z85.encode(derived)
         return CurvePair(zmq.curve_public(secret), secret)
-
-    def _derived(self, purpose: bytes) -> bytes:
-        return hmac.digest(self._secret, purpose, hashlib.sha256)

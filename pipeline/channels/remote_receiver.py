@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -44,7 +45,7 @@ from ..util.waiting import WaitClock, Waiters
 from .admission import Admission, RejectionCounter
 from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
-from .connection import Acceptor, PeerControl
+from .connection import PeerControl
 from .credit_returns import CreditReturner
 from .heartbeat import UNRESPONSIVE
 from .keys import ChannelKey
@@ -128,14 +129,12 @@ class RemoteReceiver(AsyncReceiver[R]):
     ) -> None:
         self.url = url
         """Where senders connect."""
-        self.checksum: bool = config.checksum
-        """Whether senders are asked for checksums."""
         self.schema: Schema = record_type.schema
         """What is carried."""
         self._assemble = record_type.assemble
         self._transport = transport
         self._socket = socket
-        self._config = config
+        self.config = config
         self._members = config.members
         self._kept_open = False
         self._min_senders = 1
@@ -151,17 +150,15 @@ class RemoteReceiver(AsyncReceiver[R]):
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
-        self.admission: Admission[Peer] = Admission(
+        self.admission = Admission(
             self.peers,
-            self._admit,
-            self._check,
             transport=transport,
             kind=self.schema.kind,
             max_senders=config.max_senders,
             tokenizer=config.tokenizer,
         )
-        self._acceptor: Acceptor | None = None
-        """Set as soon as senders may connect."""
+        self.on_unknown: Callable[[bytes, Frames], None] | None = None
+        """Handles the messages of a ZeroMQ connection that belongs to no admitted sender; None to reject them."""
         self._listener = config.listener
         self._arrivals: deque[Event] = deque()
         """Bundles and ends of senders, in order of arrival, that `_next` has not finished."""
@@ -173,7 +170,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._waiting = Waiters()
         self._clock = WaitClock()
         self._until_checkpoint = CHECKPOINT_EVERY
-        self._credit_returner = CreditReturner(self._send)
+        self._credit_returner = CreditReturner(self.send)
         self._release_at = min(RELEASE_AT, -(-config.capacity // 2))
         """Records whose credit is returned without a request: every message wakes the sender once."""
         self._drain_scheduled = False
@@ -195,29 +192,33 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     # -- admitting senders -------------------------------------------------------------------------------------------
 
-    def start_accepting(self, acceptor: Acceptor, resources: AsyncExitStack) -> None:
-        """Admit senders from now on. Owns both arguments until closed."""
-        self._acceptor = acceptor
+    def start_accepting(self, resources: AsyncExitStack) -> None:
+        """Admit senders from now on. Owns `resources`, the acceptor among them, and closes them when it is closed."""
         self._resources = resources
         if self._members is not None:
             self._members.open(self._loop.time())
             self._schedule_absence()
 
-    def _check(self, request: Connect) -> None:
-        """Check that a sender may join; see `Members.check`."""
+    def check(self, request: Connect) -> None:
+        """Check that a sender may join, before it is granted a place; see `Members.check`."""
         if self._members is not None:
             if self._end_reported and self._listener is None:
                 raise PeerClosed("the stream has ended: every member is done")
             self._members.check(request.name, request.pid)
 
-    def _admit(self, request: Connect, control: PeerControl, reader: PayloadReader) -> Peer:
+    def admit(self, request: Connect, control: PeerControl, reader: PayloadReader) -> Peer:
+        """Admit a sender that was granted a place.
+
+        Raises:
+            PenstockError: as `check`, if another sender took its name meanwhile.
+        """
+        self.check(request)
+        self.admission.joined += 1
         peer = self.peers[request.identity] = Peer(request, self._credit_returner.schedule, self._release_at)
         peer.control, peer.reader = control, reader
         if self._members is not None:
             self._members.join(request.name, request.pid, self._loop.time())
             self._schedule_absence()
-        if self._acceptor is not None:
-            self._acceptor.admitted()
         return peer
 
     def accept_message(self, endpoint: str, slot_bytes: int) -> Accept:
@@ -225,11 +226,11 @@ class RemoteReceiver(AsyncReceiver[R]):
         return Accept(
             PROTOCOL_VERSION,
             endpoint,
-            self._config.name,
-            self._config.capacity,
-            self._config.capacity_bytes,
+            self.config.name,
+            self.config.capacity,
+            self.config.capacity_bytes,
             slot_bytes,
-            self.checksum,
+            self.config.checksum,
             self._members is not None,
         )
 
@@ -280,8 +281,8 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         peer = self.peers.get(identity)
-        if peer is None and self._acceptor is not None:
-            self._acceptor.handle_unknown(identity, frames)
+        if peer is None and self.on_unknown is not None:
+            self.on_unknown(identity, frames)
             return
         if peer is not None and peer.awaits_saved:
             self._handle_after_close(peer, frames)
@@ -310,7 +311,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
             if isinstance(message, Close) and message.how == "done":
                 peer.awaits_saved = False
-                self._send(peer, CloseAck())
+                self.send(peer.identity, CloseAck())
                 return
         self.rejections.record("a message after Close")
 
@@ -323,14 +324,14 @@ class RemoteReceiver(AsyncReceiver[R]):
                 raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
             self._enqueue(peer, (descriptor, frames))
         self._check_bytes_in_flight(peer)
-        in_flight, capacity = peer.sequence - peer.returned, self._config.capacity
+        in_flight, capacity = peer.sequence - peer.returned, self.config.capacity
         if in_flight > capacity:
             raise ProtocolMismatch(f"expected at most {capacity} records in flight, got {in_flight}")
         if in_flight == capacity:
             self._on_credit_request(peer)
 
     def _check_bytes_in_flight(self, peer: Peer) -> None:
-        most = self._config.capacity_bytes + DEFAULT_SLOT_BYTES
+        most = self.config.capacity_bytes + DEFAULT_SLOT_BYTES
         if peer.nbytes - peer.released_bytes > most:
             peer.collect_releases()
         if (nbytes := peer.nbytes - peer.released_bytes) > most:
@@ -360,7 +361,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         if self._listener is not None:
             self._arrivals.append((peer, "closed"))
         self._credit_returner.return_credit(peer)
-        self._send(peer, CloseAck())
+        self.send(peer.identity, CloseAck())
 
     def disconnect_for_error(self, peer: Peer, error: Exception) -> None:
         """Treat a peer that violates the protocol as dead, once; the others go on."""
@@ -371,7 +372,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         peer.open = False
         kind, did = PeerLost, "violated the protocol"
         if isinstance(error, ChecksumDiffers):
-            kind, did = RecordCorrupted, f"sent records to {self._config.name} that were changed on their way"
+            kind, did = RecordCorrupted, f"sent records to {self.config.name} that were changed on their way"
         lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was disconnected: {printable(str(error))}")
         lost.__cause__ = error
         peer.rejection = Reject("PeerLost", str(lost))
@@ -441,11 +442,8 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     # -- sending to them ---------------------------------------------------------------------------------------------
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        self.send(peer.identity, message)
-
     def send(self, identity: bytes, message: Message) -> None:
-        """Send, and drain the socket soon: its descriptor does not report what arrived meanwhile."""
+        """Send where the connection still exists, and drain soon: sending may hide that a message has arrived."""
         if self._socket.closed:
             return
         with suppress(zmq.ZMQError):  # a disconnected peer needs no answer
@@ -582,9 +580,9 @@ class RemoteReceiver(AsyncReceiver[R]):
             peer.collect_releases()
         return ChannelStatistics(
             transport=self._transport,
-            capacity=self._config.capacity * max(1, len(peers)),
+            capacity=self.config.capacity * max(1, len(peers)),
             items=sum(peer.sequence - peer.returned - peer.unreturned_records for peer in peers),
-            capacity_bytes=self._config.capacity_bytes * max(1, len(peers)),
+            capacity_bytes=self.config.capacity_bytes * max(1, len(peers)),
             nbytes=sum(peer.nbytes - peer.released_bytes for peer in peers),
             sent=self._received + self._queued,
             received=self._received,
@@ -616,17 +614,9 @@ class RemoteReceiver(AsyncReceiver[R]):
                         await peer.control.send(Closed())
             finally:  # a shield stops anyio's cancellations, not asyncio's own, such as that of Ctrl-C
                 try:
-                    await self._close_resources()
-
+                    await self._resources.aclose()
                 finally:
                     self._socket.close()
                     # With the peers, their segments are unmapped now, not when cycles are collected.
                     self._arrivals.clear()
                     self.peers.clear()
-
-    async def _close_resources(self) -> None:
-        try:
-            if self._acceptor is not None:
-                await self._acceptor.aclose()
-        finally:
-            await self._resources.aclose()

@@ -36,7 +36,7 @@ from ..errors import NobodyListens, PeerLost, RecordTooLarge
 from ..util.blocking import enter_in_thread
 from .checksum import CHECKSUM_BYTES
 from .control_connection import ControlConnection, connect_control
-from .handshake import connect_message, handshake_timeout, offer_segment, request_session
+from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
 from .heartbeat import enable_heartbeats
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
@@ -284,7 +284,7 @@ async def _receive_segment(
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         segment = await anyio.to_thread.run_sync(SegmentReader, fd, offer.slots, offer.slot_bytes)
-        return SlotReader(segment, receiver.schema, checksum=receiver.checksum)
+        return SlotReader(segment, receiver.schema, checksum=receiver.config.checksum)
 
 
 @asynccontextmanager
@@ -313,9 +313,9 @@ async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> A
             socket,
             listener,
             lambda opened: _receive_segment(opened, receiver, endpoint),
-            config.heartbeat_timeout_s,
         )
-        receiver.start_accepting(acceptor, stack.pop_all())
+        stack.push_async_callback(acceptor.aclose)
+        receiver.start_accepting(stack.pop_all())
         async with receiver:
             yield receiver
 
@@ -335,7 +335,8 @@ async def connect_shm(
                 SegmentWriter, -(-accepted.capacity_bytes // accepted.slot_bytes), accepted.slot_bytes
             )
             stack.callback(segment.close)
-            await offer_segment(control, SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes), segment.fd)
+            offer = SegmentOffer(segment.slots, segment.slot_bytes, segment.nbytes)
+            await complete_handshake(control, control.send(offer, segment.fd))
         writer = SlotWriter(segment, accepted.capacity, record_type.schema.kind, checksum=accepted.checksum)
         data = dealer(request.identity)
         enable_heartbeats(data, heartbeat_timeout_s)

@@ -11,25 +11,21 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import anyio
+import zmq
 from anyio.abc import Listener, SocketStream
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Ready, Reject
-from ..errors import (
-    MemberNameInUse,
-    MemberNameRequired,
-    OutOfSharedMemory,
-    PeerClosed,
-    StaleDescriptor,
-    TooManyMembers,
-)
+from ..errors import PenstockError
 from .control_connection import ControlConnection, serve_control
-from .heartbeat import DisconnectMonitor
+from .heartbeat import GRACE_S
 from .peer import Peer
-from .registry import Registry
-from .transport import HANDSHAKE_S, Frames, PayloadReader
+from .remote_receiver import RemoteReceiver
+from .socket_monitor import SocketMonitor
+from .transport import HANDSHAKE_S, PayloadReader
 
 __all__ = ["Enter", "ShmAcceptor"]
 
@@ -40,18 +36,11 @@ REJECT_TIMEOUT_S = 1.0
 """How long sending a rejection may take: it is short, so that only a peer that does not read fails to get it."""
 
 _HANDSHAKE_ERRORS = (
+    PenstockError,
+    OSError,
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
     anyio.EndOfStream,
-    MemberNameInUse,
-    MemberNameRequired,
-    OSError,
-    OutOfSharedMemory,
-    PeerClosed,
-    ProtocolMismatch,
-    StaleDescriptor,
-    TimeoutError,
-    TooManyMembers,
 )
 
 Enter: TypeAlias = Callable[[ControlConnection], Awaitable[PayloadReader]]
@@ -59,48 +48,41 @@ Enter: TypeAlias = Callable[[ControlConnection], Awaitable[PayloadReader]]
 
 
 class ShmAcceptor:
-    """An `Acceptor` over control connections."""
+    """Accepts senders over control connections, and detects when one has closed, died or become unresponsive."""
 
     def __init__(
         self,
-        registry: Registry,
-        socket: Any,
+        receiver: RemoteReceiver[Any],
+        socket: zmq.Socket[bytes],
         listener: Listener[SocketStream],
         enter: Enter,
-        heartbeat_timeout_s: float | None,
     ) -> None:
         self.handshakes = 0
         """Handshakes in progress."""
-        self._registry = registry
-        self._admission, self._rejections = registry.admission, registry.rejections
+        self._receiver = receiver
+        self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
         self._listener = listener
         self._enter = enter
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._disconnect_monitor = (
-            None
-            if heartbeat_timeout_s is None
-            else DisconnectMonitor(socket, heartbeat_timeout_s, self._disconnect_unresponsive)
-        )
-        self._accept_task = asyncio.get_running_loop().create_task(self._serve(), name="penstock shm acceptor")
+        self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
+        """Checks for senders whose ZeroMQ connection has ended, or was not made in time."""
+        self._monitor: SocketMonitor | None = None
+        """Reports the end of a ZeroMQ connection, though not which one it was."""
+        if self._heartbeat_timeout_s is not None:
+            self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, lambda *_: self._check_in(GRACE_S))
+        self._accept_task = self._loop.create_task(self._serve(), name="penstock shm acceptor")
 
     def __repr__(self) -> str:
         return f"<ShmAcceptor: {self.handshakes} in handshake, {self._admission!r}>"
 
-    def handle_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Count a message from an identity that was not admitted; see `Acceptor.handle_unknown`."""
-        del identity, frames
-        self._rejections.record("a message from an unknown peer")
-
-    def admitted(self) -> None:
-        """Check that the new sender's ZeroMQ connection is made in time; see `Acceptor.admitted`."""
-        if self._disconnect_monitor is not None:
-            self._disconnect_monitor.expect_connection()
-
     async def aclose(self) -> None:
-        """See `Acceptor.aclose`."""
-        if self._disconnect_monitor is not None:
-            self._disconnect_monitor.close()
+        """Accept no more senders, and close the ZeroMQ socket."""
+        if self._monitor is not None:
+            self._monitor.close()
+        for timer in self._timers:
+            timer.cancel()
         self._accept_task.cancel()
         try:
             with suppress(asyncio.CancelledError):
@@ -122,7 +104,7 @@ class ShmAcceptor:
         peer = await self._handshake(connection)
         if peer is not None:
             await self._until_disconnected(connection)
-            if (rejection := self._registry.on_disconnect(peer)) is not None:
+            if (rejection := self._receiver.on_disconnect(peer)) is not None:
                 await _send_rejection(connection, rejection)
 
     async def _handshake(self, connection: ControlConnection) -> Peer | None:
@@ -147,17 +129,20 @@ class ShmAcceptor:
             self._rejections.record(f"{request.name} (pid {request.pid}): {rejection.reason}")
             await connection.send(rejection)
             return None
-        self._admission.check(request)
+        self._receiver.check(request)
         self._admission.granted += 1
         try:
             reader = await self._enter(connection)
-            if request.identity in self._registry.peers:
+            if request.identity in self._receiver.peers:
                 raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
-            return self._admission.admit(request, connection, reader)
+            peer = self._receiver.admit(request, connection, reader)
         except (anyio.BrokenResourceError, anyio.EndOfStream):  # a sender that was granted its place, and stopped
             return None
         finally:
             self._admission.granted -= 1
+        if self._heartbeat_timeout_s is not None:
+            self._check_in(self._heartbeat_timeout_s)  # by then its ZeroMQ connection must exist
+        return peer
 
     async def _until_disconnected(self, connection: ControlConnection) -> None:
         """Send a sender that it is admitted, and wait for its end; it may die at any moment, this one included."""
@@ -165,11 +150,14 @@ class ShmAcceptor:
             await connection.send(Ready())
             await connection.receive()
 
+    def _check_in(self, delay_s: float) -> None:
+        self._timers.add(self._loop.call_later(delay_s, self._disconnect_unresponsive))
+
     def _disconnect_unresponsive(self) -> None:
         """Disconnect the senders that have no ZeroMQ connection, but a control connection: they did not die."""
-        self._registry.drain()
-        for peer in list(self._registry.peers.values()):
-            if peer.open and self._settled(peer) and not self._registry.reaches(peer):
+        self._receiver.drain()
+        for peer in list(self._receiver.peers.values()):
+            if peer.open and self._settled(peer) and not self._receiver.reaches(peer):
                 peer.unresponsive_s = self._heartbeat_timeout_s
                 peer.control.shutdown_read()
 

@@ -5,7 +5,7 @@ address first, so that a small hot set of slots is used again and again and stay
 allocates in its own segment, so there is no lock and nothing for a killed process to leave locked.
 
     free ──allocate──▶ writing ──publish──▶ published ──release of every record──▶ free
-                          └──abandon (trim: of its end)──▶ free
+                          └──trim (of its end)──▶ free
 """
 
 from __future__ import annotations
@@ -121,15 +121,6 @@ class SlotTable:
         span.state, span.sequence, span.records = "published", sequence, records
         self._histories[span.start].append(("published as record", sequence))
 
-    def abandon(self, span: Span) -> None:
-        """Free `span` without publishing it.
-
-        Raises:
-            IllegalTransition: the span is not being written.
-        """
-        self._expect(span, "writing", "abandon")
-        self._close(span, "abandoned in generation")
-
     def release(self, start: int, generation: int, records: int = 1) -> Span:
         """Release `records` more of the span that begins at slot `start`; with the last one, free it.
 
@@ -153,14 +144,11 @@ class SlotTable:
             )
         span.records -= records
         if not span.records:
-            self._close(span, "released in generation")
+            del self._live[start]
+            span.state = "free"
+            self._histories[start].append(("released in generation", generation))
+            self._return(start, span.count)
         return span
-
-    def _close(self, span: Span, how: str) -> None:
-        del self._live[span.start]
-        span.state = "free"
-        self._histories[span.start].append((how, span.generation))
-        self._return(span.start, span.count)
 
     def _return(self, start: int, count: int) -> None:
         """Add slots to the free runs."""

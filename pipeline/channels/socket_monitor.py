@@ -12,9 +12,9 @@ from itertools import count
 
 import zmq
 
-__all__ = ["SocketMonitor"]
+from .transport import EVENTS, POLLIN
 
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+__all__ = ["SocketMonitor"]
 
 MOST_EVENTS = 100_000
 """Events that may wait for a blocked loop: some 20 MB. ZeroMQ's thread waits for the loop when there are more, so that

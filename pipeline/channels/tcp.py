@@ -22,7 +22,7 @@ from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
 from ..errors import RecordTooLarge, StaleDescriptor
 from .checksum import checked, with_checksum
-from .handshake import connect_message, handshake_timeout, offer_segment, request_session
+from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
 from .heartbeat import send_heartbeats
 from .keys import ChannelKey
 from .remote_receiver import ReceiverConfig, RemoteReceiver
@@ -200,13 +200,12 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
     acceptor = TcpAcceptor(
         receiver,
         socket,
-        make_accept=lambda: receiver.accept_message("", 0),
         make_reader=lambda: FrameReader(record_type.schema, checksum=config.checksum),
         port=port,
-        most_unread=config.capacity_bytes + LARGEST_MESSAGE,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    receiver.start_accepting(acceptor, AsyncExitStack())
+    stack = AsyncExitStack()
+    stack.push_async_callback(acceptor.aclose)
+    receiver.start_accepting(stack)
     async with receiver:
         yield receiver
 
@@ -231,7 +230,7 @@ async def connect_tcp(
         stack.push_async_callback(control.aclose)
         with handshake_timeout(heartbeat_timeout_s, url, EVENT_LOOP_BLOCKED):
             accepted = await request_session(control, request)
-            await offer_segment(control, Ready())
+            await complete_handshake(control, control.send(Ready()))
         writer = FrameWriter(
             accepted.capacity, accepted.capacity_bytes, record_type.schema.kind, checksum=accepted.checksum
         )

@@ -16,20 +16,21 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
 
 import anyio
 import zmq
 
 from ..._schemas import ProtocolMismatch
-from ..._schemas.control import Accept, Connect, Message, Ready, Reject, decode
+from ..._schemas.control import Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
-from .admission import Admission, RejectionCounter
 from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
 from .peer import Peer
-from .registry import Registry
+from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
-from .transport import HANDSHAKE_S, Frames, PayloadReader
+from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Frames, PayloadReader
 
 __all__ = ["TcpAcceptor"]
 
@@ -68,48 +69,41 @@ class _Connection:
         """Held once its sender is admitted."""
         self.messages = self.received = 0
         """Messages that had arrived on it, and bytes that had been received, when a message arrived last."""
-        self.idle_checks = 0
-        """How often in a row it was found idle for too long."""
         self.closing = False
         """Whether it is about to be closed."""
         self.deadline: asyncio.TimerHandle | None = None
         self._acceptor = acceptor
 
     async def send(self, message: Message) -> None:
-        self._acceptor.send(self.identity, message)
+        self._acceptor.receiver.send(self.identity, message)
 
     def shutdown_read(self) -> None:
         self._acceptor.shutdown_soon(self)
 
 
 class TcpAcceptor:
-    """Serves the bound socket of a receiver: an `Acceptor`."""
+    """Accepts senders at a receiver's socket, and detects when one has closed, died or become unresponsive."""
 
     def __init__(
         self,
-        registry: Registry,
+        receiver: RemoteReceiver[Any],
         socket: zmq.Socket[bytes],
-        *,
-        make_accept: Callable[[], Accept],
         make_reader: Callable[[], PayloadReader],
         port: int,
-        most_unread: int,
-        heartbeat_timeout_s: float | None,
     ) -> None:
-        self._registry = registry
-        self._admission: Admission[Peer] = registry.admission
-        self._rejections: RejectionCounter = registry.rejections
+        self.receiver = receiver
+        receiver.on_unknown = self._on_unknown
+        self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
-        self._make_accept = make_accept
         self._make_reader = make_reader
         self._port = port
-        self._most_unread = most_unread
+        self._most_unread = receiver.config.capacity_bytes + LARGEST_MESSAGE
         """Bytes that one message may have."""
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}
         """By descriptor, the oldest first."""
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         self._bound_scheduled = False
         """Whether a count of the connections in handshake is scheduled."""
         self._ending = 0
@@ -117,8 +111,8 @@ class TcpAcceptor:
         self._closed = False
         self._check_interval_s = (
             CHECK_INTERVAL_S
-            if heartbeat_timeout_s is None
-            else min(CHECK_INTERVAL_S, heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
+            if self._heartbeat_timeout_s is None
+            else min(CHECK_INTERVAL_S, self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
         )
         self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
         self._call_later(self._check_interval_s, self._check_connections)
@@ -126,10 +120,6 @@ class TcpAcceptor:
     def __repr__(self) -> str:
         waiting = sum(connection.peer is None for connection in self._connections.values())
         return f"<TcpAcceptor: {waiting} in handshake, {self._admission!r}>"
-
-    def send(self, identity: bytes, message: Message) -> None:
-        """Send to a connection whose identity is known."""
-        self._registry.send(identity, message)
 
     # -- the events of connections -----------------------------------------------------------------------------------
 
@@ -155,23 +145,23 @@ class TcpAcceptor:
         if connection is None:
             return
         if connection.deadline is not None:
-            self._cancel(connection.deadline)
+            connection.deadline.cancel()
         if connection.peer is not None:
             self._ending += 1
             self._loop.call_soon(self._on_peer_disconnect, connection, connection.peer)
         elif connection.request is not None:
             self._admission.granted -= 1
-            self._loop.call_soon(self._registry.drain)  # the stream may have waited only for it
+            self._loop.call_soon(self.receiver.drain)  # the stream may have waited only for it
 
     def _on_peer_disconnect(self, connection: _Connection, peer: Peer) -> None:
-        if self._registry.peers.get(peer.identity) is peer and not self._closed:
-            self._registry.on_disconnect(peer)
+        if self.receiver.peers.get(peer.identity) is peer and not self._closed:
+            self.receiver.on_disconnect(peer)
         self._ending -= 1  # only now: taking it off drains the socket, where a Connect may wait
         if connection.tcp is not None:
             connection.tcp.close()
 
     def _expired(self, connection: _Connection) -> None:
-        self._registry.drain()
+        self.receiver.drain()
         if connection.peer is None:
             self._drop(connection, f"a connection from {connection.host} sent no Connect for {HANDSHAKE_S} s")
 
@@ -180,7 +170,7 @@ class TcpAcceptor:
         self._bound_scheduled = False
         if self._closed:
             return
-        self._registry.drain()  # a connection whose Connect has arrived does not count
+        self.receiver.drain()  # a connection whose Connect has arrived does not count
         self._monitor.read()
         waiting: defaultdict[str, deque[_Connection]] = defaultdict(deque)
         for connection in self._connections.values():
@@ -197,8 +187,8 @@ class TcpAcceptor:
 
     # -- handshakes --------------------------------------------------------------------------------------------------
 
-    def handle_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Take a step of a handshake; see `Acceptor.handle_unknown`."""
+    def _on_unknown(self, identity: bytes, frames: Frames) -> None:
+        """Take a step of a handshake."""
         self._monitor.read()
         if self._ending:  # a member that was restarted returns once its former connection is taken off
             self._loop.call_soon(self._take, identity, frames)
@@ -233,46 +223,43 @@ class TcpAcceptor:
         if rejection is not None:
             self._reject(connection, identity, rejection, f"{request.name} (pid {request.pid}): ")
             return
-        self._admission.check(request)
+        self.receiver.check(request)
         connection.identity, connection.request = identity, request
         self._admission.granted += 1
-        self.send(identity, self._make_accept())
+        self.receiver.send(identity, self.receiver.accept_message("", 0))
 
     def _admit(self, connection: _Connection, request: Connect) -> None:
         self._admission.granted -= 1
         connection.request = None
         tcp = TcpConnection(connection.fd)
         try:
-            connection.peer = self._admission.admit(request, connection, self._make_reader())
+            connection.peer = self.receiver.admit(request, connection, self._make_reader())
         except PenstockError:
             tcp.close()
             raise
         connection.tcp = tcp
-        self.send(connection.identity, Ready())
+        self.receiver.send(connection.identity, Ready())
 
     def _reject(self, connection: _Connection, identity: bytes, rejection: Reject, subject: str) -> None:
         self._rejections.record(f"{subject}{rejection.reason}")
-        self.send(identity, rejection)
+        self.receiver.send(identity, rejection)
         self.shutdown_soon(connection)
-
-    def admitted(self) -> None:
-        """Do nothing: an admitted sender has its connection; see `Acceptor.admitted`."""
 
     # -- unresponsive senders, and messages without end --------------------------------------------------------------
 
     def _check_connections(self) -> None:
         self._call_later(self._check_interval_s, self._check_connections)
-        self._registry.drain()
+        self.receiver.drain()
         self._monitor.read()
         for connection in list(self._connections.values()):
             peer, tcp = connection.peer, connection.tcp
             if peer is None or tcp is None or not peer.open:
                 continue
             if self._exceeds_message_size(connection, peer, tcp):
-                self._registry.disconnect_for_error(
+                self.receiver.disconnect_for_error(
                     peer, ProtocolMismatch(f"a message of more than {self._most_unread} bytes")
                 )
-            elif self._unresponsive(connection, tcp):
+            elif tcp.unresponsive(self._heartbeat_timeout_s):
                 self._timeout(connection, peer)
 
     def _exceeds_message_size(self, connection: _Connection, peer: Peer, tcp: TcpConnection) -> bool:
@@ -281,17 +268,11 @@ class TcpAcceptor:
             connection.messages, connection.received = peer.messages, tcp.bytes_received
         return tcp.bytes_received - connection.received > self._most_unread
 
-    def _unresponsive(self, connection: _Connection, tcp: TcpConnection) -> bool:
-        """Return whether nothing arrived for too long, twice in a row: this process may be the one that was stopped."""
-        idle = self._heartbeat_timeout_s is not None and tcp.idle_s >= self._heartbeat_timeout_s
-        connection.idle_checks = connection.idle_checks + 1 if idle else 0
-        return connection.idle_checks > 1
-
     def _timeout(self, connection: _Connection, peer: Peer) -> None:
         peer.unresponsive_s = self._heartbeat_timeout_s
-        rejection = self._registry.on_disconnect(peer)
+        rejection = self.receiver.on_disconnect(peer)
         if rejection is not None:
-            self.send(peer.identity, rejection)
+            self.receiver.send(peer.identity, rejection)
         self.shutdown_soon(connection)
 
     # -- the end of connections --------------------------------------------------------------------------------------
@@ -313,12 +294,11 @@ class TcpAcceptor:
                 tcp.shutdown()
 
     async def aclose(self) -> None:
-        """See `Acceptor.aclose`."""
+        """Accept no more senders, and close the ZeroMQ socket when the last messages have left."""
         self._closed = True
         self._monitor.close()
         for timer in self._timers:
             timer.cancel()
-        self._timers.clear()
         self._socket.close()
         held = [connection.tcp for connection in self._connections.values() if connection.tcp is not None]
         try:
@@ -334,17 +314,9 @@ class TcpAcceptor:
             self._connections.clear()
 
     def _call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        def run() -> None:
-            self._timers.discard(timer)
-            call()
-
-        timer = self._loop.call_later(delay_s, run)
+        timer = self._loop.call_later(delay_s, call)
         self._timers.add(timer)
         return timer
-
-    def _cancel(self, timer: asyncio.TimerHandle) -> None:
-        timer.cancel()
-        self._timers.discard(timer)
 
 
 def _handshake_message(frames: Frames) -> Message:

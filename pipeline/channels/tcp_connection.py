@@ -19,7 +19,6 @@ import anyio
 
 __all__ = ["TcpConnection"]
 
-_ESTABLISHED = 1
 _INFO = struct.Struct("8B24I4Q")
 """`struct tcp_info` up to tcpi_bytes_received."""
 _LAST_DATA_RECEIVED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 3
@@ -35,6 +34,8 @@ class TcpConnection:
             OSError: `fd` is no connection (any more).
         """
         self._fd = fd
+        self._idle_checks = 0
+        """How often in a row it was found idle for too long."""
         own = os.dup(fd)
         try:
             self._socket = socket.socket(fileno=own)
@@ -59,11 +60,6 @@ class TcpConnection:
         self.close()
 
     @property
-    def ended(self) -> bool:
-        """Return whether the other side has closed it, or the kernel has ended it."""
-        return self._info()[0] != _ESTABLISHED
-
-    @property
     def held(self) -> bool:
         """Return whether ZeroMQ still holds it open."""
         with suppress(OSError):
@@ -81,6 +77,15 @@ class TcpConnection:
         unread = array.array("i", [0])
         fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, unread)
         return 0.0 if unread[0] else self._info()[_LAST_DATA_RECEIVED] / 1000
+
+    def unresponsive(self, timeout_s: float | None) -> bool:
+        """Return whether nothing was received for `timeout_s` in two checks in a row.
+
+        One check does not suffice: this process may be the one that was stopped.
+        """
+        idle = timeout_s is not None and self.idle_s >= timeout_s
+        self._idle_checks = self._idle_checks + 1 if idle else 0
+        return self._idle_checks > 1
 
     def _info(self) -> tuple[int, ...]:
         return _INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))

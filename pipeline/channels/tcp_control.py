@@ -51,10 +51,8 @@ class TcpControl:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ended = anyio.Event()
 
-    async def send(self, message: Message, fd: int | None = None) -> None:
+    async def send(self, message: Message) -> None:
         """Send `message`; see `Conversation.send`."""
-        if fd is not None:
-            raise TypeError("a file descriptor travels over a Unix socket only")
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -83,18 +81,12 @@ class TcpControl:
             self._connection.close()
 
     async def _until_ended(self, receiver: str) -> PeerLost:
-        """Wait until the connection has ended, or two checks in a row found it idle for too long.
-
-        One check does not suffice: this process may be the one that was stopped.
-        """
-        idle_checks = 0
+        """Wait until the connection has ended, or the receiver is unresponsive."""
         check_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT
         while not self._ended.is_set():
             with anyio.move_on_after(check_s):
                 await self._ended.wait()
-            idle = self._heartbeat_timeout_s is not None and self._connection.idle_s >= self._heartbeat_timeout_s
-            idle_checks = idle_checks + 1 if idle else 0
-            if idle_checks > 1:
+            if self._connection.unresponsive(self._heartbeat_timeout_s):
                 return PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
         return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
 

@@ -111,17 +111,13 @@ class JournalFiles:
         """Delete `volumes`, in which every trajectory has ended."""
         for volume in volumes:
             if volume is self.volumes[-1]:
-                self._close_volume()
+                self.close()
             volume.path.unlink(missing_ok=True)
             self.volumes.remove(volume)
 
-    def close(self) -> None:
-        """Close the volume that grows."""
-        self._close_volume()
-
     def _write(self, entries: list[bytes], nbytes: int) -> LogFile:
         if self._fd is not None and self.volumes[-1].nbytes >= min(VOLUME_BYTES, self._capacity_bytes // VOLUMES):
-            self._close_volume()
+            self.close()
         fd = self._begin_volume() if self._fd is None else self._fd
         volume = self.volumes[-1]
         append_whole(fd, entries)  # records that are not sent on leave nothing in the file
@@ -139,7 +135,8 @@ class JournalFiles:
             _sync_folder(self._folder)
         return self._fd
 
-    def _close_volume(self) -> None:
+    def close(self) -> None:
+        """Close the volume that grows; the next record begins another one."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

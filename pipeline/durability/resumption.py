@@ -125,19 +125,15 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock that the kernel releases when the process ends."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock(fd, folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInUse(
+                f"expected one run at a time in {folder}, got a second one: end the other, or take another"
+            ) from None
         yield
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunInUse(
-            f"expected one run at a time in {folder}, got a second one: end the other, or take another"
-        ) from None
 
 
 def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
@@ -155,8 +151,7 @@ def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, 
 
 def resumed(nodes: Sequence[StageNode], point: ResumePoint) -> tuple[StageNode, ...]:
     """Return the same nodes, with their stages resumed from `point`."""
-    return tuple(replace(node, stage=_stage_resumed(node.stage, point)) for node in nodes)
-
-
-def _stage_resumed(stage: Any, point: ResumePoint) -> Any:
-    return stage.resume_from(point) if isinstance(stage, Resumes) else stage
+    return tuple(
+        replace(node, stage=node.stage.resume_from(point)) if isinstance(node.stage, Resumes) else node
+        for node in nodes
+    )

@@ -98,13 +98,12 @@ async def test_an_unfinished_handshake_ends_after_its_timeout(sent: bytes, monke
 
 async def test_a_sender_that_stops_during_its_handshake_is_not_rejected() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
-        acceptor: Any = inbox._acceptor
         with anyio.fail_after(FAILSAFE_S):
             with stranger_at(inbox) as stranger:
                 stranger.sendall(connect_frame())
-                while not acceptor.handshakes:
+                while not inbox.admission.granted:
                     await anyio.lowlevel.checkpoint()
-            while acceptor.handshakes:
+            while inbox.admission.granted:
                 await anyio.lowlevel.checkpoint()
         await still_works(inbox)
         assert not inbox.rejected

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,10 +133,6 @@ class FreeRunsStayApart(SlotTable):
         self.runs.append(set(range(span.start + count, span.start + count + fewer)))
         return fewer
 
-    def abandon(self, span: Span) -> None:
-        super().abandon(span)
-        self.runs.append(set(range(span.start, span.start + span.count)))
-
     def release(self, start: int, generation: int, records: int = 1) -> Span:
         span = super().release(start, generation, records)
         self.runs.append(set(range(span.start, span.start + span.count)))
@@ -168,19 +165,16 @@ class WhatIsWrittenIsReleased(SlotTable):
     def release(self, start: int, generation: int, records: int = 1) -> Span:
         span = self.writing.get((start, generation))
         if span is not None and span.state == "writing":
-            self.abandon(span)
-            return span
+            self.publish(span, 0)
         return super().release(start, generation, records)
 
 
-class PublishedIsAbandoned(SlotTable):
-    """What is published may be abandoned."""
+class PublishedIsPublishedAgain(SlotTable):
+    """What is published may be published again."""
 
-    def abandon(self, span: Span) -> None:
-        try:
-            super().abandon(span)
-        except IllegalTransition:
-            self.release(span.start, span.generation)
+    def publish(self, span: Span, sequence: int, records: int = 1) -> None:
+        with suppress(IllegalTransition):
+            super().publish(span, sequence, records)
 
 
 class AnyReleaseFrees(SlotTable):
@@ -566,7 +560,7 @@ MUTANTS = [
     Mutant(FreeRunsStayApart, machine(SlotMachine, table=FreeRunsStayApart), slot_machine.FIRST_FIT),
     Mutant(SpansOverlap, machine(SlotMachine, table=SpansOverlap), slot_machine.FIRST_FIT),
     Mutant(WhatIsWrittenIsReleased, machine(SlotMachine, table=WhatIsWrittenIsReleased), slot_machine.REFUSED),
-    Mutant(PublishedIsAbandoned, machine(SlotMachine, table=PublishedIsAbandoned), slot_machine.REFUSED),
+    Mutant(PublishedIsPublishedAgain, machine(SlotMachine, table=PublishedIsPublishedAgain), slot_machine.REFUSED),
     Mutant(SlotsLeak, machine(SlotMachine, table=SlotsLeak), slot_machine.OWNERS),
     Mutant(AnyReleaseFrees, machine(SlotMachine, table=AnyReleaseFrees), slot_machine.OWNERS),
     Mutant(TrimsKeepTheirSlots, machine(SlotMachine, table=TrimsKeepTheirSlots), slot_machine.OWNERS),

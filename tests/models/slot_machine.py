@@ -84,14 +84,6 @@ class SlotMachine(RuleBasedStateMachine):
         self.published.append(span)
         self.held[span.start] = records
 
-    @precondition(lambda self: self.writing)
-    @rule(pick=PICKS)
-    def abandon(self, pick: int) -> None:
-        span = any_of(self.writing, pick)
-        self.real.abandon(span)
-        self.writing.remove(span)
-        self._end(span)
-
     @precondition(lambda self: self.published)
     @rule(pick=PICKS, records=st.integers(1, 3))
     def release(self, pick: int, records: int) -> None:
@@ -137,10 +129,9 @@ class SlotMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.published)
     @rule(pick=PICKS)
-    def publish_or_abandon_what_is_published(self, pick: int) -> None:
+    def publish_or_trim_what_is_published(self, pick: int) -> None:
         span = any_of(self.published, pick)
         self._refused(REFUSED, IllegalTransition, self.real.publish, span, self.sequence)
-        self._refused(REFUSED, IllegalTransition, self.real.abandon, span)
         self._refused(REFUSED, IllegalTransition, self.real.trim, span, 1)
 
     def _refused(self, name: str, error: type[PenstockError], step: Callable[..., Any], *arguments: Any) -> None:

@@ -200,14 +200,14 @@ async def test_statistics_after_close_send_no_message(transport: str, monkeypatc
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the number of records in each later CreditGrant is appended."""
     granted: list[int] = []
-    send = RemoteReceiver._send
+    send = RemoteReceiver.send
 
-    def recording(self: RemoteReceiver[TrajectoryGroup], peer: Any, message: Any) -> None:
+    def recording(self: RemoteReceiver[TrajectoryGroup], identity: bytes, message: Any) -> None:
         if type(message).__name__ == "CreditGrant":
             granted.append(sum(records for _, _, records in message.spans))
-        send(self, peer, message)
+        send(self, identity, message)
 
-    monkeypatch.setattr(RemoteReceiver, "_send", recording)
+    monkeypatch.setattr(RemoteReceiver, "send", recording)
     return granted
 
 

@@ -92,21 +92,14 @@ def test_an_illegal_transition_tells_the_story_of_the_slot() -> None:
     )
 
 
-def test_what_is_being_written_cannot_be_released_and_what_is_published_not_abandoned() -> None:
+def test_what_is_being_written_cannot_be_released_and_what_is_published_not_trimmed() -> None:
     table = SlotTable(2)
     writing, ready = allocated(table, 1), published(table, 1)
 
     with pytest.raises(IllegalTransition, match="cannot release slot 0: expected state published, got writing"):
         table.release(writing.start, writing.generation)
-    with pytest.raises(IllegalTransition, match="cannot abandon slot 1: expected state writing, got published"):
-        table.abandon(ready)
-
-
-def test_an_abandoned_span_is_free_again() -> None:
-    table = SlotTable(2)
-    table.abandon(allocated(table, 2))
-    assert table.free_slots == 2
-    assert table.live == 0
+    with pytest.raises(IllegalTransition, match="cannot trim slot 1: expected state writing, got published"):
+        table.trim(ready, 1)
 
 
 def test_a_table_needs_a_slot() -> None:

@@ -16,7 +16,7 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.channels.control_connection import ControlConnection
-from penstock._pipeline.channels.handshake import offer_segment
+from penstock._pipeline.channels.handshake import complete_handshake
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.weights import weight_publisher, weight_subscriber
 from penstock._schemas import control
@@ -88,13 +88,13 @@ async def door_that_closed_after(*said: control.Message) -> ControlConnection:
 async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_broken_socket() -> None:
     async with await door_that_closed_after() as control_connection:
         with pytest.raises(PeerClosed, match="closed the connection without an answer"):
-            await offer_segment(control_connection, control.SegmentOffer(1, 4096, 4096))
+            await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
 
 
 async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
     async with await door_that_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
         with pytest.raises(OutOfSharedMemory, match="the receiver rejected this sender: no room"):
-            await offer_segment(control_connection, control.SegmentOffer(1, 4096, 4096))
+            await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------

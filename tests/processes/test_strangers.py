@@ -134,7 +134,7 @@ async def test_a_release_that_was_never_due_is_ignored() -> None:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
         peer = next(iter(inbox.peers.values()))
-        inbox._send(peer, wire.credit_grant((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1)))
+        inbox.send(peer.identity, wire.credit_grant((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1)))
         inbox._socket.send_multipart([peer.identity, b"\xc1"])
         for number in range(1, 200):
             await outbox.send(group(instance_id=str(number)))
