@@ -7,8 +7,6 @@ These are the names that every script uses; the others are in public modules by 
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from ._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ._pipeline.graph.context import Context, Worker, current, drop
 from ._pipeline.graph.each import each
@@ -29,7 +27,7 @@ from ._stages.source_channel import SourceChannel
 from ._stages.source_env import SourceEnv
 from ._stages.teacher import Teacher
 
-__version__ = version("penstock")
+__version__ = "0.1.0"
 
 __all__ = [
     "AdvantageNormalizer",
