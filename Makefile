@@ -1,7 +1,7 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
-#   make test            the suite, three files at a time, with coverage
-#   make test-all        every cell of its long tables too, of which make test runs some
+#   make test            the suite, four files at a time
+#   make test-all        every cell of its long tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
@@ -30,17 +30,17 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
 
-# Three files at a time, in their order: the long ones are not the last.
-BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time, in their order: the long ones are not the last. More than the cores, for many tests wait.
+BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest $(BESIDE)
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report --skip-covered
+	$(BIN)/python -m pytest $(BESIDE)
 
 test-all: $(READY) $(OLDER)
-	$(BIN)/python -m pytest $(BESIDE) -m "long or not long"
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(BESIDE) -m "long or not long"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered
 	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/test_transformers_models.py
 
 test-vllm: $(READY) $(VLLM)/ready
