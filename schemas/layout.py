@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from types import NoneType
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -404,9 +403,7 @@ class Schema:
         """Columns with a value a sequence or a value a token."""
         self._values = attrgetter(*rules)
         """The values of all fields of a record that are columns, None included, in one step."""
-        self._typed: dict[tuple[type, ...], tuple[_Getter, tuple[np.dtype[Any], ...]]] = {}
-        """For the types of those fields and of the reward parts: a getter of the dtypes of the fields that are arrays,
-        and those dtypes."""
+        self._dtypes = tuple(rule.dtype for rule in rules.values())
         self._sent: dict[tuple[object, ...], ColumnLayout] = {}
         self._usual: _LayoutCache | None = None
         """The properties of the last record that differed from the one before it: most records are alike."""
@@ -507,22 +504,12 @@ class Schema:
         Raises:
             InvalidRecord: naming the first column that is not.
         """
-        kinds = (*map(type, self._values(record)), *map(type, (record.reward_parts or {}).values()))
-        typed = self._typed.get(kinds) or self._type(kinds)
-        if typed is None or typed[0](record) != typed[1]:
+        for column, dtype in zip(self._values(record), self._dtypes, strict=True):
+            if column is not None and (type(column) is not np.ndarray or column.dtype != dtype):
+                self.check(self.columns(record))
+                return
+        if record.reward_parts and {*map(type, record.reward_parts.values())} != _ARRAYS:
             self.check(self.columns(record))
-
-    def _type(self, kinds: tuple[type, ...]) -> tuple[_Getter, tuple[np.dtype[Any], ...]] | None:
-        """Return a new value of `_typed`; None where a type is neither an array nor, for a field, None."""
-        names = [name for name, kind in zip(self.rules, kinds, strict=False) if kind is np.ndarray]
-        others = {*kinds[: len(self.rules)]} - {NoneType} | {*kinds[len(self.rules) :]}
-        if others != _ARRAYS or not names:
-            return None
-        if len(self._typed) >= CACHED_FORMS:
-            self._typed.clear()
-        typed = attrgetter(*[f"{name}.dtype" for name in names]), tuple(self.rules[name].dtype for name in names)
-        self._typed[kinds] = typed
-        return typed
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 

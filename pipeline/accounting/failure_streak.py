@@ -14,6 +14,9 @@ from .shared_counters import OTHER_REASONS, UNREPORTED
 FAILURE_LIMIT = 64
 """Failed rollouts in a row, in the whole run, at which it ends: eight groups of eight in which every rollout failed."""
 
+UNSPECIFIC = {OTHER_REASONS, UNREPORTED}
+"""Reasons that name no cause."""
+
 REASONS_SHOWN = 3
 """Reasons that a message lists, those that came most often."""
 
@@ -48,12 +51,7 @@ class FailureStreak:
 
 def first_reasons(reasons: Mapping[str, int]) -> str:
     """Return the most frequent of `reasons`, each with its count; those that name no cause come last."""
-    most = sorted(reasons.items(), key=lambda item: (_is_unspecific(item[0]), -item[1]))
+    most = sorted(reasons.items(), key=lambda item: (item[0] in UNSPECIFIC, -item[1]))
     listed = [f"{count} × {reason}" if reason else str(count) for reason, count in most[:REASONS_SHOWN]]
     more = [f"{len(most) - REASONS_SHOWN} more reasons"] if len(most) > REASONS_SHOWN else []
     return ", ".join(listed + more)
-
-
-def _is_unspecific(reason: str) -> bool:
-    """Return whether `reason` stands for several, or for one that its worker has not reported yet."""
-    return reason == OTHER_REASONS or reason.startswith(UNREPORTED)

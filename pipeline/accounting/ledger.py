@@ -48,10 +48,6 @@ PACE_WINDOW = 8
 """Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
 
 
-SWALLOWED = "swallowed by "
-"""Prefix of the reason of trajectories that are lost because a stage received and neither sent nor dropped them."""
-
-
 class Balance(msgspec.Struct, frozen=True):
     """The counts of a ledger at one moment."""
 
@@ -121,6 +117,8 @@ class Ledger:
         """Called after trajectories were counted as failed."""
         self.step: int = 0
         """The last optimizer step that was committed, or of which this process was notified."""
+        self.unaccounted: Counter[str] = Counter()
+        """Lost trajectories that a stage received, and neither sent nor dropped, by the name of the stage."""
         self.checkpoint: str = ""
         """Path of the last checkpoint that was announced; empty where it had none."""
 

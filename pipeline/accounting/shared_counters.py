@@ -19,8 +19,8 @@ END_STATES: tuple[EndState, ...] = get_args(EndState)
 OTHER_REASONS = "other reasons"
 """The reason of those that are not distinguished, because there are too many."""
 
-UNREPORTED = "in "
-"""Prefix of a worker's name, as the reason of trajectories that ended in it for a reason not yet reported."""
+UNREPORTED = "reason not reported"
+"""The reason of trajectories that ended in a worker which has not reported their reason, or was killed before."""
 
 COUNTERS_BYTES = 8 * (2 + len(END_STATES))
 
@@ -32,12 +32,10 @@ class SharedCounters:
     established.
     """
 
-    __slots__ = ("_words", "name", "reasons", "taken_over")
+    __slots__ = ("_words", "reasons", "taken_over")
 
-    def __init__(self, page: mmap.mmap | memoryview | bytearray, name: str = "") -> None:
+    def __init__(self, page: mmap.mmap | memoryview | bytearray) -> None:
         self._words = memoryview(page)[:COUNTERS_BYTES].cast("q")
-        self.name: str = name
-        """The worker's name, for reasons and messages."""
         self.taken_over: int = 0
         """Trajectories that the reader's ledger has taken over; counted by the reader."""
         self.reasons: dict[str, dict[str, int]] = {}
@@ -67,14 +65,14 @@ class SharedCounters:
         return self.admitted - ended - self.taken_over
 
     def ends(self) -> Iterator[tuple[EndState, str, int]]:
-        """Yield counts of ends within the worker, by state and reason: a reported one, or else the worker's name."""
+        """Yield counts of ends within the worker, by state and reason: a reported one, or `UNREPORTED`."""
         for state in END_STATES:
             reported = self.reasons.get(state, {})
             unreported = self.ended(state) - sum(reported.values())
             for reason, count in reported.items():
                 yield state, reason, count
             if unreported:
-                yield state, f"{UNREPORTED}{self.name}", unreported
+                yield state, UNREPORTED, unreported
 
     def admit(self, count: int) -> None:
         """Count `count` admissions."""

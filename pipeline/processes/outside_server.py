@@ -105,8 +105,8 @@ class RunningServer:
         """Id of the process that runs the command; 0 before that."""
         self.ended: anyio.Event = anyio.Event()
         """Set when that process has ended, or could not be started."""
-        self.how: str = ""
-        """A description of its end; empty while it runs."""
+        self.exit_reason: str = ""
+        """The cause of its exit: `exited with status 1`; empty while it runs."""
         self._status_ended = anyio.Event()
         """Set when the subreaper has closed its status."""
         self._process = process
@@ -115,7 +115,7 @@ class RunningServer:
             os.set_blocking(descriptor, False)
 
     def __repr__(self) -> str:
-        return f"<RunningServer {self.name}: {self.how or f'pid {self.pid}'}>"
+        return f"<RunningServer {self.name}: {self.exit_reason or f'pid {self.pid}'}>"
 
     async def watch(self) -> None:
         """Handle the subreaper's status lines until it ends. Shielded from cancellation; `stop` ends the subreaper."""
@@ -142,8 +142,8 @@ class RunningServer:
         else:
             self._set_ended(describe_end(status, int(value)))
 
-    def _set_ended(self, how: str) -> None:
-        self.how = self.how or how
+    def _set_ended(self, exit_reason: str) -> None:
+        self.exit_reason = self.exit_reason or exit_reason
         self.ended.set()
 
     async def stop(self, within_s: float) -> None:
@@ -304,14 +304,14 @@ async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenera
             yield
         except Exception as error:
             if server.ended.is_set():
-                raise await _failed(server, server.how) from error
+                raise await _failed(server, server.exit_reason) from error
             raise
     if used.cancelled_caught:
-        raise await _failed(server, server.how)
+        raise await _failed(server, server.exit_reason)
 
 
-async def _failed(server: RunningServer, how: str) -> ServerFailed:
+async def _failed(server: RunningServer, failure: str) -> ServerFailed:
     excerpt = ""
     with anyio.CancelScope(shield=True):
         excerpt = await anyio.to_thread.run_sync(server.excerpt)
-    return ServerFailed(f"{server.name} (pid {server.pid}) {how}\n\n{excerpt}")
+    return ServerFailed(f"{server.name} (pid {server.pid}) {failure}\n\n{excerpt}")

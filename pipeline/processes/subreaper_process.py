@@ -71,8 +71,13 @@ def describe_end(status: str, value: int) -> str:
     """Describe the end of a command by a subreaper's line `refused <errno>` or `ended <wait status>`."""
     if status == "refused":
         return f"could not be started: {os.strerror(value)}"
-    if os.WIFSIGNALED(value):
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(os.WTERMSIG(value)).name}"
-        return f"was killed by signal {os.WTERMSIG(value)}"
-    return f"exited with status {os.waitstatus_to_exitcode(value)}"
+    return describe_exit(os.waitstatus_to_exitcode(value))
+
+
+def describe_exit(code: int) -> str:
+    """Describe the exit of a process by its exit code, which is negative for a signal."""
+    if code >= 0:
+        return f"exited with status {code}"
+    with suppress(ValueError):  # a real-time signal has no name
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

@@ -26,7 +26,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ..accounting.ledger import SWALLOWED
 from ..accounting.telemetry import get_logger
 from ..channels.socket_directory import sweep
 from ..errors import WorkerFailed
@@ -34,6 +33,7 @@ from ..graph.context import Worker
 from ..graph.placement import Processes
 from ..graph.statistics import WorkerState, WorkerStatistics
 from ..util.exception_groups import first_exception
+from .subreaper_process import describe_exit
 from .worker import refuse_while_importing_main
 from .worker_accounting import WorkerAccounting
 from .worker_messages import (
@@ -170,36 +170,30 @@ class _Child:
         return bool(self.config.channels.inbox_kind) and not self.finished and self.failure is None
 
     @property
+    def label(self) -> str:
+        """Return its name and id."""
+        return f"{self.config.name} (pid {self.pid})"
+
+    @property
     def exit_reason(self) -> str:
-        """The cause of its exit, which is the reason of the trajectories that are lost with it."""
-        name = f"{self.config.name} (pid {self.pid})"
-        status = self._popen.returncode
+        """The cause of its exit, which is the reason of the trajectories that are lost with it. It must have exited."""
+        name, status = self.label, self._popen.returncode
         # 1. The stage returned: trajectories that it still holds were neither sent nor dropped.
         if self.finished:
-            return f"{SWALLOWED}{name}"
+            return f"swallowed by {name}"
         # 2. The stage raised.
         if self.failure is not None:
             return f"{name} {self.failure.error}"
         # 3. The supervisor killed it. With another status it was exiting already when it was killed.
         if self.killed_because and status == -signal.SIGKILL:
             return f"{name} {self.killed_because}; it was killed"
-        # 4. A signal from outside killed it.
-        if status is not None and status < 0:
-            return f"{name} was killed by {_signal_name(-status)}"
-        # 5. It exited by itself, as `os._exit` does.
-        return f"{name} exited with status {status} before its stage had returned"
+        # 4. A signal from outside killed it, or it exited by itself, as `os._exit` does.
+        return f"{name} {describe_exit(status)}{' before its stage had returned' if status >= 0 else ''}"
 
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
         os.close(self._pidfd)
         os.close(self._events)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has none
-        return f"signal {number}"
 
 
 class _Spawner:
@@ -340,7 +334,12 @@ class Supervisor:
         child = await self._start(spawner, worker)
         try:
             await self._watch(child, feed)
-            self._accounting.ended(child.config.name, child.exit_reason, connected=child.connected)
+            self._accounting.ended(
+                child.config.name,
+                child.exit_reason,
+                connected=child.connected,
+                unaccounted_by=child.label if child.finished else "",
+            )
         finally:
             child.close()
         return child

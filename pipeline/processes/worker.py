@@ -180,7 +180,7 @@ def _report(config: WorkerConfig, event: WorkerEvent) -> None:
 async def _run(stage: Any, config: WorkerConfig) -> bool:
     """Run `stage` until it returns or SIGTERM arrives; return whether it was SIGTERM."""
     with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
-        counters = SharedCounters(page, config.name)
+        counters = SharedCounters(page)
         ledger = _ReportingLedger() if config.channels.inbox_kind else Ledger(counters)
         context = Context(ledger, Metrics(), config.worker)
         try:

@@ -50,6 +50,8 @@ class _Worker:
     """The repetitions of each prompt that were sent to a middle stage's worker and did not return."""
     reason: str = ""
     """The reason of the process' exit; empty while it runs."""
+    unaccounted_by: str = ""
+    """The process, if its stage has returned, so that trajectories that it holds were neither sent nor dropped."""
     drained: bool = False
     """True once every record that it sent was received."""
 
@@ -82,7 +84,7 @@ class WorkerAccounting:
         self._workers[worker] = opened = _Worker()
         if self._source:
             opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
-            opened.counters = SharedCounters(opened.memory, worker)
+            opened.counters = SharedCounters(opened.memory)
             self._ledger.attach_counters(opened.counters)
         return fd
 
@@ -142,13 +144,14 @@ class WorkerAccounting:
     def disconnected(self, peer: Peer) -> None:
         """Do nothing: the supervisor knows when a worker has ended; see `PeerListener`."""
 
-    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+    def ended(self, worker: str, reason: str, *, connected: bool = True, unaccounted_by: str = "") -> None:
         """Record that the process of `worker` ended; trajectories that it still holds are lost, for `reason`.
 
-        A worker that never `connected` sent no records, so no channel reports that all of them were received.
+        A worker that never `connected` sent no records, so no channel reports that all of them were received. If its
+        stage has returned, they are `unaccounted_by` that process.
         """
         known = self._workers[worker]
-        known.reason, known.drained = reason, known.drained or not connected
+        known.reason, known.drained, known.unaccounted_by = reason, known.drained or not connected, unaccounted_by
         self._settle(worker, known)
 
     def close(self, reason: str = RUN_ENDED) -> None:
@@ -168,6 +171,8 @@ class WorkerAccounting:
         if known.counters is not None and known.memory is not None:
             lost += self._ledger.detach_counters(known.counters, known.reason)
             known.memory.close()
+        if lost and known.unaccounted_by:
+            self._ledger.unaccounted[known.unaccounted_by] += lost
         if lost:
             report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end is no failure
             report("trajectories_lost", worker=worker, count=lost, reason=known.reason)

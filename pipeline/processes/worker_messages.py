@@ -6,8 +6,6 @@ Only the stage itself is pickled, by the parent for the child that it starts; a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
@@ -83,7 +81,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 WorkerEvent = Starting | Connected | Serving | Finished | Failed
-"""The events that a worker sends to its parent on the pipe, each as a 4-byte length and msgpack."""
+"""The events that a worker sends to its parent on the pipe, each as a line of JSON."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -105,27 +103,21 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """From a source's worker: counts of the trajectories that ended there, by state and reason, since it began."""
 
 
-_LENGTH_BYTES = 4
-
-_decode = msgspec.msgpack.Decoder(WorkerEvent).decode
+_decode_lines = msgspec.json.Decoder(WorkerEvent).decode_lines
 
 
 def encode_event(event: WorkerEvent) -> bytes:
     """Return `event` as the bytes for the pipe."""
-    encoded = msgspec.msgpack.encode(event)
-    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+    return msgspec.json.encode(event) + b"\n"
 
 
-def decode_events(buffer: bytearray) -> Iterator[WorkerEvent]:
-    """Remove every complete event from the beginning of `buffer`, and yield it.
+def decode_events(buffer: bytearray) -> list[WorkerEvent]:
+    """Remove every complete event from the beginning of `buffer`, and return them.
 
     Raises:
         msgspec.DecodeError: the bytes are no event.
     """
-    while len(buffer) >= _LENGTH_BYTES:
-        end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
-        if len(buffer) < end:
-            return
-        encoded = bytes(buffer[_LENGTH_BYTES:end])
-        del buffer[:end]
-        yield _decode(encoded)
+    end = buffer.rfind(b"\n") + 1
+    lines = bytes(buffer[:end])
+    del buffer[:end]
+    return _decode_lines(lines)

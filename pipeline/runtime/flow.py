@@ -30,9 +30,8 @@ from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
 from ..processes.worker import refuse_while_importing_main
 from ..util.blocking import enter_in_thread
-from .outcome import check_outcome
+from .outcome import check_outcome, stop_message
 from .run import Run
-from .stop_message import stop_message
 from .stop_signals import STOP_TIMEOUT_S, StopRequest, print_line, stop_request
 
 log = get_logger("penstock.pipeline")
@@ -204,7 +203,7 @@ class Pipeline:
                 await run.run()
         finally:
             self.report = _report(run, ledger, time.monotonic() - started)
-        check_outcome(self.report, ledger.step)
+        check_outcome(self.report, ledger)
         return self.report
 
 
@@ -235,7 +234,7 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
 
 
 def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
-    ledger.lose(run.loss_reason(ledger))
+    run.lose_in_flight(ledger)
     report = Report(
         stop_reason=run.stop_reason,
         seconds=seconds,

@@ -1,12 +1,15 @@
-"""Check a run that ended by itself: every stage accounted for the records that it received, and some were trained.
+"""The outcome of a run, from its report.
 
-A run that was cancelled, stopped or failed is not checked: its report has the result.
+A run that ended by itself is checked: every stage accounted for the records that it received, and some were trained. Of
+a run that a signal has stopped, the result is printed, the path of its checkpoint, and how to resume it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..accounting.failure_streak import first_reasons
-from ..accounting.ledger import SWALLOWED
+from ..accounting.ledger import Ledger
 from ..errors import NothingTrained, RecordsSwallowed
 from ..graph.statistics import Report
 
@@ -14,8 +17,8 @@ END_OF_STREAM = "end of stream"
 """`Report.stop_reason` of a run whose stages all returned by themselves, with empty channels between them."""
 
 
-def check_outcome(report: Report, step: int) -> None:
-    """Check the result of a run; `step` is its last optimizer step, those before a resumption included.
+def check_outcome(report: Report, ledger: Ledger) -> None:
+    """Check the result of a run.
 
     Raises:
         RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
@@ -24,19 +27,14 @@ def check_outcome(report: Report, step: int) -> None:
     """
     if report.stop_reason != END_OF_STREAM:
         return
-    unaccounted = {
-        reason.removeprefix(SWALLOWED): count
-        for reason, count in report.balance.reasons["lost"].items()
-        if reason.startswith(SWALLOWED)
-    }
-    if unaccounted:
-        names = " and ".join(f"{name} ({count} trajectories)" for name, count in unaccounted.items())
+    if ledger.unaccounted:
+        names = " and ".join(f"{name} ({count} trajectories)" for name, count in ledger.unaccounted.items())
         raise RecordsSwallowed(
             f"expected every stage to send or drop the records that it receives, got stages that did neither with "
             f"some: {names}. Is `await` missing before outbox.send(record)? A stage leaves a record out with "
             f"drop(record, 'filtered', reason), a sink records its use with current().ledger.end(record, 'trained')"
         )
-    if not step and not report.statistics.edges[-1].channel.received:
+    if not ledger.step and not report.statistics.edges[-1].channel.received:
         raise NothingTrained(
             f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
         )
@@ -51,3 +49,39 @@ def _ends(report: Report) -> str:
         f"{count} {state} ({first_reasons(balance.reasons[state])})" for state, count in balance.ended.items() if count
     ]
     return f"{balance.admitted} trajectories were begun, {'; '.join(ends)}"
+
+
+def stop_message(report: Report, folder: str | Path | None) -> str:
+    """Return the lines to print about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""
+    return "\n".join(
+        [
+            f"the run was {report.stop_reason}"
+            if report.stop_reason.startswith("stopped")
+            else f"ended: {report.stop_reason}",
+            f"  after {report.seconds:.0f} s; {_counts(report)}",
+            f"  checkpoint: {report.checkpoint or _no_checkpoint(folder)}",
+            f"  to resume: {_to_resume(report, folder)}",
+        ]
+    )
+
+
+def _counts(report: Report) -> str:
+    """Return the balance in a line; trajectories that were in flight are listed apart from lost ones."""
+    parts = [f"{count} {state}" for state, count in report.ended.items() if count]
+    if report.in_flight:
+        parts.append(f"{report.in_flight} in flight, not trained")
+    return f"{report.balance.admitted} trajectories = {' + '.join(parts) or '0'}"
+
+
+def _no_checkpoint(folder: str | Path | None) -> str:
+    if folder is not None:
+        return "none was written by this run"
+    return "none, for there is no folder for one: give Pipeline.run(folder=...)"
+
+
+def _to_resume(report: Report, folder: str | Path | None) -> str:
+    if folder is not None:
+        return f"start the script again: it continues from the newest checkpoint in {folder}"
+    if report.checkpoint:
+        return f"call trainer.resume({report.checkpoint!r}) before the run"
+    return "not possible: the next run starts from the beginning"

@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 
 from ..accounting.failure_streak import FailureStreak
-from ..accounting.ledger import SWALLOWED, Ledger
+from ..accounting.ledger import Ledger
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
@@ -31,7 +31,7 @@ from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED
 from ..processes.workers import Workers
-from ..util.exception_groups import single_exception, unwrap_single
+from ..util.exception_groups import all_of, single_exception, unwrap_single
 from .outcome import END_OF_STREAM
 
 log = get_logger("penstock.pipeline")
@@ -230,7 +230,7 @@ class Run:
                 self._cancel()
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:
-        if _is_only(error, PeerClosed) and self._is_over_after(task):
+        if all_of(error, PeerClosed) and self._is_over_after(task):
             return
         task.state = "failed"
         cause = single_exception(error)
@@ -344,16 +344,18 @@ class Run:
         held = sum(each.unaccounted for each in self._tasks[self._tasks.index(task) :])
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
-    def loss_reason(self, ledger: Ledger) -> str:
-        """Return the reason of trajectories that are lost because they are in flight when the run has ended."""
+    def lose_in_flight(self, ledger: Ledger) -> None:
+        """Count the trajectories that are in flight when the run has ended as lost."""
         if not self._stream_ended:
-            return RUN_ENDED
+            ledger.lose(RUN_ENDED)
+            return
         sink = self._tasks[-1]
         taken = {task: task.unaccounted for task in self._tasks[1:]}
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
         taken[self._tasks[0]] = max(0, ledger.in_flight - sum(taken.values()))
-        names = [task.node.name for task in self._tasks if taken[task]]
-        return f"{SWALLOWED}{' and '.join(names)}"
+        names = " and ".join(task.node.name for task in self._tasks if taken[task])
+        if lost := ledger.lose(f"swallowed by {names}"):
+            ledger.unaccounted[names] += lost
 
 
 def _no_op() -> None:
@@ -369,12 +371,6 @@ async def _close_ends(task: _StageTask) -> None:
         await task.outbox.close_all()
     if task.before is not None and task.before.outbox is not None:
         await task.before.inbox.aclose()
-
-
-def _is_only(error: BaseException, kind: type[BaseException]) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.split(kind)[1] is None
-    return isinstance(error, kind)
 
 
 def _line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from tests.models.explore import hold
 from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import TrajectoryGroup, TrajectoryId
-from penstock._pipeline.accounting.shared_counters import EndState, SharedCounters
+from penstock._pipeline.accounting.shared_counters import UNREPORTED, EndState, SharedCounters
 from penstock._pipeline.channels.peer import Peer
 from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
@@ -275,9 +275,9 @@ class SourceMachine(_BooksMachine):
         hold(COPIES, reasons["rejected"] == rejected, f"{reasons['rejected']}, but {rejected}")
         hold(SETTLED, reasons["lost"] == dict(+self.lost), f"{reasons['lost']}, but {self.lost}")
         told: Counter[str] = Counter()
-        for name, counts in self.counts.items():
+        for counts in self.counts.values():
             told.update(counts.told)
-            told[f"in {name}"] += counts.failed - sum(counts.told.values())
+            told[UNREPORTED] += counts.failed - sum(counts.told.values())
         hold(TOLD, reasons["failed"] == dict(+told), f"{reasons['failed']}, but {told}")
 
     def teardown(self) -> None:

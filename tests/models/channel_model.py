@@ -360,7 +360,7 @@ class _Accounting:
         """A worker is started."""
         page = bytearray(COUNTERS_BYTES)
         self.workers[worker] = self._ledger(SharedCounters(page))
-        self._pages[worker] = SharedCounters(page, str(worker))
+        self._pages[worker] = SharedCounters(page)
         if self.trainer is not None:
             self.trainer.attach_counters(self._pages[worker])
 

@@ -119,7 +119,7 @@ class WorkersAreNotHeard(Ledger):
     """What a worker counts stays with it."""
 
     def attach_counters(self, counters: SharedCounters) -> None:
-        super().attach_counters(SharedCounters(bytearray(counters._words.nbytes), counters.name))
+        super().attach_counters(SharedCounters(bytearray(counters._words.nbytes)))
 
 
 class TheDeadAreForgotten(Ledger):

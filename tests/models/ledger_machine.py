@@ -19,7 +19,7 @@ from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock._pipeline.accounting.repetition_sets import iter_bits, mask_of
-from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
+from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, UNREPORTED, EndState, SharedCounters
 from penstock.accounting import Balance, Ledger
 from penstock.errors import LedgerImbalance
 from penstock.testing import group
@@ -92,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _start(self) -> None:
         page, name = bytearray(COUNTERS_BYTES), f"worker {self.started}"
-        worker = Worker(name, type(self).ledger(SharedCounters(page)), SharedCounters(page, name))
+        worker = Worker(name, type(self).ledger(SharedCounters(page)), SharedCounters(page))
         self.trainer.attach_counters(worker.account)
         self.workers.append(worker)
         self.started += 1
@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert fate.worker is not None
         fate.worker.ledger.end([fate.one], state, reason)
         fate.worker.allowance.remove(fate.one)
-        self._end(fate, state, f"in {fate.worker.name}")
+        self._end(fate, state, UNREPORTED)
 
     @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, fails_first=st.booleans())
@@ -185,7 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
         refused = worker.ledger.hand_over(_record([again]))
         hold(COPIES, refused == mask_of([one.repetition_id]), one)
         self.fates.append(again)
-        self._end(again, "rejected", f"in {worker.name}")
+        self._end(again, "rejected", UNREPORTED)
 
     def _sent(self, worker: Worker) -> list[TrajectoryId]:
         """What it sent, and does not know to have ended."""

@@ -373,9 +373,9 @@ class WakesOneTooMany(Waiters):
 class DoesNotWaitForWhatWasPublished(WorkerAccounting):
     """What a worker held is settled as soon as it was reaped."""
 
-    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+    def ended(self, worker: str, reason: str, *, connected: bool = True, unaccounted_by: str = "") -> None:
         self._workers[worker].drained = True
-        super().ended(worker, reason, connected=connected)
+        super().ended(worker, reason, connected=connected, unaccounted_by=unaccounted_by)
 
 
 class DoesNotWaitForTheReaper(WorkerAccounting):
@@ -385,9 +385,9 @@ class DoesNotWaitForTheReaper(WorkerAccounting):
         self._workers[peer.name].reason = "unknown"
         super().closed(peer)
 
-    def ended(self, worker: str, reason: str, *, connected: bool = True) -> None:
+    def ended(self, worker: str, reason: str, *, connected: bool = True, unaccounted_by: str = "") -> None:
         if worker in self._workers:
-            super().ended(worker, reason, connected=connected)
+            super().ended(worker, reason, connected=connected, unaccounted_by=unaccounted_by)
 
 
 class BelievesAnyEnding(WorkerAccounting):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 from tests.pipeline.flow_stages import Count
 
-from penstock._pipeline.processes import supervisor, worker
+from penstock._pipeline.processes import worker
+from penstock._pipeline.processes.subreaper_process import describe_exit
 from penstock._pipeline.processes.worker_payload import open_payload, write_payload
 
 
@@ -42,8 +43,8 @@ def test_no_secret_of_the_parent_is_handed_on() -> None:
 
 
 def test_a_real_time_signal_has_a_number_for_a_name() -> None:
-    assert supervisor._signal_name(9) == "SIGKILL"
-    assert supervisor._signal_name(40) == "signal 40"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"
 
 
 def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

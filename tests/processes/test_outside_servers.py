@@ -160,7 +160,7 @@ async def test_a_server_is_asked_to_end_and_has_time_to(port: int, tmp_path: Pat
         assert is_alive(*descriptors)
 
     assert server.log.read_text().splitlines()[-1] == "goodbye"
-    assert server.how == "exited with status 0"
+    assert server.exit_reason == "exited with status 0"
 
 
 async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tm
 
     with stack:
         assert (alive, [is_alive(each) for each in family]) == ([True] * 4, [False] * 4)
-    assert server.how == "was killed by SIGKILL"
+    assert server.exit_reason == "was killed by SIGKILL"
 
 
 async def test_whoever_answers_in_its_place_is_not_taken_for_it_and_left_alone(port: int, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ async def test_what_the_body_raises_for_reasons_of_its_own_is_raised_as_it_is(po
     with pytest.raises(ValueError, match="mine"):
         await use()
 
-    assert ended[0].how == "exited with status 0"
+    assert ended[0].exit_reason == "exited with status 0"
 
 
 async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -
             scope.cancel()
             await anyio.sleep_forever()
 
-    assert ended[0].how == "exited with status 0"
+    assert ended[0].exit_reason == "exited with status 0"
 
 
 # -- who dies ------------------------------------------------------------------------------------------------------
