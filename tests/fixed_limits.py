@@ -15,7 +15,7 @@ MODULES = {
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor"],
     "HANDSHAKE_S": ["_pipeline.channels.shm_acceptor", "_pipeline.channels.tcp_acceptor"],
     "LARGEST_MESSAGE": ["_pipeline.channels.tcp", "_pipeline.channels.tcp_acceptor"],
-    "MOST_NEWCOMERS": ["_pipeline.channels.tcp_acceptor"],
+    "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "STEP_POLL_S": ["_stages.integrations.atropos.server.gateway"],

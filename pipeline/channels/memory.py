@@ -85,6 +85,16 @@ class _End(AsyncCloseable, Generic[T]):
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
+    def clone(self) -> Self:
+        """Return another such end of the same channel; each record goes to one of the receiving ends.
+
+        Raises:
+            anyio.ClosedResourceError: this end is closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return type(self)(self._queue)
+
     def statistics(self) -> ChannelStatistics:
         """Return what this end holds and waits for."""
         return self._queue.statistics(self._clock)
@@ -174,16 +184,6 @@ class MemorySender(_End[T]):
         if self._queue.has_room(0):  # one large record that left may have made room for several
             self._queue.waiting_senders.wake_one()
 
-    def clone(self) -> MemorySender[T]:
-        """Return another sending end of the same channel.
-
-        Raises:
-            anyio.ClosedResourceError: this end is closed.
-        """
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return MemorySender(self._queue)
-
     def _on_close(self) -> None:
         self._queue.senders -= 1
         if not self._queue.senders:
@@ -226,16 +226,6 @@ class MemoryReceiver(_End[T], AsyncReceiver[T]):
             except anyio.WouldBlock:
                 with self._clock.waiting("record"):
                     await self._queue.waiting_receivers.wait()
-
-    def clone(self) -> MemoryReceiver[T]:
-        """Return another receiving end of the same channel; each record goes to one of them.
-
-        Raises:
-            anyio.ClosedResourceError: this end is closed.
-        """
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return MemoryReceiver(self._queue)
 
     def _on_close(self) -> None:
         self._queue.receivers -= 1

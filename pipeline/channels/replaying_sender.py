@@ -7,16 +7,17 @@ nothing about checkpoints but that the receiver reports trajectories as `saved`:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.to_thread
 
-from ..._schemas import GroupId, TokenizerIdentity, TrajectoryGroup, tokenizer_identity
+from ..._schemas import GroupId, TrajectoryGroup, tokenizer_identity
 from ..._schemas.numbers import finite_number, whole_number
 from ..accounting.retention import Retention
 from ..accounting.telemetry import get_logger
@@ -46,6 +47,9 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 
 LAST_MESSAGES_S = 1.0
 """How long messages that a receiver sent before it closed may be in flight."""
+
+ConnectTo: TypeAlias = Callable[[str], AbstractAsyncContextManager[RemoteSender[TrajectoryGroup]]]
+"""Opens a connection to a URL."""
 
 _DISCONNECTED = (PeerClosed, PeerLost)
 _UNAVAILABLE = (MemberNameInUse, NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
@@ -185,28 +189,13 @@ class ReplayingSender:
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
-    async def stay_connected(
-        self,
-        url: str | Path,
-        name: str | None,
-        key: ChannelKey | None,
-        heartbeat_timeout_s: float | None,
-        tokenizer: TokenizerIdentity | None,
-    ) -> None:
+    async def stay_connected(self, url: str | Path, connect_to: ConnectTo) -> None:
         """Connect, and reconnect, until cancelled or there was no receiver for too long."""
         retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
         while True:
             try:
                 address = url if isinstance(url, str) else await anyio.to_thread.run_sync(url.read_text)
-                connected = connect(
-                    address,
-                    TrajectoryGroup,
-                    name=name,
-                    key=key,
-                    heartbeat_timeout_s=heartbeat_timeout_s,
-                    tokenizer=tokenizer,
-                )
-                async with connected as connection:
+                async with connect_to(address) as connection:
                     connection.on_ended(self._handle)
                     try:
                         await self._use(connection)
@@ -296,9 +285,17 @@ async def connect_with_replay(
     heartbeat_timeout_s = (
         None if heartbeat_timeout_s is None else finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
     )
+    connect_to = partial(
+        connect,
+        record_type=TrajectoryGroup,
+        name=name,
+        key=key,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        tokenizer=identity,
+    )
     with unwrap_single():
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sender.stay_connected, url, name, key, heartbeat_timeout_s, identity)
+            tasks.start_soon(sender.stay_connected, url, connect_to)
             yield sender
             await sender.finish()
             tasks.cancel_scope.cancel()

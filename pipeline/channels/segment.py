@@ -205,7 +205,7 @@ class SegmentReader:
         return np.asarray(Lease(self, descriptor, self._address + descriptor.slot * self.slot_bytes, released))
 
     def columns(self, descriptor: Descriptor, places: Iterable[Place]) -> list[memoryview]:
-        """Return the columns at `places` of a bundle that has `contents`, to be copied before anything is awaited."""
+        """Return the columns at `places` of a bundle that has `contents`, to be checked before anything is awaited."""
         at, views = self._payload + descriptor.slot * self.slot_bytes, self._typed
         bases = [at // itemsize for itemsize in _ITEM_BYTES]
         return [views[index][bases[index] + first : bases[index] + last] for index, first, last in places]

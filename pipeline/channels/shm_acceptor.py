@@ -25,12 +25,9 @@ from .heartbeat import GRACE_S
 from .peer import Peer
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
-from .transport import HANDSHAKE_S, PayloadReader
+from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
 
 __all__ = ["Enter", "ShmAcceptor"]
-
-MAX_HANDSHAKES = 64
-"""Handshakes in progress at a time, beside those of as many senders as may join: each holds a file descriptor."""
 
 REJECT_TIMEOUT_S = 1.0
 """How long sending a rejection may take: it is short, so that only a peer that does not read fails to get it."""

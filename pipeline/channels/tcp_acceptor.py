@@ -30,12 +30,9 @@ from .peer import Peer
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
-from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Frames, PayloadReader
+from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
 
 __all__ = ["TcpAcceptor"]
-
-MOST_NEWCOMERS = 64
-"""Connections that may wait before Connect, beside those of as many senders as may join."""
 
 LARGEST_HANDSHAKE_MESSAGE = 64 * 1024
 """Bytes: the messages of a handshake are short."""
@@ -104,7 +101,7 @@ class TcpAcceptor:
         self._connections: dict[int, _Connection] = {}
         """By descriptor, the oldest first."""
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
-        self._bound_scheduled = False
+        self._limit_scheduled = False
         """Whether a count of the connections in handshake is scheduled."""
         self._ending = 0
         """Senders whose connection has ended, and whose end is scheduled."""
@@ -136,9 +133,9 @@ class TcpAcceptor:
         connection.deadline = self._call_later(HANDSHAKE_S, lambda: self._expired(connection))
         with suppress(OSError), TcpConnection(fd) as tcp:
             connection.host = tcp.host
-        if not self._bound_scheduled and len(self._connections) > self._admission.max_senders + MOST_NEWCOMERS:
-            self._bound_scheduled = True
-            self._loop.call_soon(self._bound_newcomers)
+        if not self._limit_scheduled and len(self._connections) > self._admission.max_senders + MAX_HANDSHAKES:
+            self._limit_scheduled = True
+            self._loop.call_soon(self._limit_handshakes)
 
     def _on_disconnected(self, fd: int) -> None:
         connection = self._connections.pop(fd, None)
@@ -165,9 +162,9 @@ class TcpAcceptor:
         if connection.peer is None:
             self._drop(connection, f"a connection from {connection.host} sent no Connect for {HANDSHAKE_S} s")
 
-    def _bound_newcomers(self) -> None:
+    def _limit_handshakes(self) -> None:
         """Close the oldest connections of the address with the most, where too many have sent no Connect."""
-        self._bound_scheduled = False
+        self._limit_scheduled = False
         if self._closed:
             return
         self.receiver.drain()  # a connection whose Connect has arrived does not count
@@ -176,7 +173,7 @@ class TcpAcceptor:
         for connection in self._connections.values():
             if connection.request is None and connection.peer is None and not connection.closing:
                 waiting[connection.host].append(connection)
-        excess = sum(map(len, waiting.values())) - self._admission.max_senders - MOST_NEWCOMERS
+        excess = sum(map(len, waiting.values())) - self._admission.max_senders - MAX_HANDSHAKES
         for _ in range(excess):
             host, connections = max(waiting.items(), key=lambda entry: len(entry[1]))
             self._drop(connections.popleft(), f"too many connections from {host} send no Connect")

@@ -136,32 +136,21 @@ class _Attempt:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._events: list[tuple[int, int]] = []
-        self._happened = asyncio.Event()
-        self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
+        self._events: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self._monitor = SocketMonitor(socket, _WATCHED, lambda *event: self._events.put_nowait(event))
         self._connection: TcpConnection | None = None
-
-    def _on_event(self, event: int, value: int) -> None:
-        self._events.append((event, value))
-        self._happened.set()
-
-    async def _next(self) -> tuple[int, int]:
-        while not self._events:
-            self._happened.clear()
-            await self._happened.wait()
-        return self._events.pop(0)
 
     async def connect(self, url: str, endpoint: str, heartbeat_timeout_s: float | None) -> TcpControl | None:
         """Return the connection when the handshake is done; None where `endpoint` cannot be reached."""
         self._socket.connect(endpoint)
         with handshake_timeout(heartbeat_timeout_s, url, NO_CONNECTION):
-            event, fd = await self._next()
+            event, fd = await self._events.get()
         if event != zmq.EVENT_CONNECTED:
             return None
         with suppress(OSError):  # it has ended already, which the next event reports
             self._connection = TcpConnection(fd)
         with handshake_timeout(heartbeat_timeout_s, url, NO_HANDSHAKE):
-            event, _ = await self._next()
+            event, _ = await self._events.get()
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED or self._connection is None:
             raise PeerClosed(f"the receiver at {url} ended the connection in the handshake: has it the same key?")
         self._monitor.close()

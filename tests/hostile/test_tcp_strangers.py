@@ -29,7 +29,7 @@ KEY = ChannelKey(bytes(32))
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
-MOST_NEWCOMERS = 64
+MAX_HANDSHAKES = 64
 """Connections without a handshake that a receiver keeps open."""
 
 
@@ -158,7 +158,7 @@ async def test_an_idle_connection_is_closed_after_the_timeout_of_the_handshake(m
 async def test_of_too_many_idle_connections_the_oldest_of_the_address_with_the_most_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, MOST_NEWCOMERS=4)
+    set_limits(monkeypatch, MAX_HANDSHAKES=4)
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             alone = strangers.enter_context(idle(inbox, "127.0.0.2"))
@@ -177,7 +177,7 @@ async def test_more_idle_connections_than_permitted_keep_no_sender_out() -> None
             for _ in range(300):
                 strangers.enter_context(await anyio.to_thread.run_sync(idle, inbox))
             await still_works(inbox)
-            await until_rejected(inbox, 300 - 2 - MOST_NEWCOMERS)
+            await until_rejected(inbox, 300 - 2 - MAX_HANDSHAKES)
 
 
 @pytest.mark.parametrize(
