@@ -1,17 +1,95 @@
-"""The entry point of the command `penstock`. Errors are printed as sentences, and exit with status 1."""
+"""The command `penstock`. Errors are printed as sentences, and exit with status 1."""
 
 from __future__ import annotations
 
+import gc
 import sys
+from typing import Annotated
 
-from ._commands import commands
+import anyio
+import typer
+
 from ._pipeline.errors import PenstockError
+from ._stages.integrations.atropos.queue.trajectory_queue import (
+    DEFAULT_CAPACITY,
+    DEFAULT_CAPACITY_BYTES,
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    TrajectoryQueue,
+)
+from ._stages.integrations.atropos.server.limits import Limits
+from ._stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
+from ._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
 
 __all__ = ["main"]
 
+LIMITS = Limits()
+
+PORTS = 2**16
+
+GARBAGE = 100_000
+"""Objects that are allocated between two garbage collections: the lists of one group, none of which is a cycle."""
+
+
+def _positive(value: float) -> float:
+    if not value > 0:  # nor NaN
+        raise typer.BadParameter(f"expected a number above 0, got {value}")
+    return value
+
+
+commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@commands.callback()
+def penstock() -> None:
+    """Bring trajectories from reinforcement-learning environments to a trainer."""
+
+
+@commands.command()
+def gateway(
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.", min=0, max=PORTS - 1)] = DEFAULT_PORT,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="PENSTOCK_TOKEN", help="Secret that clients send; other users see the option."),
+    ] = None,
+    certfile: Annotated[
+        str | None, typer.Option(help="Certificate chain in PEM; with it the gateway speaks https.")
+    ] = None,
+    keyfile: Annotated[str | None, typer.Option(help="Key of the certificate in PEM, if in a file of its own.")] = None,
+    capacity: Annotated[int, typer.Option(help="Groups that may wait.", min=1)] = DEFAULT_CAPACITY,
+    capacity_bytes: Annotated[int, typer.Option(help="Bytes of those.", min=1)] = DEFAULT_CAPACITY_BYTES,
+    heartbeat_timeout_s: Annotated[
+        float,
+        typer.Option(help="An environment that sent nothing for so long holds no other back.", callback=_positive),
+    ] = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    request_bytes: Annotated[int, typer.Option(help="Of one request, as it is sent.", min=1)] = LIMITS.request_bytes,
+    inflated_bytes: Annotated[int, typer.Option(help="Of one request, inflated.", min=1)] = LIMITS.inflated_bytes,
+    shm_bytes: Annotated[
+        int, typer.Option(help="Of shared memory for each environment on this host that sends through it.", min=1)
+    ] = CAPACITY_BYTES,
+) -> None:
+    """Serve environments and trainers that were written for Atropos."""
+    limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
+    server = ServerConfig(
+        host=host, port=port, token=token, certfile=certfile, keyfile=keyfile, limits=limits, shm_bytes=shm_bytes
+    )
+    queue: TrajectoryQueue[bytes] = TrajectoryQueue(
+        capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
+    )
+    anyio.run(serve, server, queue, _announce)
+
+
+def _announce(url: str) -> None:
+    """Print the URL. The process only serves from now on, so its modules are excluded from garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
+    typer.echo(f"listening at {url}")
+
 
 def main() -> None:
-    """Run a command of `commands.py`."""
+    """Run a command."""
     try:
         commands()
     except (PenstockError, OSError) as error:
