@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
@@ -44,10 +44,10 @@ from ..util.blocking import enter_in_thread
 from ..util.file_descriptors import available
 from ..util.waiting import Waiters
 from .engine_sync import Syncable, synced
+from .tensor_layout import WritePlan
 from .weight_connection import listening_socket
 from .weight_specs import FusedTensor, Tensor, manifest_of
 from .weights import NO_VERSION, WeightWriter
-from .write_plan import WritePlan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,9 +171,7 @@ class WeightPublisher:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Notify every subscriber that no newer version follows, and close. They keep their weights."""
         await self._stack.aclose()
 

@@ -17,7 +17,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -124,9 +123,7 @@ class WeightSubscriber:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Disconnect. The model keeps its weights."""
         await self._stack.aclose()
 

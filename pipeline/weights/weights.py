@@ -22,10 +22,9 @@ from ..._schemas.control import DeviceHandle
 from ..channels.shared_memory import allocate, may_shrink
 from ..errors import OutOfSharedMemory, StaleHandle
 from .device_memory import DeviceMemory
-from .tensor_layout import LENGTH, TensorLayout, header_bytes
+from .tensor_layout import LENGTH, TensorLayout, WritePlan, header_bytes
 from .weight_memory import HostMemory, TensorBuffer, VersionMemory
 from .weight_specs import Tensor
-from .write_plan import WritePlan
 
 NO_VERSION = -1
 """The version of weights that were never published."""

@@ -32,11 +32,10 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import WeightsInUse
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.weights.engine_sync import Syncable, synced
-from ..._pipeline.weights.tensor_layout import LENGTH, TensorLayout
+from ..._pipeline.weights.tensor_layout import LENGTH, TensorLayout, WritePlan
 from ..._pipeline.weights.weight_memory import bytes_of
 from ..._pipeline.weights.weight_specs import FusedTensor, Tensor, manifest_of
 from ..._pipeline.weights.weights import NO_VERSION
-from ..._pipeline.weights.write_plan import WritePlan
 from ..training.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 
 __all__ = ["MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]

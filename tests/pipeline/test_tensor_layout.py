@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load
 from torch import nn
 
-from penstock._pipeline.weights.tensor_layout import LENGTH, TensorLayout
+from penstock._pipeline.weights.tensor_layout import LENGTH, TensorLayout, WritePlan
 from penstock._pipeline.weights.weight_memory import bytes_of
 from penstock._pipeline.weights.weight_specs import DTYPES, Tensor, TensorManifest, TensorSpec, manifest_of
 from penstock._pipeline.weights.weights import WeightReader, WeightWriter
-from penstock._pipeline.weights.write_plan import WritePlan
 from penstock.torch import WeightFolder
 from penstock.weights import FusedTensor
 

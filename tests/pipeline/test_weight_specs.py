@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock._pipeline.weights.tensor_layout import WritePlan
 from penstock._pipeline.weights.weight_copies import CopiedModel, PrivateCopy
 from penstock._pipeline.weights.weight_specs import Tensor, TensorManifest, TensorSpec, fitted, packed, specs_of
 from penstock._pipeline.weights.weights import WeightReader, WeightWriter
-from penstock._pipeline.weights.write_plan import WritePlan
 from penstock.errors import WeightsMismatch
 from penstock.weights import FusedTensor
 

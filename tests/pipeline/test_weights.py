@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from penstock._pipeline.weights import weights as module
+from penstock._pipeline.weights.tensor_layout import WritePlan
 from penstock._pipeline.weights.weight_copies import CopiedModel, PrivateCopy
 from penstock._pipeline.weights.weight_memory import HostMemory
 from penstock._pipeline.weights.weight_specs import Tensor, TensorManifest, TensorSpec, check_weights, specs_of
 from penstock._pipeline.weights.weights import NO_VERSION, WeightReader, WeightWriter
-from penstock._pipeline.weights.write_plan import WritePlan
 from penstock.errors import OutOfSharedMemory, ProtocolMismatch, StaleHandle, WeightsMismatch
 
 
