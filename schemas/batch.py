@@ -207,11 +207,14 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def _only(self, rows: NDArray[np.bool_]) -> TrainBatch:
-        tokens = np.repeat(rows, self.lengths())
-        taken = self._taken(rows, tokens)
-        counts = np.bincount(self.group_of_sequence()[rows], minlength=len(self.groups))
+        taken = self._taken(rows, np.repeat(rows, self.lengths()))
+        return self._part(self.group_of_sequence()[rows], taken, _bounds(self.lengths()[rows]))
+
+    def _part(self, owners: NDArray[np.int64], taken: dict[str, Array], bounds: NDArray[np.int64]) -> TrainBatch:
+        """Return a batch of `taken` columns with `bounds`, of sequences whose groups are `owners`."""
+        counts = np.bincount(owners, minlength=len(self.groups))
         groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
-        return _finish(groups, taken, _bounds(self.lengths()[rows]))
+        return _finish(groups, taken, bounds)
 
     def split(self, max_tokens: int) -> list[TrainBatch]:
         """Return micro-batches of at most `max_tokens` tokens (a longer sequence is alone), split between sequences.
@@ -231,9 +234,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         a, b = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
         taken = self._taken(slice(first, last), slice(a, b))
         owners = self.group_of_sequence()[first:last]
-        counts = np.bincount(owners, minlength=len(self.groups))
-        groups = tuple(g._replace(sequences=n) for g, n in zip(self.groups, counts.tolist(), strict=True) if n)
-        return self._with_totals(_finish(groups, taken, self.cu_seqlens[first : last + 1] - a))
+        return self._with_totals(self._part(owners, taken, self.cu_seqlens[first : last + 1] - a))
 
     def padded(self, *, pad_token: int = 0, length: int | None = None) -> PaddedBatch:
         """Return the token columns as right-padded [B, L] rectangles: tokens with `pad_token`, others with 0 or false.
@@ -284,15 +285,12 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         sequences = sum(group.sequences for group in groups)
         if sequences != len(columns["rewards"]):
             raise InvalidRecord(f"header: expected groups of {len(columns['rewards'])} sequences, got {sequences}")
-        fields = {name: column for name, column in columns.items() if name in BATCH_RULES}
-        parts = {n.removeprefix(PART_PREFIX): column for n, column in columns.items() if n not in BATCH_RULES}
         return cls(
             groups=groups,
             loss_tokens=loss_tokens,
             loss_sequences=loss_sequences,
             total_sequences=total_sequences,
-            reward_parts=parts,
-            **fields,
+            **cls.schema.fields(columns),
         )
 
 
@@ -541,24 +539,16 @@ def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
-def _parts_of(columns: dict[str, Array]) -> dict[str, Array]:
-    """Remove the reward parts from `columns`, and return them by their own names."""
-    return {name.removeprefix(PART_PREFIX): columns.pop(name) for name in [*columns] if name.startswith(PART_PREFIX)}
-
-
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqlens: NDArray[np.int64]) -> TrainBatch:
     """Return a batch of its columns, read-only ones, and its bounds, with the totals that follow from them."""
     columns["cu_seqlens"] = cu_seqlens
     freeze((cu_seqlens,))
-    parts = {} if columns.keys() <= BATCH_RULES.keys() else _parts_of(columns)
     mask, starts = columns["loss_mask"], cu_seqlens[:-1]
     filled = starts[cu_seqlens[1:] > starts]
-    fields: dict[str, Any] = columns
     return TrainBatch(
         groups=groups,
         loss_tokens=int(np.count_nonzero(mask)),
         loss_sequences=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
         total_sequences=len(cu_seqlens) - 1,
-        reward_parts=parts,
-        **fields,
+        **BATCH_SCHEMA.fields(columns),
     )

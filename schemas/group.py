@@ -406,11 +406,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             InvalidRecord: the header is none.
         """
         env, instance_id, meta = decode_header(header)
-        if columns.keys() <= GROUP_RULES.keys():
-            return cls(env=env, instance_id=instance_id, meta=meta, **columns)
-        fields = {name: column for name, column in columns.items() if name in GROUP_RULES}
-        parts = {n.removeprefix(PART_PREFIX): column for n, column in columns.items() if n not in GROUP_RULES}
-        return cls(env=env, instance_id=instance_id, meta=meta, reward_parts=parts, **fields)
+        return cls(env=env, instance_id=instance_id, meta=meta, **cls.schema.fields(columns))
 
 
 def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:

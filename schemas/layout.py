@@ -426,6 +426,13 @@ class Schema:
             present |= {self._part_prefix + name: column for name, column in sorted(record.reward_parts.items())}
         return present
 
+    def fields(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `columns` as the fields of a record: reward parts, without their prefix, in one."""
+        if columns.keys() <= self.rules.keys():
+            return columns
+        parts = {n.removeprefix(self._part_prefix): column for n, column in columns.items() if n not in self.rules}
+        return {name: column for name, column in columns.items() if name in self.rules} | {"reward_parts": parts}
+
     def laid_out(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
         """Return form and lengths of a record, and its columns ready to be copied: unchanged, or made `contiguous`.
 
