@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
@@ -66,17 +66,18 @@ log = get_logger("penstock.telemetry")
 class Observations(msgspec.Struct, frozen=True, array_like=True):
     """The observations that one process has not yet emitted; a worker sends them to the trainer's process."""
 
-    means: dict[str, tuple[float, float]]
-    totals: dict[str, float]
-    maxima: dict[str, float]
-    minima: dict[str, float]
-    gauges: dict[str, float]
+    means: dict[str, tuple[float, float]] = {}
+    """Σ value · weight, and Σ weight."""
+    totals: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    minima: dict[str, float] = {}
+    gauges: dict[str, float] = {}
 
 
 class Metrics:
     """Aggregates observations until `emit` passes them to the sinks. One event loop uses it."""
 
-    __slots__ = ("_gauges", "_maxima", "_means", "_minima", "_since", "_totals", "file", "observers", "sinks")
+    __slots__ = ("_observed", "_since", "file", "observers", "sinks")
 
     def __init__(self, *sinks: MetricSink) -> None:
         self.sinks: list[MetricSink] = list(sinks)
@@ -85,37 +86,34 @@ class Metrics:
         """The file of metrics of a run in a folder; if it raises, so does `emit`."""
         self.observers: list[Callable[[], None]] = []
         """Called before observations are taken, for values that are cheaper to read then than to record at changes."""
-        self._means: dict[str, list[float]] = {}
-        self._totals: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
-        self._minima: dict[str, float] = {}
-        self._gauges: dict[str, float] = {}
+        self._observed = Observations()
         self._since = time.monotonic()
 
     def mean(self, name: str, values: ArrayLike, weight: ArrayLike | None = None) -> None:
         """Observe `values`; emits Σ value · weight / Σ weight."""
-        weighted, weighs = _sums(values, weight)
-        sums = self._means.setdefault(name, [0.0, 0.0])
-        sums[0] += weighted
-        sums[1] += weighs
+        self._add_to_mean(name, *_sums(values, weight))
+
+    def _add_to_mean(self, name: str, weighted: float, weight: float) -> None:
+        before = self._observed.means.get(name, (0.0, 0.0))
+        self._observed.means[name] = (before[0] + weighted, before[1] + weight)
 
     def total(self, name: str, amount: float = 1) -> None:
         """Add `amount`; emits the sum since the last step."""
-        self._totals[name] = self._totals.get(name, 0.0) + amount
+        self._observed.totals[name] = self._observed.totals.get(name, 0.0) + amount
 
     def maximum(self, name: str, values: ArrayLike) -> None:
         """Observe `values`; emits the largest."""
         if np.size(values):
-            self._maxima[name] = max(self._maxima.get(name, -np.inf), float(np.max(values)))
+            self._observed.maxima[name] = max(self._observed.maxima.get(name, -np.inf), float(np.max(values)))
 
     def minimum(self, name: str, values: ArrayLike) -> None:
         """Observe `values`; emits the smallest."""
         if np.size(values):
-            self._minima[name] = min(self._minima.get(name, np.inf), float(np.min(values)))
+            self._observed.minima[name] = min(self._observed.minima.get(name, np.inf), float(np.min(values)))
 
     def gauge(self, name: str, value: float) -> None:
         """Set a present value; emits the last one, at every step from now on."""
-        self._gauges[name] = float(value)
+        self._observed.gauges[name] = float(value)
 
     @contextmanager
     def observing(self, observe: Callable[[], None]) -> Iterator[None]:
@@ -131,28 +129,25 @@ class Metrics:
         """Return all observations since the last `take` or `emit`, for the `merge` of another process."""
         for observe in self.observers:
             observe()
-        means = {name: (sums[0], sums[1]) for name, sums in self._means.items()}
-        taken = Observations(means, self._totals, self._maxima, self._minima, dict(self._gauges))
-        self._means, self._totals, self._maxima, self._minima = {}, {}, {}, {}
+        taken, self._observed = self._observed, Observations(gauges=dict(self._observed.gauges))
         return taken
 
     def merge(self, observed: Observations) -> None:
         """Add the observations of another process."""
-        for name, (weighted, weight) in observed.means.items():
-            sums = self._means.setdefault(name, [0.0, 0.0])
-            sums[0] += weighted
-            sums[1] += weight
+        for name, sums in observed.means.items():
+            self._add_to_mean(name, *sums)
         for name, amount in observed.totals.items():
             self.total(name, amount)
         for name, value in observed.maxima.items():
             self.maximum(name, value)
         for name, value in observed.minima.items():
             self.minimum(name, value)
-        self._gauges |= observed.gauges
+        self._observed.gauges.update(observed.gauges)
 
     def __bool__(self) -> bool:
         """Return whether anything was observed since the last `take` or `emit`."""
-        return bool(self._means or self._totals or self._maxima or self._minima)
+        observed = self._observed
+        return bool(observed.means or observed.totals or observed.maxima or observed.minima)
 
     def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
         """Pass all observations since the last step, and `extra`, to the sinks, and return them.
@@ -217,18 +212,10 @@ def _names_of_waits(stage: str) -> tuple[str, str]:
     return f"timing_s/{stage}/wait_input", f"timing_s/{stage}/wait_output"
 
 
-class MetricsReceiver(Protocol):
-    """Receives the observations of other processes."""
-
-    def merge(self, observed: Observations) -> None:
-        """Add the observations of another process."""
-        ...
-
-
 class WaitAggregator:
     """Passes on the observations of the workers of one stage, and adds up their waits."""
 
-    def __init__(self, metrics: MetricsReceiver, stage: str) -> None:
+    def __init__(self, metrics: Metrics, stage: str) -> None:
         self._metrics = metrics
         self._names = _names_of_waits(stage)
         self.waited = (0.0, 0.0)
@@ -267,9 +254,7 @@ class JsonlMetrics:
 
     def __call__(self, metrics: dict[str, float], step: int) -> None:
         """Append one line."""
-        self._write_line(msgspec.json.encode({"step": step} | metrics) + b"\n")
-
-    def _write_line(self, line: bytes) -> None:
+        line = msgspec.json.encode({"step": step} | metrics) + b"\n"
         with self._writing(), self._path.open("ab") as file:
             append_whole(file.fileno(), [line])
 

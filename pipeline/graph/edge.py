@@ -214,12 +214,9 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
 
     def receive_nowait(self) -> T:
         """Return the next record if there is one now; see `ReceiveChannel.receive_nowait`."""
-        self._refuse_after_end()
-        return self._end.receive_nowait()
-
-    def _refuse_after_end(self) -> None:
         if self._ended:
             raise anyio.EndOfStream
+        return self._end.receive_nowait()
 
     async def aclose(self) -> None:
         """Close this end; closing it again does nothing."""
@@ -230,23 +227,16 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
         return self._end.statistics()
 
 
+@dataclass(slots=True, eq=False)
 class Edge:
     """One edge of a running pipeline."""
 
-    def __init__(
-        self,
-        upstream: str,
-        downstream: str,
-        inbox: ReceiveChannel[Any],
-        counter: EdgeCounter,
-        outbox: CountingSendChannel[Any] | None,
-    ) -> None:
-        self.upstream = upstream
-        self.downstream = downstream
-        self.inbox = inbox
-        self.outbox = outbox
-        """None where the sending ends are in other processes."""
-        self.counter = counter
+    upstream: str
+    downstream: str
+    inbox: ReceiveChannel[Any]
+    counter: EdgeCounter
+    outbox: CountingSendChannel[Any] | None
+    """None where the sending ends are in other processes."""
 
     def statistics(self) -> EdgeStatistics:
         """Return the state of this edge now."""

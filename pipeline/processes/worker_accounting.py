@@ -20,7 +20,7 @@ from ..._schemas.errors import UNREADABLE
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude
 from ..accounting.shared_counters import SharedCounters
-from ..accounting.telemetry import MetricsReceiver, get_logger
+from ..accounting.telemetry import Metrics, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch
@@ -68,7 +68,9 @@ class _Worker:
 class WorkerAccounting:
     """The accounting of the workers of one stage: a `PeerListener` of the channel on which they send."""
 
-    def __init__(self, ledger: Ledger, metrics: MetricsReceiver, counter: EdgeCounter, *, source: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, metrics: Metrics | WaitAggregator, counter: EdgeCounter, *, source: bool
+    ) -> None:
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self._ledger = ledger
         self._metrics = metrics

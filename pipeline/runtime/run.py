@@ -11,7 +11,7 @@ The end of one stage determines the end of the others:
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -134,7 +134,8 @@ class Run:
         self._streak = FailureStreak()
         self._open_error: Exception | None = None
         """The exception for which channels could not be opened."""
-        self._cancel: Callable[[], None] = _no_op
+        self._scope = anyio.CancelScope()
+        """The scope in which the stages run."""
         self._opening = anyio.CancelScope()
         """The scope in which the channels are opened."""
         self._stopped_by = ""
@@ -166,9 +167,8 @@ class Run:
                 return
             channels.enter_context(self._context.ledger.on_end(self._context.flush.check))
             channels.callback(self._finish)  # while the channels are still open
-            with unwrap_single():
+            with unwrap_single(), self._scope:
                 async with anyio.create_task_group() as group:
-                    self._cancel = group.cancel_scope.cancel
                     for task in self._tasks:
                         group.start_soon(self._supervise, task, name=task.node.name)
         if self._failure is not None:
@@ -227,7 +227,7 @@ class Run:
         except RolloutsFailed as error:
             if self._failure is None:
                 self._failure = error
-                self._cancel()
+                self._scope.cancel()
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:
         if all_of(error, PeerClosed) and self._is_over_after(task):
@@ -245,7 +245,7 @@ class Run:
         else:
             self._failure.add_note(f"besides: {failure}")
             log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
-        self._cancel()
+        self._scope.cancel()
 
     def _is_over_after(self, task: _StageTask) -> bool:
         """Return whether a stage after `task` has ended, so that `task` need not send."""
@@ -286,7 +286,7 @@ class Run:
             self._edges.append(edge)
         if self._outbox is None:
             self._inbox = StoppableReceiveChannel(self._edges[-1].inbox)
-        if self._outbox is not None:
+        else:
             last = self._tasks[-1]
             counter = EdgeCounter(self._admits_to(last), leaves=self._context.ledger)
             last.outbox = CountingSendChannel(self._outbox.clone(), counter)
@@ -356,10 +356,6 @@ class Run:
         names = " and ".join(task.node.name for task in self._tasks if taken[task])
         if lost := ledger.lose(f"swallowed by {names}"):
             ledger.unaccounted[names] += lost
-
-
-def _no_op() -> None:
-    """Do nothing: no task runs yet that could be cancelled."""
 
 
 async def _close_ends(task: _StageTask) -> None:
