@@ -237,6 +237,8 @@ class ShmSender:
         return False
 
     async def _connected(self) -> RemoteSender[TrajectoryGroup] | None:
+        if self._sender is not None or self._unusable is not None:
+            return self._sender
         with anyio.move_on_after(SHM_RECONNECT_TIMEOUT_S):
             while self._sender is None and self._unusable is None:
                 await self._changed.wait()
