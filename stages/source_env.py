@@ -30,6 +30,7 @@ from .._pipeline.durability.resumption import ResumePoint
 from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import Context, Worker, current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.exception_groups import unwrap_first
 from .._pipeline.util.repeated_errors import RepeatedErrors
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -242,20 +243,11 @@ class _RolloutScheduler:
         per_step = source.per_step(context.worker)
         self._lag_limiter = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
         self._dropped = RepeatedErrors(log, "rollout_dropped")
-        self._failure: Exception | None = None
-        """The error that ended the run, without the exception group of a task group."""
-        self._scope = anyio.CancelScope()
-        """Around all groups, while `work` runs."""
 
     async def work(self) -> None:
-        async with anyio.create_task_group() as groups:
-            self._scope = groups.cancel_scope
-            try:
+        with unwrap_first():
+            async with anyio.create_task_group() as groups:
                 await (self._in_waves() if self._source.synchronous else self._begin(groups))
-            except Exception as error:  # noqa: BLE001 (raised again below)
-                self._fail(error)
-        if self._failure is not None:
-            raise self._failure
 
     async def _begin(self, groups: TaskGroup) -> None:
         """Begin one group after another, each when there is a permit and the lag limit allows it."""
@@ -277,15 +269,8 @@ class _RolloutScheduler:
                 rollouts = await self._rolled_out(group, await self._begun(group, number))
             if rollouts:
                 await self._outbox.send(self._sampled(group, number, rollouts, began))
-        except Exception as error:  # noqa: BLE001 (raised again by `work`)
-            self._fail(error)
         finally:
             self._groups.release()
-
-    def _fail(self, error: Exception) -> None:
-        """End the run with `error`, or with an earlier one."""
-        self._failure = self._failure or error
-        self._scope.cancel()
 
     # -- a synchronous schedule ----------------------------------------------------------------------------------------
 
@@ -352,8 +337,6 @@ class _RolloutScheduler:
                     rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, self._generate)
                 except EnvironmentFailed as error:
                     self._drop([trajectory], "failed", error)
-                except Exception as error:  # noqa: BLE001 (raised again by `work`)
-                    self._fail(error)
         if timeout.cancelled_caught:
             self._drop([trajectory], "failed", self._timed_out)
         elif trajectory.repetition_id in rollouts and not sampled_anything(rollouts[trajectory.repetition_id]):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-__all__ = ["all_of", "consists_of", "first_exception", "single_exception", "unwrap_single"]
+__all__ = ["all_of", "consists_of", "first_exception", "single_exception", "unwrap_first", "unwrap_single"]
 
 
 def single_exception(error: BaseException) -> BaseException:
@@ -34,8 +35,29 @@ def unwrap_single() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        cause = single_exception(group)
-        raise cause from cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        _raise(single_exception(group))
+
+
+@contextmanager
+def unwrap_first() -> Iterator[None]:
+    """Raise the first exception in a group that the body raises, with its own cause, instead of the group.
+
+    For tasks that fail of the same cause: the others add nothing.
+
+    >>> with unwrap_first():
+    ...     raise ExceptionGroup("tasks", [ValueError("the cause"), ValueError("the same cause")])
+    Traceback (most recent call last):
+    ValueError: the cause
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        _raise(next(_leaves(group)))
+
+
+def _raise(cause: BaseException) -> NoReturn:
+    """Raise an exception of a group with its own cause or context."""
+    raise cause from cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def first_exception(error: BaseException, kind: type[BaseException]) -> BaseException:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineRefused, PenstockError, ProtocolMismatch
 from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .backoff import jitter
@@ -152,22 +153,16 @@ class HttpEngine:
         body = {"max_tokens": max_completion_tokens, "temperature": 0.0 if greedy else temperature}
         with_logprobs = greedy or temperature == 1 or self._tempered
         completions: dict[int, Completion] = {}
-        failures: list[Exception] = []
 
         async def complete(index: int, prompt: NDArray[np.int32]) -> None:
-            try:
-                async with self._permits:
-                    completion = await self._complete(body | {"prompt": prompt.tolist()})
-                completions[index] = completion if with_logprobs else self._without_logprobs(completion)
-            except Exception as error:  # noqa: BLE001 (raised below: a task group would wrap it)
-                failures.append(error)
-                tasks.cancel_scope.cancel()
+            async with self._permits:
+                completion = await self._complete(body | {"prompt": prompt.tolist()})
+            completions[index] = completion if with_logprobs else self._without_logprobs(completion)
 
-        async with anyio.create_task_group() as tasks:
-            for index, prompt in enumerate(prompts):
-                tasks.start_soon(complete, index, prompt)
-        if failures:
-            raise failures[0]
+        with unwrap_first():
+            async with anyio.create_task_group() as tasks:
+                for index, prompt in enumerate(prompts):
+                    tasks.start_soon(complete, index, prompt)
         return [completions[index] for index in range(len(prompts))]
 
     def _without_logprobs(self, completion: Completion) -> Completion:

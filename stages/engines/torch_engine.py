@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -45,22 +45,12 @@ def as_seed(numbers: Sequence[int]) -> int:
     return int(state >> np.uint64(1))
 
 
-@dataclass(slots=True)
-class _Call:
-    """One call of `generate`; done when all its rows are."""
+class _Row(NamedTuple):
+    """One prompt of a call of `generate`."""
 
-    requests: list[SamplingRequest]
-    result: asyncio.Future[list[Completion]]
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-    def complete(self, row: int, completion: Completion) -> None:
-        self.completions[row] = completion
-        if len(self.completions) == len(self.requests) and not self.result.done():
-            self.result.set_result([self.completions[index] for index in range(len(self.requests))])
-
-    def fail(self, error: Exception) -> None:
-        if not self.result.done():
-            self.result.set_exception(error)
+    request: SamplingRequest
+    result: asyncio.Future[Completion]
+    """Cancelled with the call."""
 
 
 class TorchEngine:
@@ -90,7 +80,7 @@ class TorchEngine:
         """Made with the first batch, on the model's device, which is unknown before if the model was made on `meta`."""
         self._max_rows = max_rows
         self._in_flight = in_flight
-        self._pending: deque[tuple[_Call, int]] = deque()
+        self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
         self._requested = anyio.Event()
         """Set while rows may be pending."""
@@ -126,14 +116,17 @@ class TorchEngine:
         self._check_open()
         if not prompts:
             return []
-        requests = [
-            SamplingRequest(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy)
+        loop = asyncio.get_running_loop()
+        rows = [
+            _Row(
+                SamplingRequest(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy),
+                loop.create_future(),
+            )
             for prompt in prompts
         ]
-        call = _Call(requests, asyncio.get_running_loop().create_future())
-        self._pending.extend((call, row) for row in range(len(requests)))
+        self._pending.extend(rows)
         self._requested.set()
-        return await call.result
+        return await asyncio.gather(*[row.result for row in rows])
 
     async def serve(self) -> None:
         """Sample the requests, batch after batch, until cancelled."""
@@ -153,29 +146,28 @@ class TorchEngine:
             known = len(self._pending)
             await checkpoint()
 
-    def _take(self) -> list[tuple[_Call, int]]:
+    def _take(self) -> list[_Row]:
         """Return the next rows, without those of cancelled calls."""
-        taken: list[tuple[_Call, int]] = []
+        taken: list[_Row] = []
         while self._pending and len(taken) < self._max_rows:
-            call, row = self._pending.popleft()
-            if not call.result.done():
-                taken.append((call, row))
+            row = self._pending.popleft()
+            if not row.result.done():
+                taken.append(row)
         return taken
 
-    async def _complete(self, batch: list[tuple[_Call, int]]) -> None:
+    async def _complete(self, batch: list[_Row]) -> None:
         try:
-            sampled = await self._sample([call.requests[row] for call, row in batch])
+            sampled = await self._sample([row.request for row in batch])
         except Exception as error:  # noqa: BLE001 (raised by every call)
-            for call, _ in batch:
-                call.fail(error)
+            _fail(batch, error)
             return
         except BaseException:  # closed: these rows are no longer pending
-            for call, _ in batch:
-                call.fail(anyio.ClosedResourceError())
+            _fail(batch, anyio.ClosedResourceError())
             raise
         self._observe(sampled)
-        for (call, row), completion in zip(batch, _completions(sampled), strict=True):
-            call.complete(row, completion)
+        for row, completion in zip(batch, _completions(sampled), strict=True):
+            if not row.result.done():
+                row.result.set_result(completion)
 
     async def _sample(self, requests: list[SamplingRequest]) -> SampledTokens:
         """Sample one batch; wait for the first version of the weights, and during pauses of publisher or engine."""
@@ -358,9 +350,14 @@ class TorchEngine:
     def close(self) -> None:
         """Stop sampling: a running batch ends with its current token; waiting calls raise ClosedResourceError."""
         self._closed = True
-        for call, _ in self._pending:
-            call.fail(anyio.ClosedResourceError())
+        _fail(self._pending, anyio.ClosedResourceError())
         self._pending.clear()
+
+
+def _fail(rows: Iterable[_Row], error: Exception) -> None:
+    for row in rows:
+        if not row.result.done():
+            row.result.set_exception(error)
 
 
 def _storages(model: CausalModel) -> list[torch.UntypedStorage]:
