@@ -302,18 +302,9 @@ async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> A
         stack.callback(socket.close)
         listener = await SocketListener.from_socket(connection)
         receiver = RemoteReceiver(
-            record_type,
-            transport="shm",
-            url=f"{SCHEME}{directory}",
-            socket=socket,
-            config=config,
+            record_type, transport="shm", url=f"{SCHEME}{directory}", socket=socket, config=config
         )
-        acceptor = ShmAcceptor(
-            receiver,
-            socket,
-            listener,
-            lambda opened: _receive_segment(opened, receiver, endpoint),
-        )
+        acceptor = ShmAcceptor(receiver, socket, listener, lambda opened: _receive_segment(opened, receiver, endpoint))
         stack.push_async_callback(acceptor.aclose)
         receiver.start_accepting(stack.pop_all())
         async with receiver:

@@ -109,7 +109,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Reads records from frames."""
+    """Reads records of any sender from frames."""
 
     def __init__(self, schema: Schema, *, checksum: bool = False) -> None:
         self._schema = schema
@@ -197,12 +197,7 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
         config=config,
         most_waiting=most_waiting(config),
     )
-    acceptor = TcpAcceptor(
-        receiver,
-        socket,
-        make_reader=lambda: FrameReader(record_type.schema, checksum=config.checksum),
-        port=port,
-    )
+    acceptor = TcpAcceptor(receiver, socket, FrameReader(record_type.schema, checksum=config.checksum), port)
     stack = AsyncExitStack()
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)

@@ -85,14 +85,14 @@ class TcpAcceptor:
         self,
         receiver: RemoteReceiver[Any],
         socket: zmq.Socket[bytes],
-        make_reader: Callable[[], PayloadReader],
+        reader: PayloadReader,
         port: int,
     ) -> None:
         self.receiver = receiver
         receiver.on_unknown = self._on_unknown
         self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
-        self._make_reader = make_reader
+        self._reader = reader
         self._port = port
         self._most_unread = receiver.config.capacity_bytes + LARGEST_MESSAGE
         """Bytes that one message may have."""
@@ -230,7 +230,7 @@ class TcpAcceptor:
         connection.request = None
         tcp = TcpConnection(connection.fd)
         try:
-            connection.peer = self.receiver.admit(request, connection, self._make_reader())
+            connection.peer = self.receiver.admit(request, connection, self._reader)
         except PenstockError:
             tcp.close()
             raise

@@ -66,15 +66,6 @@ class Record(Columned, Protocol):
 
     schema: ClassVar[Schema]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the columns."""
-        ...
-
-    def columns(self) -> dict[str, Array]:
-        """Return the arrays, by name."""
-        ...
-
     def header(self) -> bytes:
         """Return everything else, encoded."""
         ...
