@@ -19,10 +19,12 @@ import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
+from tests.failsafe import FAILSAFE_S
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock import Worker
+from penstock._stages.engines import http_engine
 from penstock.errors import EngineRefused, ServerFailed
 from penstock.policies import Completion, Engine, HttpPolicy
 from penstock.servers import OutsideServer, http_ready
@@ -163,8 +165,9 @@ async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: s
 
 
 async def test_while_it_sleeps_nothing_is_sampled_and_that_it_keeps_its_memory_is_told(
-    url: str, caplog: pytest.LogCaptureFixture
+    url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http_engine, "SETTINGS_TIMEOUT_S", FAILSAFE_S)  # vLLM starts programs to answer
     said: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
